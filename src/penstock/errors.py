@@ -1,0 +1,72 @@
+"""Every error the library raises on purpose: one root, and children that are also the builtin that fits."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from penstock.verifier.finding import Finding
+
+
+class PenstockError(Exception):
+    """The root: catch it to catch everything Penstock refuses."""
+
+
+class ActionError(PenstockError, ValueError):
+    """A text or a combination of fields that is not an action."""
+
+
+class PlacementError(PenstockError, ValueError):
+    """A map of stages to ranks that cannot be."""
+
+
+class ScheduleError(PenstockError, ValueError):
+    """Arguments that no schedule can be built from."""
+
+
+class UnknownNameError(ScheduleError, LookupError):
+    """A name that is not registered; the message offers the nearest ones."""
+
+
+class CostsError(PenstockError, ValueError):
+    """Costs, sizes or limits that are negative, not a number, or of the wrong length."""
+
+
+class FileFormatError(PenstockError, ValueError):
+    """A file that is not a schedule or program: names the file and, where there is one, the row and the cell."""
+
+    def __init__(self, file: str, reason: str, *, row: int | None = None, cell: int | None = None) -> None:
+        self.file, self.reason, self.row, self.cell = file, reason, row, cell
+        place = "" if row is None else f", row {row + 1} (rank {row})"
+        place += "" if cell is None else f", cell {cell + 1}"
+        super().__init__(f"{file}{place}: {reason}")
+
+
+class PassError(PenstockError, ValueError):
+    """A pass that cannot be applied to this program, or a pass text that cannot be read."""
+
+
+class VerifyError(PenstockError, ValueError):
+    """A program that was refused, with every finding."""
+
+    def __init__(self, findings: Iterable[Finding], report: str) -> None:
+        self.findings = tuple(findings)
+        super().__init__(report)
+
+
+class MissingExtraError(PenstockError, ImportError):
+    """An optional dependency that is not installed, named with the extra that brings it."""
+
+    def __init__(self, what: str, package: str, extra: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install 'penstock[{extra}]'")
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """End of a sentence about an unknown name: the nearest known ones, then all of them."""
+    names = sorted(known)
+    folded = {candidate.lower(): candidate for candidate in names}
+    close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
+    return f"{hint}known: {', '.join(names)}"

@@ -1,0 +1,1 @@
+"""The language of pipelines: actions, placements, schedules, programs, their dependencies and their text forms."""

@@ -1,0 +1,69 @@
+"""PyTorch's CSV form of schedules and programs: a row a rank, a cell an action, an empty cell for an idle slot."""
+
+from __future__ import annotations
+
+import csv
+import os
+from os import PathLike
+from pathlib import Path
+
+import numpy as np
+
+from penstock.errors import ActionError, FileFormatError
+from penstock.ir.action import Action, pack_action
+from penstock.ir.grid import Grid
+from penstock.ir.infer import Cells, infer_table
+from penstock.ir.table import Table
+
+
+def write_csv(table: Table, path: str | PathLike[str]) -> None:
+    """Write a schedule spaced out by step, a program without idle cells (PyTorch takes none there); all of it or nothing."""
+    grid = Grid.dense(table) if table.lowered else Grid.spaced(table)
+    lines = "".join(",".join("" if cell is None else str(cell) for cell in column) + "\r\n" for column in grid.columns)
+    write_whole(path, lines)
+
+
+def write_whole(path: str | PathLike[str], text: str) -> None:
+    """Write a file so that a failure leaves the old one as it was."""
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="")
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def read_csv(path: str | PathLike[str], *, strict: bool = True) -> Table:
+    """A schedule or program from a CSV file; `strict=False` leaves missing and repeated actions to the verifier."""
+    file = os.fspath(path)
+    with open(path, newline="", encoding="utf-8-sig") as stream:
+        try:
+            rows = list(csv.reader(stream))
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise FileFormatError(file, f"not a CSV file: {error}") from None
+    return infer_table(parse_rows(file, rows), strict=strict)
+
+
+def parse_rows(file: str, rows: list[list[str]]) -> Cells:
+    """Cells as packed codes, each with the place it came from."""
+    while rows and not any(cell.strip() for cell in rows[-1]):
+        rows = rows[:-1]
+    if not rows:
+        raise FileFormatError(file, "the file is empty: a schedule has a row a rank and a cell an action")
+    entries: list[int] = []
+    places: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
+        if not any(cell.strip() for cell in row):
+            raise FileFormatError(file, "the row is empty: every rank needs its actions", row=number)
+        for place, cell in enumerate(row):
+            if not cell.strip():
+                continue
+            try:
+                packed = pack_action(Action.parse(cell))
+            except ActionError as error:
+                raise FileFormatError(file, str(error), row=number, cell=place) from None
+            entries += packed
+            places += [(number, place)] * len(packed)
+    where = np.array(places, dtype=np.int64).reshape(-1, 2)
+    return Cells(file, np.array(entries, dtype=np.int64), where[:, 0], where[:, 1], [len(row) for row in rows])

@@ -1,0 +1,96 @@
+"""A schedule after lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.ir.action import Action
+from penstock.ir.graph import StageGraph
+from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.placement import Placement
+from penstock.ir.rows import Rows
+from penstock.ir.schedule import Schedule, pack_rows
+from penstock.ir.table import Table
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """How many slots a program needs, each rank's `(stage, count)` pairs and each channel's count of messages under way.
+
+    A channel is `(from rank, to rank, kind)`, the kind that of its sends: `SEND_F` activations, `SEND_B` gradients.
+    """
+
+    activations: tuple[dict[int, int], ...] = ()
+    """For each rank and stage: received (or loaded) inputs alive at once, from the receive to the backward that ends their use."""
+    gradients: tuple[dict[int, int], ...] = ()
+    """For each rank and stage: output gradients alive at once, from the receive to the backward that uses them."""
+    channels: dict[tuple[int, int, Kind], int] = field(default_factory=dict)
+    """For each channel: messages sent and not yet taken. A sender that finds them all taken waits."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "activations": [{str(s): n for s, n in rank.items()} for rank in self.activations],
+            "gradients": [{str(s): n for s, n in rank.items()} for rank in self.gradients],
+            "channels": [[a, b, kind.name, n] for (a, b, kind), n in sorted(self.channels.items())],
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Buffers:
+        return cls(
+            tuple({int(s): int(n) for s, n in rank.items()} for rank in data["activations"]),
+            tuple({int(s): int(n) for s, n in rank.items()} for rank in data["gradients"]),
+            {(int(a), int(b), Kind[kind]): int(n) for a, b, kind, n in data["channels"]},
+        )
+
+
+class Program(Table):
+    """Compute, communication, sharding and reduction, in the order in which each rank runs them."""
+
+    lowered = True
+
+    def __init__(
+        self,
+        rows: Rows,
+        placement: Placement,
+        microbatches: int,
+        *,
+        graph: StageGraph | None = None,
+        name: str = "",
+        passes: str = "",
+        buffers: Buffers | None = None,
+    ) -> None:
+        super().__init__(placement, microbatches, graph=graph, name=name)
+        self._rows = rows
+        self.passes = passes
+        self.buffers = buffers
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Sequence[Sequence[Action | str]],
+        placement: Placement,
+        *,
+        microbatches: int | None = None,
+        graph: StageGraph | None = None,
+        name: str = "",
+    ) -> Program:
+        """A program from written-out actions, one sequence a rank; the microbatch count is one past the highest unless given."""
+        rows = pack_rows(actions)
+        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
+        return cls(rows, placement, count, graph=graph, name=name)
+
+    @property
+    def rows(self) -> Rows:
+        return self._rows
+
+    def with_rows(self, rows: Rows) -> Program:
+        """The same program with other rows; buffers counted for the old ones are dropped."""
+        return Program(rows, self.placement, self.microbatches, graph=self.graph, name=self.name, passes=self.passes)
+
+    def schedule(self) -> Schedule:
+        """The compute actions alone."""
+        return Schedule.from_rows(
+            self.rows.keep(self.rows.is_kind(*COMPUTE)), self.placement, self.microbatches, graph=self.graph, name=self.name
+        )

@@ -1,0 +1,148 @@
+"""Every rank's packed actions in one flat array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir import codes
+from penstock.ir.action import Action, unpack_actions
+
+Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class Rows:
+    """One row of codes a rank, end to end; entry e belongs to the rank whose slice of `offsets` holds e.
+
+    An overlapped action is several entries and one *group*; every other action is a group of one.
+    """
+
+    def __init__(self, entries: Ints, offsets: Ints) -> None:
+        self.codes = entries
+        self.offsets = offsets
+
+    @classmethod
+    def join(cls, rows: Sequence[Ints]) -> Rows:
+        """Lay the rows end to end."""
+        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum([len(row) for row in rows], out=offsets[1:])
+        entries = np.concatenate(rows) if rows else np.zeros(0, dtype=np.int64)
+        return cls(entries.astype(np.int64, copy=False), offsets)
+
+    @classmethod
+    def sorted_by(cls, entries: Ints, ranks: Ints, num_ranks: int) -> Rows:
+        """Entries that are already in order, with the rank of each."""
+        offsets = np.zeros(num_ranks + 1, dtype=np.int64)
+        np.cumsum(np.bincount(ranks, minlength=num_ranks), out=offsets[1:])
+        return cls(entries, offsets)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Rows) and np.array_equal(self.offsets, other.offsets) and np.array_equal(self.codes, other.codes)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def row(self, rank: int) -> Ints:
+        """One rank's codes."""
+        return self.codes[self.offsets[rank] : self.offsets[rank + 1]]
+
+    def actions(self, rank: int) -> tuple[Action, ...]:
+        """One rank's actions."""
+        return tuple(unpack_actions(self.row(rank).tolist()))
+
+    @cached_property
+    def rank(self) -> Ints:
+        """The rank of each entry."""
+        return np.repeat(np.arange(len(self), dtype=np.int64), np.diff(self.offsets))
+
+    @cached_property
+    def kind(self) -> Ints:
+        return np.asarray(codes.kind_of(self.codes))
+
+    @cached_property
+    def stage(self) -> Ints:
+        return np.asarray(codes.stage_of(self.codes))
+
+    @cached_property
+    def microbatch(self) -> Ints:
+        return np.asarray(codes.microbatch_of(self.codes))
+
+    @cached_property
+    def peer(self) -> Ints:
+        return np.asarray(codes.peer_of(self.codes))
+
+    @cached_property
+    def heads(self) -> Flags:
+        """Whether the entry is the first of its group."""
+        heads = np.ones(len(self.codes), dtype=np.bool_)
+        heads[1:] = ~codes.is_joined(self.codes[:-1])
+        return heads
+
+    @cached_property
+    def group(self) -> Ints:
+        """The group of each entry, counted over all ranks."""
+        return np.cumsum(self.heads) - 1
+
+    @cached_property
+    def group_offsets(self) -> Ints:
+        """Where each rank's groups begin."""
+        counts = np.concatenate(([0], np.cumsum(self.heads)))
+        return np.asarray(counts[self.offsets], dtype=np.int64)
+
+    @cached_property
+    def step(self) -> Ints:
+        """The index of each entry's group in its rank's row: the place that findings and excerpts name."""
+        return np.asarray(self.group - self.group_offsets[self.rank], dtype=np.int64)
+
+    def is_kind(self, *kinds: int) -> Flags:
+        """Whether each entry is of one of the kinds."""
+        flags = np.zeros(16, dtype=np.bool_)
+        flags[list(kinds)] = True
+        return np.asarray(flags[self.kind])
+
+    def action_at(self, entry: int) -> Action:
+        """The whole action that an entry is part of."""
+        group = int(self.group[entry])
+        first = int(np.searchsorted(self.group, group))
+        last = int(np.searchsorted(self.group, group, side="right"))
+        return next(unpack_actions(self.codes[first:last].tolist()))
+
+    def part_at(self, entry: int) -> Action:
+        """The entry as an action of its own, outside the group it runs in."""
+        return next(unpack_actions([int(self.codes[entry]) & ~codes.JOIN]))
+
+    def keep(self, mask: Flags) -> Rows:
+        """Only the entries of the mask; a group that loses its last part ends at the last one left."""
+        group, rank, joined = self.group[mask], self.rank[mask], self.codes[mask] & ~codes.JOIN
+        same = np.zeros(len(joined), dtype=np.bool_)
+        same[:-1] = group[1:] == group[:-1]
+        return Rows.sorted_by(joined | np.where(same, codes.JOIN, 0), rank, len(self))
+
+    def insert(self, before: Ints, entries: Ints, ranks: Ints, tie: Ints | None = None) -> Rows:
+        """New entries in front of the entries at `before` (a rank's end is where the next begins), ties in the order of `tie`."""
+        keys = (before, ranks) if tie is None else (tie, before, ranks)
+        order = np.lexsort(keys)
+        at = before[order]
+        return Rows.sorted_by(
+            np.insert(self.codes, at, entries[order]),
+            np.insert(self.rank, at, ranks[order]),
+            len(self),
+        )
+
+    @cached_property
+    def group_ends(self) -> Ints:
+        """For each entry, the index just behind its group."""
+        starts = np.flatnonzero(self.heads)
+        ends = np.append(starts[1:], len(self.codes))
+        return np.asarray(ends[self.group], dtype=np.int64)
+
+    @cached_property
+    def group_starts(self) -> Ints:
+        """For each entry, the index of its group's first part."""
+        return np.asarray(np.flatnonzero(self.heads)[self.group], dtype=np.int64)

@@ -1,0 +1,109 @@
+"""What schedules and programs share: a row of actions for each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from os import PathLike
+from typing import Any
+
+from penstock.errors import ScheduleError
+from penstock.ir.action import Action, unpack_actions
+from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.ir.dependencies import Linker, Links
+from penstock.ir.graph import StageGraph
+from penstock.ir.kind import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.rows import Ints, Rows
+
+
+class Table:
+    """Rows of actions, one a rank: `table[rank]` is a tuple of `Action`, `table.rows` the packed whole."""
+
+    lowered: bool
+
+    def __init__(self, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> None:
+        if not 1 <= microbatches <= MAX_MICROBATCHES:
+            raise ScheduleError(f"{microbatches} microbatches: the count must be from 1 to {MAX_MICROBATCHES}")
+        self.placement = placement
+        self.microbatches = microbatches
+        self.graph = StageGraph.chain(placement.stages) if graph is None else graph
+        self.name = name
+        if self.graph.stages != placement.stages:
+            raise ScheduleError(f"the stage graph has {self.graph.stages} stages, the placement {placement.stages}")
+
+    @property
+    def rows(self) -> Rows:
+        """Every rank's actions, packed."""
+        raise NotImplementedError
+
+    def row(self, rank: int) -> Ints:
+        """One rank's packed actions."""
+        return self.rows.row(self._checked(rank))
+
+    @property
+    def ranks(self) -> int:
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        return self.placement.stages
+
+    @property
+    def chunks(self) -> int:
+        return self.placement.chunks
+
+    @cached_property
+    def training(self) -> bool:
+        """Whether there is any backward."""
+        return bool(self.rows.is_kind(Kind.B, Kind.I, Kind.W).any())
+
+    @cached_property
+    def links(self) -> Links:
+        """Every dependency, resolved to entries of `rows`."""
+        return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered).links()
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: int) -> tuple[Action, ...]:
+        return tuple(unpack_actions(self.row(rank).tolist()))
+
+    def __iter__(self) -> Iterator[tuple[Action, ...]]:
+        return (self[rank] for rank in range(self.ranks))
+
+    def __eq__(self, other: object) -> bool:
+        """The same rows on the same ranks, whatever their names."""
+        if type(other) is not type(self) or not isinstance(other, Table):
+            return NotImplemented
+        same = (self.placement.copies, self.graph, self.microbatches) == (other.placement.copies, other.graph, other.microbatches)
+        return same and self.ranks == other.ranks and self.rows == other.rows
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        name = f"{self.name!r}, " if self.name else ""
+        return f"<{type(self).__name__} {name}{self.placement.describe()}, {self.microbatches} microbatches>"
+
+    def _checked(self, rank: int) -> int:
+        if not -self.ranks <= rank < self.ranks:
+            raise IndexError(f"rank {rank}: there are {self.ranks} ranks, 0 to {self.ranks - 1}")
+        return rank % self.ranks
+
+    def grid(self, *, mark: int | None = None, steps: range | None = None) -> str:
+        """The picture in text: a row a step, a column a rank, idle slots empty; `mark` points at a step, `steps` cuts out a part."""
+        from penstock.ir.grid import Grid
+
+        return Grid.spaced(self).text(mark=mark, steps=steps)
+
+    def to_csv(self, path: str | PathLike[str]) -> None:
+        """Write PyTorch's CSV form: a row a rank, a cell an action."""
+        from penstock.ir.csv_form import write_csv
+
+        write_csv(self, path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything, as plain data; `penstock.load` reads it back from a file."""
+        from penstock.ir.json_form import encode
+
+        return encode(self)
