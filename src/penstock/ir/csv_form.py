@@ -9,23 +9,42 @@ from pathlib import Path
 
 import numpy as np
 
-from penstock.errors import ActionError, FileFormatError
+from penstock.errors import ActionError, FileFormatError, ScheduleError
 from penstock.ir.action import Action, pack_action
 from penstock.ir.grid import Grid
 from penstock.ir.infer import Cells, infer_table
 from penstock.ir.table import Table
 
 
-def write_csv(table: Table, path: str | PathLike[str]) -> None:
-    """Write a schedule spaced out by step, a program without idle cells (PyTorch takes none there); all of it or nothing."""
+def csv_text(table: Table) -> str:
+    """A schedule spaced out by step, a program without idle cells (PyTorch takes none there)."""
     grid = Grid.dense(table) if table.lowered else Grid.spaced(table)
-    lines = "".join(",".join("" if cell is None else str(cell) for cell in column) + "\r\n" for column in grid.columns)
-    write_whole(path, lines)
+    return "".join(",".join("" if cell is None else str(cell) for cell in column) + "\r\n" for column in grid.columns)
+
+
+def write_csv(table: Table, path: str | PathLike[str]) -> None:
+    """Write the CSV form, all of it or nothing."""
+    write_whole(path, csv_text(table))
+
+
+def refuse_for_torch(table: Table) -> None:
+    """Refuse what PyTorch's form has no words for, though ours does: it would be read as something else there."""
+    if len(table.placement.copies) > 1:
+        raise ScheduleError(
+            f"PyTorch cannot express a {table.placement.kind} placement: there a stage is on one rank, here microbatches "
+            "of the same stage run on two; write .json instead"
+        )
+    if table.graph.skips:
+        source, target = table.graph.skips[0]
+        raise ScheduleError(f"PyTorch cannot express the edge {source} -> {target} that skips stages: write .json instead")
 
 
 def write_whole(path: str | PathLike[str], text: str) -> None:
     """Write a file so that a failure leaves the old one as it was."""
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
+        target.write_text(text, encoding="utf-8", newline="")
+        return
     beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         beside.write_text(text, encoding="utf-8", newline="")
@@ -46,16 +65,22 @@ def read_csv(path: str | PathLike[str], *, strict: bool = True) -> Table:
 
 
 def parse_rows(file: str, rows: list[list[str]]) -> Cells:
-    """Cells as packed codes, each with the place it came from."""
+    """The cells of a file that has a row a rank; blank lines at its end are no ranks."""
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows = rows[:-1]
     if not rows:
         raise FileFormatError(file, "the file is empty: a schedule has a row a rank and a cell an action")
-    entries: list[int] = []
-    places: list[tuple[int, int]] = []
     for number, row in enumerate(rows):
         if not any(cell.strip() for cell in row):
             raise FileFormatError(file, "the row is empty: every rank needs its actions", row=number)
+    return parse_cells(file, rows)
+
+
+def parse_cells(file: str, rows: list[list[str]]) -> Cells:
+    """Cells as packed codes, each with the place it came from."""
+    entries: list[int] = []
+    places: list[tuple[int, int]] = []
+    for number, row in enumerate(rows):
         for place, cell in enumerate(row):
             if not cell.strip():
                 continue

@@ -96,8 +96,8 @@ class Linker:
     def _stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
             after = self._of(*kinds)
-            cell = self._cell(after)
-            self._resolve(table[cell], after, codes.pack(self._stage[after], int(maker), self._microbatch[after]), local, missing)
+            stage, microbatch = self._stage[after], self._microbatch[after]
+            self._resolve(table[self._cell(stage, microbatch)], after, codes.pack(stage, int(maker), microbatch), local, missing)
 
     # The rules along an edge ------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Linker:
             microbatch = self._microbatch[after]
             crosses = self._crosses(self._stage[after], source, microbatch)
             near, far = ~crosses, crosses
-            made_by = makers[source * self.microbatches + microbatch]
+            made_by = makers[self._cell(source, microbatch)]
             code = codes.pack(source, int(maker_kind), microbatch)
             self._resolve(made_by[near], after[near], code[near], local, missing)
             if not self.lowered:
@@ -133,8 +133,8 @@ class Linker:
             (Kind.SEND_B, Kind.RECV_B, self._gradients, Kind.I),
         ):
             entries = self._of(send)
-            code = codes.pack(self._stage[entries], int(maker), self._microbatch[entries])
-            self._resolve(makers[self._cell(entries)], entries, code, local, missing)
+            stage, microbatch = self._stage[entries], self._microbatch[entries]
+            self._resolve(makers[self._cell(stage, microbatch)], entries, codes.pack(stage, int(maker), microbatch), local, missing)
             sent, received = self._ends[send], self._ends[receive]
             both = (sent >= 0) & (received >= 0)
             pairs.append(Needs(sent[both], received[both]))
@@ -146,6 +146,14 @@ class Linker:
         into.append(Needs(before[there], after[there]))
         if not there.all():
             missing.append(Missing(after[~there], code[~there]))
+
+    def forward_at(self, stage: Ints, microbatch: Ints) -> Ints:
+        """The entry of each stage and microbatch's forward, -1 where there is none."""
+        return np.asarray(self._forwards[self._cell(stage, microbatch)])
+
+    def gradient_at(self, stage: Ints, microbatch: Ints) -> Ints:
+        """The entry of each stage and microbatch's B or I, -1 where there is none."""
+        return np.asarray(self._gradients[self._cell(stage, microbatch)])
 
     # Tables -----------------------------------------------------------------------------------------------------------
 
@@ -165,8 +173,15 @@ class Linker:
         """The entries of these kinds, inside the counts."""
         return np.flatnonzero(self.rows.is_kind(*kinds) & self._inside)
 
-    def _cell(self, entries: Ints) -> Ints:
-        return self._stage[entries] * self.microbatches + self._microbatch[entries]
+    @cached_property
+    def _place(self) -> Ints:
+        """Each stage's row in the tables. Stages that are nowhere share the last one, so that a few ranks alone need little room."""
+        present = np.zeros(self.graph.stages, dtype=np.bool_)
+        present[self._stage[self._inside]] = True
+        return np.where(present, np.cumsum(present) - 1, present.sum())
+
+    def _cell(self, stage: Ints, microbatch: Ints) -> Ints:
+        return np.asarray(self._place[stage] * self.microbatches + microbatch)
 
     def _first(self, cells: Ints, entries: Ints, size: int) -> Ints:
         """A table with the first entry of each cell, -1 where there is none."""
@@ -176,13 +191,16 @@ class Linker:
 
     @cached_property
     def _forwards(self) -> Ints:
-        entries = self._of(Kind.F)
-        return self._first(self._cell(entries), entries, self.graph.stages * self.microbatches)
+        return self._made_by(Kind.F)
 
     @cached_property
     def _gradients(self) -> Ints:
-        entries = self._of(Kind.B, Kind.I)
-        return self._first(self._cell(entries), entries, self.graph.stages * self.microbatches)
+        return self._made_by(Kind.B, Kind.I)
+
+    def _made_by(self, *kinds: Kind) -> Ints:
+        entries = self._of(*kinds)
+        cells = self._cell(self._stage[entries], self._microbatch[entries])
+        return self._first(cells, entries, (int(self._place.max()) + 1) * self.microbatches)
 
     @cached_property
     def _ends(self) -> dict[Kind, Ints]:
@@ -191,9 +209,10 @@ class Linker:
 
     def _end_table(self, kind: Kind) -> Ints:
         entries = self._of(kind)
-        peers = peer_stages(self.rows)[entries]
-        edge = self._edge(self._stage[entries], peers)
-        entries, edge = entries[edge >= 0], edge[edge >= 0]
+        stage, peers = self._stage[entries], peer_stages(self.rows)[entries]
+        edge = self._edge(stage, peers)
+        along = (edge >= 0) & ((peers - stage) * towards(kind) > 0)  # activations only go up, gradients only down
+        entries, edge = entries[along], edge[along]
         return self._first(edge * self.microbatches + self._microbatch[entries], entries, len(self.graph.edges) * self.microbatches)
 
     @cached_property
@@ -207,7 +226,8 @@ class Linker:
             return np.full(len(one), -1, dtype=np.int64)
         wanted = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
         at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        return np.where((keys[at] == wanted) & (np.minimum(one, other) >= 0), at, -1)
+        inside = (np.minimum(one, other) >= 0) & (np.maximum(one, other) < self.graph.stages)
+        return np.where((keys[at] == wanted) & inside, at, -1)
 
     def _crosses(self, one: Ints, other: Ints, microbatch: Ints) -> Flags:
         return np.not_equal(self.placement.ranks_of(one, microbatch), self.placement.ranks_of(other, microbatch))

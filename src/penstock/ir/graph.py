@@ -49,27 +49,39 @@ class StageGraph:
 
     def inputs_of(self, stage: int) -> tuple[int, ...]:
         """The stages whose outputs this one reads."""
-        return tuple(a for a, b in self.edges if b == stage)
+        return self._inputs[stage]
 
     def outputs_of(self, stage: int) -> tuple[int, ...]:
         """The stages that read this one's output."""
-        return tuple(b for a, b in self.edges if a == stage)
+        return self._outputs[stage]
+
+    @cached_property
+    def _inputs(self) -> tuple[tuple[int, ...], ...]:
+        return self._neighbours([(b, a) for a, b in self.edges])
+
+    @cached_property
+    def _outputs(self) -> tuple[tuple[int, ...], ...]:
+        return self._neighbours(self.edges)
+
+    def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
+        lists: list[list[int]] = [[] for _ in range(self.stages)]
+        for stage, other in pairs:
+            lists[stage].append(other)
+        return tuple(map(tuple, lists))
 
     @cached_property
     def input_table(self) -> NDArray[np.int64]:
         """One row a stage: its inputs, filled up with -1."""
-        return self._table([(b, a) for a, b in self.edges])
+        return _filled(self._inputs)
 
     @cached_property
     def output_table(self) -> NDArray[np.int64]:
         """One row a stage: its readers, filled up with -1."""
-        return self._table(self.edges)
+        return _filled(self._outputs)
 
-    def _table(self, pairs: Iterable[tuple[int, int]]) -> NDArray[np.int64]:
-        import numpy as np
 
-        lists: list[list[int]] = [[] for _ in range(self.stages)]
-        for stage, other in pairs:
-            lists[stage].append(other)
-        width = max(map(len, lists), default=0)
-        return np.array([others + [-1] * (width - len(others)) for others in lists], dtype=np.int64).reshape(self.stages, width)
+def _filled(lists: tuple[tuple[int, ...], ...]) -> NDArray[np.int64]:
+    import numpy as np
+
+    width = max(map(len, lists), default=0)
+    return np.array([[*others, *[-1] * (width - len(others))] for others in lists], dtype=np.int64).reshape(len(lists), width)

@@ -91,6 +91,9 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         if table.all():
             continue
         stage, microbatch = (int(v) for v in np.argwhere(~table)[0])
+        having = int(table[:, microbatch].sum())
+        if what == "F" and 2 * having < stages:
+            raise _stray(cells, rows, microbatch, having, stages)
         holders = np.flatnonzero(rows.stage == stage)
         if not len(holders):
             raise FileFormatError(cells.file, f"stage {stage} is on no rank, though stages go up to {stages - 1}")
@@ -105,14 +108,24 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         )
 
 
+def _stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
+    """A microbatch that most stages lack is not missing there but too much where it, or a later one, is."""
+    first = int(np.flatnonzero(rows.is_kind(*COMPUTE) & (rows.microbatch >= microbatch))[0])
+    held = f"only {having} of {stages} stages have" if having else "no stage has"
+    return cells.error(
+        first, f"{cells.name(first)} is beyond the others: {held} an F for microbatch {microbatch}; microbatches count from 0"
+    )
+
+
 def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bool) -> Placement:
     """One copy where each stage is on one rank; two where even microbatches are on one rank and odd ones on another."""
     maps = np.full((2, stages), -1, dtype=np.int64)
-    entries = np.flatnonzero(compute)[::-1]
-    maps[rows.microbatch[entries] % 2, rows.stage[entries]] = rows.rank[entries]
+    entries = np.flatnonzero(compute)[::-1]  # assigned backwards, so that the first of a stage says where it is
+    copy, stage, rank = rows.microbatch[entries] % 2, rows.stage[entries], rows.rank[entries]
+    maps[copy, stage] = rank
     maps = np.where(maps < 0, maps[::-1], maps)
     maps = np.where(maps < 0, 0, maps)
-    away = np.flatnonzero(compute & (rows.rank != maps[rows.microbatch % 2, rows.stage]))
+    away = entries[rank != maps[copy, stage]][::-1]
     if strict and len(away):
         second = int(away[0])
         home = int(maps[rows.microbatch[second] % 2, rows.stage[second]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlacementError
@@ -69,9 +70,9 @@ class Placement:
 
     @classmethod
     def _made(cls, kind: str, ranks: int, copies: Iterable[Iterable[int]]) -> Placement:
-        if ranks < 1:
+        if index(ranks) < 1:
             raise PlacementError(f"{ranks} ranks: a {kind} placement needs at least 1")
-        maps = tuple(tuple(int(rank) for rank in copy) for copy in copies)
+        maps = tuple(tuple(index(rank) for rank in copy) for copy in copies)
         if not maps[0]:
             raise PlacementError(f"a {kind} placement needs at least one chunk a rank")
         if len(maps[0]) > MAX_STAGES:

@@ -46,9 +46,10 @@ class Buffers:
 
 
 class Program(Table):
-    """Compute, communication, sharding and reduction, in the order in which each rank runs them."""
+    """Compute, communication, sharding and reduction, in the order in which each rank runs them.
 
-    lowered = True
+    `lowered` is false for a program half-way through lowering: what crosses ranks has no messages yet.
+    """
 
     def __init__(
         self,
@@ -60,8 +61,10 @@ class Program(Table):
         name: str = "",
         passes: str = "",
         buffers: Buffers | None = None,
+        lowered: bool = True,
     ) -> None:
         super().__init__(placement, microbatches, graph=graph, name=name)
+        self.lowered = lowered
         self._rows = rows
         self.passes = passes
         self.buffers = buffers
@@ -85,9 +88,19 @@ class Program(Table):
     def rows(self) -> Rows:
         return self._rows
 
-    def with_rows(self, rows: Rows) -> Program:
-        """The same program with other rows; buffers counted for the old ones are dropped."""
-        return Program(rows, self.placement, self.microbatches, graph=self.graph, name=self.name, passes=self.passes)
+    @classmethod
+    def start(cls, table: Table) -> Program:
+        """A schedule as the program that lowering starts from; a program as it is."""
+        if isinstance(table, Program):
+            return table
+        return cls(table.rows, table.placement, table.microbatches, graph=table.graph, name=table.name, lowered=False)
+
+    def changed(self, **fields: Any) -> Program:
+        """The same program with other `rows`, `passes`, `buffers` or `lowered`; new rows drop the buffers counted for the old ones."""
+        kept = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered}
+        if "rows" not in fields:
+            kept["buffers"] = self.buffers
+        return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**kept, **fields})
 
     def schedule(self) -> Schedule:
         """The compute actions alone."""

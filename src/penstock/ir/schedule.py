@@ -21,7 +21,7 @@ class Schedule(Table):
     `source` gives one rank's packed row; it is asked only for the ranks that are looked at.
     """
 
-    lowered = False
+    lowered: bool = False
 
     def __init__(
         self,

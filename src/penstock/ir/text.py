@@ -11,7 +11,7 @@ from penstock.errors import ActionError, nearest
 from penstock.ir.action import Action
 from penstock.ir.kind import SENDS, Kind
 
-_SIMPLE = re.compile(r"([0-9]+)([A-Z_]*[A-Z])([0-9]*)(?:([<>])([0-9]+))?")
+_SIMPLE = re.compile(r"([0-9]{1,18})([A-Z_]*[A-Z])([0-9]{0,18})(?:([<>])([0-9]{1,18}))?")  # longer numbers are out of range
 _OVERLAP = re.compile(r"\(([^()]*)\)([A-Z_]+)")
 _EXAMPLES = "an action is written as stage, kind, microbatch, like 2F0, 1UNSHARD, 3SEND_F1 or (3F1;0B4)OVERLAP_F_B"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from penstock.ir.codes import B, F
 from penstock.schedules.registry import Shape, linear, register
@@ -20,13 +20,35 @@ def one_f_one_b(shape: Shape, rank: int) -> Iterator[int]:
 
     >>> import penstock as ps
     >>> print(ps.schedule("1f1b", ranks=4, microbatches=5).grid())
+        rank 0  rank 1  rank 2  rank 3
+     0  0F0
+     1  0F1     1F0
+     2  0F2     1F1     2F0
+     3  0F3     1F2     2F1     3F0
+     4                          3B0
+     5                  2B0     3F1
+     6          1B0     2F2     3B1
+     7  0B0     1F3     2B1     3F2
+     8  0F4     1B1     2F3     3B2
+     9  0B1     1F4     2B2     3F3
+    10          1B2     2F4     3B3
+    11  0B2             2B3     3F4
+    12          1B3             3B4
+    13  0B3             2B4
+    14          1B4
+    15  0B4
     """
-    warm_up = min(shape.ranks - rank - 1, shape.microbatches)
-    steady = shape.microbatches - warm_up
-    for microbatch in range(warm_up):  # nF
-        yield F(0, microbatch)
-    for microbatch in range(steady):  # nF B
-        yield F(0, warm_up + microbatch)
-        yield B(0, microbatch)
-    for microbatch in range(steady, shape.microbatches):  # nB
-        yield B(0, microbatch)
+    forwards = [F(0, microbatch) for microbatch in range(shape.microbatches)]
+    backwards = [B(0, microbatch) for microbatch in range(shape.microbatches)]
+    return alternate(forwards, backwards, warm_up=shape.ranks - rank - 1)
+
+
+def alternate(forwards: Sequence[int], backwards: Sequence[int], warm_up: int) -> Iterator[int]:
+    """The phases of every schedule that alternates: forwards alone, one forward and one backward in turn, backwards alone."""
+    warm_up = min(warm_up, len(forwards))
+    steady = len(forwards) - warm_up
+    yield from forwards[:warm_up]  # nF
+    for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):  # nF B
+        yield forward
+        yield backward
+    yield from backwards[steady:]  # nB

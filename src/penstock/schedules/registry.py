@@ -116,7 +116,12 @@ class Algorithm:
         if self.check is not None:
             self.check(shape, **options)
         placement = self.layout.place(shape)
-        built = shape if self.accepts is None else Shape(shape.ranks, shape.chunks, self.accepts(shape, **options))
+        built = shape
+        if self.accepts is not None:
+            accepted = _count(
+                "microbatches, rounded up to what the algorithm takes,", self.accepts(shape, **options), codes.MAX_MICROBATCHES
+            )
+            built = Shape(shape.ranks, shape.chunks, accepted)
 
         def source(rank: int) -> Ints:
             return pack_row(self.generate(built, rank, **options), placement.stages_of(rank), shape.microbatches, built.microbatches)

@@ -1,0 +1,209 @@
+"""DeepSpeed's dialect: a rank's program as lists of instructions, one list a step.
+
+Works on what that language can say: one stage a rank in a line, full backwards. Each list can be run between two
+barriers: a send and its receive stand in the same step on both sides, the step after the one that made the message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import PassError
+from penstock.ir.kind import Kind
+from penstock.ir.program import Program
+from penstock.ir.table import Table
+
+STYLES = ("train", "inference", "data-parallel")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; prints as a call: `ForwardPass(buffer_id=1)`, `OptimizerStep()`."""
+
+    name: str
+    buffer_id: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}({'' if self.buffer_id is None else f'buffer_id={self.buffer_id}'})"
+
+
+Stream = list[list[Instruction]]
+
+
+def stream(table: Table, rank: int, *, style: str | None = None) -> Stream:
+    """One rank's instructions, a list a step.
+
+    `style` is `train` (forward and backward slots that alternate), `inference` or `data-parallel`; by default a schedule
+    without backwards is inference, the one called data-parallel is that, and everything else trains.
+    """
+    return streams(table, style=style)[rank]
+
+
+def streams(table: Table, *, style: str | None = None) -> list[Stream]:
+    """Every rank's instructions."""
+    schedule = _expressible(table)
+    chosen = style or ("inference" if not table.training else "data-parallel" if table.name == "data-parallel" else "train")
+    _check_style(chosen, schedule)
+    slots = _clock(schedule, chosen)
+    write = {"train": _train, "inference": _inference, "data-parallel": _data_parallel}[chosen]
+    fewest = 1 if chosen == "data-parallel" else 2
+    return [_with_buffers(write(slots, rank), fewest) for rank in range(schedule.ranks)]
+
+
+def _expressible(table: Table) -> Table:
+    """The compute actions, once it is clear that the dialect can say them."""
+    if table.placement.copies != (tuple(range(table.ranks)),) or not table.graph.is_chain:
+        raise PassError(f"DeepSpeed's instructions know one stage a rank in a line, not {table.placement.describe()}")
+    rows = table.rows
+    strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W) | ~rows.heads)
+    if len(strange):
+        action = rows.action_at(int(strange[0]))
+        raise PassError(
+            f"DeepSpeed's instructions run one F or B at a time, not {action}; merge-backward{{apart=true}} makes full backwards"
+        )
+    return table.schedule() if isinstance(table, Program) else table
+
+
+def _check_style(style: str, schedule: Table) -> None:
+    if style not in STYLES:
+        raise PassError(f"there is no stream style {style!r}; the styles are {', '.join(STYLES)}")
+    if (style == "inference") == schedule.training:
+        raise PassError(f"a schedule {'with' if schedule.training else 'without'} backwards does not make a stream of style {style}")
+    if style == "data-parallel" and schedule.ranks > 1:
+        raise PassError(f"a data-parallel stream has one stage, not {schedule.ranks}")
+
+
+Slot = tuple[Kind, int] | None
+"""What a rank computes in a step: forward or backward, and the microbatch."""
+
+
+def _clock(schedule: Table, style: str) -> list[list[Slot]]:
+    """Each rank's slots: the next action of its order runs in the first step that is of its kind, after the steps of what it needs.
+
+    Training alternates: a stage goes forward in the steps of its own parity and backward in the others.
+    """
+    rows, links = schedule.rows, schedule.links
+    needs: list[list[int]] = [[] for _ in rows.codes]
+    for pairs in (links.local, links.data):
+        for before, after in zip(pairs.before.tolist(), pairs.after.tolist(), strict=True):
+            needs[after].append(before)
+    kinds, microbatches = rows.kind.tolist(), rows.microbatch.tolist()
+    at, ends = rows.offsets[:-1].tolist(), rows.offsets[1:].tolist()
+    ran = [-1] * len(kinds)
+    slots: list[list[Slot]] = [[] for _ in range(schedule.ranks)]
+    step = idle = 0
+    while at != ends:
+        idle += 1
+        for rank, entry in enumerate(at):
+            ready = entry < ends[rank] and all(0 <= ran[need] < step for need in needs[entry])
+            if ready and (style != "train" or kinds[entry] == (Kind.F if step % 2 == rank % 2 else Kind.B)):
+                slots[rank].append((Kind(kinds[entry]), microbatches[entry]))
+                ran[entry], at[rank], idle = step, entry + 1, 0
+            else:
+                slots[rank].append(None)
+        step += 1
+        if idle > 2:
+            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see where")
+    return slots
+
+
+Said = list[list[tuple[str, int | None]]]
+"""Instructions with the microbatch in place of the buffer."""
+
+
+def _made(slots: list[list[Slot]], rank: int, step: int, kind: Kind) -> int | None:
+    """The microbatch that the rank made of this kind in the step before, if that rank and step exist."""
+    if not 0 <= rank < len(slots) or step == 0:
+        return None
+    slot = slots[rank][step - 1]
+    return slot[1] if slot is not None and slot[0] is kind else None
+
+
+def _train(slots: list[list[Slot]], rank: int) -> Said:
+    """Gradients down and activations in before a forward slot; gradients in and activations up before a backward slot."""
+    said: Said = []
+    last = len(slots) - 1
+    for step, slot in enumerate(slots[rank]):
+        if step % 2 == rank % 2:
+            send = ("SendGrad", _made(slots, rank, step, Kind.B) if rank else None)
+            exchange = [send, ("RecvActivation", _made(slots, rank - 1, step, Kind.F))]
+        else:
+            send = ("SendActivation", _made(slots, rank, step, Kind.F) if rank < last else None)
+            exchange = [("RecvGrad", _made(slots, rank + 1, step, Kind.B)), send]
+        said.append([each for each in exchange if each[1] is not None] + _compute(slot, rank in (0, last)))
+    said[-1] += [("ReduceTiedGrads", None), ("ReduceGrads", None), ("OptimizerStep", None)]
+    return said
+
+
+def _inference(slots: list[list[Slot]], rank: int) -> Said:
+    """Even stages send before they receive, odd ones receive before they send."""
+    said: Said = []
+    last = len(slots) - 1
+    for step, slot in enumerate(slots[rank]):
+        exchange = [
+            ("SendActivation", _made(slots, rank, step, Kind.F) if rank < last else None),
+            ("RecvActivation", _made(slots, rank - 1, step, Kind.F)),
+        ]
+        talk = [each for each in (exchange if rank % 2 == 0 else exchange[::-1]) if each[1] is not None]
+        compute = _compute(slot, rank in (0, last))
+        said.append([*compute[:-1], *talk, *compute[-1:]])
+    return said
+
+
+def _compute(slot: Slot, loads: bool) -> list[tuple[str, int | None]]:
+    """The computation of a slot, behind the load of a microbatch where inputs or targets enter."""
+    if slot is None:
+        return []
+    kind, microbatch = slot
+    load = [("LoadMicroBatch", microbatch)] if loads and kind is Kind.F else []
+    return [*load, ("ForwardPass" if kind is Kind.F else "BackwardPass", microbatch)]
+
+
+def _data_parallel(slots: list[list[Slot]], rank: int) -> Said:
+    """Gradient accumulation: one microbatch, forward and backward, a step."""
+    said: Said = []
+    for slot in filter(None, slots[rank]):
+        if slot[0] is Kind.F:
+            said.append([])
+        said[-1] += _compute(slot, loads=True)
+    said[-1] += [("ReduceGrads", None), ("OptimizerStep", None)]
+    return said
+
+
+def _with_buffers(said: Said, fewest: int) -> Stream:
+    """Buffers in turn, each taken from a microbatch's first mention to its last; as many as are taken at once."""
+    mentions = [microbatch for step in said for _, microbatch in step if microbatch is not None]
+    buffers = iter(_buffers(mentions, fewest))
+    return [[Instruction(name, None if microbatch is None else next(buffers)) for name, microbatch in step] for step in said]
+
+
+def _buffers(mentions: list[int], fewest: int) -> list[int]:
+    """The buffer of each mention."""
+    last = {microbatch: index for index, microbatch in enumerate(mentions)}
+    free = [True] * _most_alive(mentions, last, fewest)
+    held: dict[int, int] = {}
+    turn = 0
+    found: list[int] = []
+    for index, microbatch in enumerate(mentions):
+        if microbatch not in held:
+            while not free[turn]:
+                turn = (turn + 1) % len(free)
+            held[microbatch], free[turn] = turn, False
+            turn = (turn + 1) % len(free)
+        found.append(held[microbatch])
+        if last[microbatch] == index:
+            free[held[microbatch]] = True
+    return found
+
+
+def _most_alive(mentions: list[int], last: dict[int, int], fewest: int) -> int:
+    alive: set[int] = set()
+    most = fewest
+    for index, microbatch in enumerate(mentions):
+        alive.add(microbatch)
+        most = max(most, len(alive))
+        if last[microbatch] == index:
+            alive.remove(microbatch)
+    return most

@@ -1,0 +1,68 @@
+"""A list of passes as data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from penstock.errors import PassError
+from penstock.ir.program import Program
+from penstock.ir.table import Table
+from penstock.passes.base import Pass
+from penstock.passes.registry import pass_class
+
+_ONE = re.compile(r"\s*([a-z][a-z-]*)\s*(?:\{([^{}]*)\})?\s*")
+
+
+@dataclass(frozen=True)
+class PassList:
+    """Passes in the order in which they run; prints and parses as text.
+
+    >>> str(PassList.parse("merge-backward, shard{residency=2}, send-receive"))
+    'merge-backward,shard{residency=2},send-receive'
+    """
+
+    passes: tuple[Pass, ...]
+
+    @classmethod
+    def of(cls, passes: Iterable[Pass]) -> PassList:
+        return cls(tuple(passes))
+
+    @classmethod
+    def parse(cls, text: str) -> PassList:
+        """Read `name,name{option=value,option=value},...`."""
+        found: list[Pass] = []
+        position = 0
+        while position < len(text):
+            match = _ONE.match(text, position)
+            if match is None or text[match.end() : match.end() + 1] not in ("", ","):
+                raise PassError(f"{text!r} is not a list of passes, at {text[position:]!r}: write name,name{{option=value}}")
+            found.append(pass_class(match[1]).from_options(_options(match[1], match[2] or "")))
+            position = match.end() + 1
+        if text.endswith(","):
+            raise PassError(f"{text!r} is not a list of passes: it ends in a comma")
+        return cls(tuple(found))
+
+    def apply(self, table: Table) -> Program:
+        """Run the passes one after the other."""
+        program = Program.start(table)
+        for each in self.passes:
+            program = each.apply(program)
+        return program
+
+    def __iter__(self) -> Iterator[Pass]:
+        return iter(self.passes)
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.passes))
+
+
+def _options(name: str, text: str) -> dict[str, str]:
+    options: dict[str, str] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or not key or not value or key in options:
+            raise PassError(f"{part!r} is not an option of pass {name}: write option=value, each option once")
+        options[key] = value
+    return options

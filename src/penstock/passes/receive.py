@@ -1,0 +1,158 @@
+"""Where receives stand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import PassError, VerifyError
+from penstock.ir.dependencies import Linker, Needs, message_code, peer_stages
+from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.program import Program
+from penstock.ir.rows import Ints, Rows
+from penstock.ir.steps import walk
+from penstock.passes.base import Pass
+from penstock.verifier.verify import verify
+
+Placing = str | int
+"""`paired`, `just-in-time`, or how many compute actions before its use a receive is posted."""
+
+
+@dataclass(frozen=True)
+class Receive(Pass):
+    """Take every receive out and place it anew.
+
+    - `paired`: at the moment of its send, when ranks take turns at one action each. Both ends of a pair of ranks then see the
+      same order of messages, which one communicator (NCCL) needs.
+    - `just-in-time`: right before its first use.
+    - a number: that many compute actions before its use.
+
+    A receive never overtakes an earlier message of its channel. The result is proved again.
+    """
+
+    name = "receive"
+    place: Placing
+
+    def __post_init__(self) -> None:
+        check_place(self.name, "place", self.place)
+
+    def apply(self, program: Program) -> Program:
+        if not program.lowered:
+            raise PassError("the program has no messages yet: run the pass 'send-receive' first")
+        rows = program.rows
+        sent = program.changed(rows=rows.keep(~rows.is_kind(*RECEIVES)))
+        return prove(self._passed(sent, rows=place_receives(sent, self.place)), self.place)
+
+
+def check_place(pass_name: str, option: str, place: Placing) -> None:
+    known = ("paired", "just-in-time")
+    if place in known or (isinstance(place, int) and not isinstance(place, bool) and place >= 0):
+        return
+    raise PassError(f"{option}={place} of pass {pass_name}: it must be {' or '.join(known)}, or a depth of at least 0")
+
+
+def prove(program: Program, place: Placing) -> Program:
+    """The program itself, once it is shown that no rank waits for ever.
+
+    Paired receives are placed along one order in which every rank gets to its end and both ends of every message stand at
+    one moment, so that order is the proof, under either semantics.
+    """
+    if place != "paired":
+        try:
+            verify(program)
+        except VerifyError as error:
+            raise PassError(f"no valid program came of placing receives {place!r}:\n{error}") from error
+    return program
+
+
+def place_receives(sent: Program, place: Placing) -> Rows:
+    """Rows with a receive for each send. Where a rank's row is empty, as when one rank is lowered alone, it gets none."""
+    linker = Linker(sent.rows, sent.placement, sent.graph, sent.microbatches, lowered=False)
+    messages = _Messages.of(linker)
+    if place == "paired":
+        return _paired(linker, messages)
+    return _ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
+
+
+@dataclass(frozen=True)
+class _Messages:
+    """One entry a message, in the order of the rows: the send, the receive's code and rank, and the entry that uses the message."""
+
+    send: Ints
+    code: Ints
+    rank: Ints
+    use: Ints
+    channel: Ints
+
+    @classmethod
+    def of(cls, linker: Linker) -> _Messages:
+        rows = linker.rows
+        send = np.flatnonzero(rows.is_kind(*SENDS))
+        stage, microbatch, target = rows.stage[send], rows.microbatch[send], peer_stages(rows)[send]
+        forward = rows.kind[send] == Kind.SEND_F
+        code = np.where(
+            forward,
+            message_code(Kind.RECV_F, target, stage, microbatch),
+            message_code(Kind.RECV_B, target, stage, microbatch),
+        )
+        rank = linker.placement.ranks_of(target, microbatch)
+        use = np.where(forward, linker.forward_at(target, microbatch), linker.gradient_at(target, microbatch))
+        channel = (rows.rank[send] * len(rows) + rank) * 2 + forward
+        there = use >= 0
+        return cls(send[there], code[there], rank[there], use[there], channel[there])
+
+
+def _ahead(rows: Rows, messages: _Messages, depth: int) -> Rows:
+    """Each receive `depth` compute actions before its use, and never behind a later message of its channel."""
+    starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*COMPUTE))])
+    turn = np.searchsorted(starts, rows.group_starts[messages.use])
+    first = np.searchsorted(starts, rows.offsets[messages.rank])
+    wanted = starts[np.maximum(turn - depth, first)]
+    order = np.argsort(messages.channel, kind="stable")
+    before = np.empty(len(wanted), dtype=np.int64)
+    before[order] = _least_to_come(wanted[order], messages.channel[order])
+    tie = np.empty(len(wanted), dtype=np.int64)
+    tie[order] = np.arange(len(order))
+    return rows.insert(before, messages.code, messages.rank, tie)
+
+
+def _least_to_come(values: Ints, segment: Ints) -> Ints:
+    """For each value the least of it and all later ones of its segment; segments are contiguous and ascending."""
+    span = int(values.max(initial=0)) + 1
+    lowered = values + segment * span
+    return np.asarray(np.minimum.accumulate(lowered[::-1])[::-1] - segment * span, dtype=np.int64)
+
+
+def _paired(linker: Linker, messages: _Messages) -> Rows:
+    """Ranks take turns, in order, at one action each that is ready; a send and its receive stand at the moment of the sender's turn."""
+    rows, links = linker.rows, linker.links()
+    local, missing = links.local, links.missing
+    is_send = rows.is_kind(*SENDS)
+    acting = rows.keep(~is_send)
+    place = np.arange(len(rows.codes)) - np.cumsum(is_send)  # where an entry stands once the sends are out; for a send, the entry before it
+    sender = rows.rank[messages.send]
+    waits = Needs(
+        place[np.concatenate((messages.send, local.before))],
+        place[np.concatenate((messages.use, local.after))],
+    )
+    lag = np.append(sender > messages.rank, np.ones(len(local.before), dtype=np.bool_)).astype(np.int64)
+    rounds = walk(acting, waits, lag)
+    if len(missing.after) or not rounds.complete:
+        raise PassError(
+            "the order cannot run: some rank waits for ever for what comes later or nobody makes; verify the schedule to see where"
+        )
+    turn = rounds.step[acting.group[np.maximum(place, 0)]]
+    return _merged(rows, messages, turn, turn[messages.send], sender)
+
+
+def _merged(rows: Rows, messages: _Messages, turn: Ints, moment: Ints, sender: Ints) -> Rows:
+    """Rows and receives in one order: by rank, then turn, then who acts in it, then as the sender has it."""
+    num_ranks = len(rows)
+    rank = np.concatenate((rows.rank, messages.rank))
+    turns = np.concatenate((turn, moment))
+    actor = np.concatenate((rows.rank, sender))
+    within = np.concatenate((np.arange(len(rows.codes)), messages.send))
+    order = np.lexsort((within, (rank * (int(turns.max(initial=0)) + 1) + turns) * num_ranks + actor))
+    entries = np.concatenate((rows.codes, messages.code))
+    return Rows.sorted_by(entries[order], rank[order], num_ranks)

@@ -1,0 +1,159 @@
+"""What every rule is given: the table, and what several rules ask of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from penstock.ir.action import unpack_actions
+from penstock.ir.costs import Costs
+from penstock.ir.dependencies import peer_stages
+from penstock.ir.graph import StageGraph
+from penstock.ir.kind import RECEIVES, SENDS, Kind
+from penstock.ir.placement import Placement
+from penstock.ir.rows import Flags, Ints, Rows
+from penstock.ir.table import Table
+from penstock.verifier.arrays import first_of
+from penstock.verifier.finding import Finding, Severity
+
+
+@dataclass(frozen=True)
+class Context:
+    """The table under proof. Arrays are one value an entry of `rows` unless they say otherwise."""
+
+    table: Table
+    semantics: str = "channels"
+    costs: Costs = field(default_factory=Costs)
+    limits: tuple[float, ...] | None = None
+    """The memory limit of each rank."""
+    in_bytes: bool = False
+    """Whether a limit was given with a unit, so that sizes are bytes."""
+
+    @property
+    def rows(self) -> Rows:
+        return self.table.rows
+
+    @property
+    def placement(self) -> Placement:
+        return self.table.placement
+
+    @property
+    def graph(self) -> StageGraph:
+        return self.table.graph
+
+    # Where entries belong ---------------------------------------------------------------------------------------------
+
+    @cached_property
+    def inside(self) -> Flags:
+        """Stage and microbatch are within the counts."""
+        return (self.rows.stage < self.table.stages) & (self.rows.microbatch < self.table.microbatches)
+
+    @cached_property
+    def communicates(self) -> Flags:
+        return self.rows.is_kind(*SENDS, *RECEIVES)
+
+    @cached_property
+    def home(self) -> Ints:
+        """The rank that the placement gives the entry's stage and microbatch; -1 outside the counts."""
+        home = np.full(len(self.rows.codes), -1, dtype=np.int64)
+        home[self.inside] = self.placement.ranks_of(self.rows.stage[self.inside], self.rows.microbatch[self.inside])
+        return home
+
+    @cached_property
+    def at_home(self) -> Flags:
+        """On the rank of its stage and microbatch; meaningless for sharding and reduction, which have no microbatch."""
+        return np.equal(self.home, self.rows.rank)
+
+    @cached_property
+    def cell(self) -> Ints:
+        """Stage and microbatch in one number; meaningless outside the counts."""
+        return self.rows.stage * self.table.microbatches + self.rows.microbatch
+
+    def first(self, *kinds: Kind) -> Ints:
+        """For each cell, the first entry of these kinds, -1 where there is none."""
+        entries = np.flatnonzero(self.rows.is_kind(*kinds) & self.inside)
+        return first_of(self.cell[entries], entries, self.table.stages * self.table.microbatches)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def edges(self) -> Ints:
+        """The graph's edges, a row each: source stage, target stage."""
+        return np.array(self.graph.edges, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def edge(self) -> Ints:
+        """The edge that a communication entry goes along; -1 for other entries and where there is no such edge."""
+        rows, found = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
+        entries = np.flatnonzero(self.communicates & self.inside)
+        stage, peer, up = rows.stage[entries], peer_stages(rows)[entries], rows.is_kind(Kind.SEND_F, Kind.RECV_B)[entries]
+        source, target = np.where(up, stage, peer), np.where(up, peer, stage)
+        there = (source >= 0) & (source < target) & (target < self.table.stages)
+        keys = self.edges[:, 0] * self.table.stages + self.edges[:, 1]
+        if len(keys):
+            wanted = source * self.table.stages + target
+            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+            found[entries] = np.where(there & (keys[at] == wanted), at, -1)
+        return found
+
+    @cached_property
+    def message(self) -> Ints:
+        """Edge and microbatch in one number, -1 where there is no edge. One for each direction along the edge."""
+        return np.where(self.edge >= 0, self.edge * self.table.microbatches + self.rows.microbatch, -1)
+
+    @cached_property
+    def away(self) -> Ints:
+        """The rank at the other end of a communication entry, -1 where there is none."""
+        away, entries = np.full(len(self.rows.codes), -1, dtype=np.int64), np.flatnonzero(self.edge >= 0)
+        ends = self.edges[self.edge[entries]]
+        other = np.where(ends[:, 0] == self.rows.stage[entries], ends[:, 1], ends[:, 0])
+        away[entries] = self.placement.ranks_of(other, self.rows.microbatch[entries])
+        return away
+
+    @cached_property
+    def channel(self) -> Ints:
+        """From rank, to rank and kind of traffic in one number; -1 where the entry is not one end of a message between two ranks."""
+        rows, ranks = self.rows, self.table.ranks
+        sends, backward = rows.is_kind(*SENDS), rows.is_kind(Kind.SEND_B, Kind.RECV_B)
+        source, target = np.where(sends, rows.rank, self.away), np.where(sends, self.away, rows.rank)
+        real = (self.edge >= 0) & self.at_home & (self.away != rows.rank)
+        return np.where(real, (source * ranks + target) * 2 + backward, -1)
+
+    # Words ------------------------------------------------------------------------------------------------------------
+
+    def channel_name(self, channel: int) -> str:
+        source, target = divmod(channel // 2, self.table.ranks)
+        return f"rank {source} -> rank {target} ({'gradients' if channel % 2 else 'activations'})"
+
+    def name(self, entry: int) -> str:
+        """The entry as text."""
+        return str(self.rows.part_at(entry))
+
+    def place(self, entry: int) -> str:
+        return f"step {int(self.rows.step[entry])} of rank {int(self.rows.rank[entry])}"
+
+    def finding(self, rule: str, entry: int, message: str, remedy: str, severity: Severity = Severity.WRONG) -> Finding:
+        """A finding at an entry."""
+        rank, step = int(self.rows.rank[entry]), int(self.rows.step[entry])
+        return Finding(rule, severity, rank, step, str(self.rows.action_at(entry)), message, remedy, self.table)
+
+    def absence(self, rule: str, rank: int, action: str, message: str, remedy: str, *, beside: int = -1) -> Finding:
+        """A finding about an action that is not there: beside an entry of its rank, else at the end of the row."""
+        if beside >= 0 and self.rows.rank[beside] == rank:
+            step = int(self.rows.step[beside])
+        else:
+            step = max(0, int(np.diff(self.rows.group_offsets)[rank]) - 1)
+        return Finding(rule, Severity.WRONG, rank, step, action, message, remedy, self.table)
+
+
+def code_name(code: int) -> str:
+    """A code as text."""
+    return str(next(unpack_actions([code])))
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 3rd, 4th."""
+    ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"

@@ -1,0 +1,34 @@
+"""Every action is on a rank that holds its stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.ir.kind import Kind
+from penstock.verifier.context import Context
+from penstock.verifier.finding import Finding
+
+
+def placed(context: Context) -> Iterator[Finding]:
+    """Compute and messages run where the placement puts their stage and microbatch, sharding and reduction where their stage is held."""
+    rows = context.rows
+    of_microbatch = rows.kind <= Kind.RECV_B
+    for entry in np.flatnonzero(context.inside & of_microbatch & ~context.at_home).tolist():
+        stage, microbatch, home = int(rows.stage[entry]), int(rows.microbatch[entry]), int(context.home[entry])
+        which = f" for microbatch {microbatch}" if len(context.placement.copies) > 1 else ""
+        message = f"{context.name(entry)} runs on rank {int(rows.rank[entry])}, but stage {stage} is on rank {home}{which}"
+        yield context.finding("placed", entry, message, f"Move it to rank {home}, or change the placement")
+    yield from _of_stages(context)
+
+
+def _of_stages(context: Context) -> Iterator[Finding]:
+    rows, stages, placement = context.rows, context.table.stages, context.placement
+    held = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
+    here = np.isin(rows.rank * stages + rows.stage, held)
+    for entry in np.flatnonzero(context.inside & (rows.kind > Kind.RECV_B) & ~here).tolist():
+        stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
+        homes = sorted({copy[stage] for copy in placement.copies})
+        message = f"{context.name(entry)} runs on rank {rank}, but stage {stage} is on rank {' and '.join(map(str, homes))}"
+        yield context.finding("placed", entry, message, f"Move it to rank {homes[0]}, or remove it")

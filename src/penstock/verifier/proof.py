@@ -1,0 +1,55 @@
+"""What was proved."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A certificate that a schedule or program breaks none of the rules, and under which assumptions."""
+
+    name: str
+    lowered: bool
+    placement: str
+    ranks: int
+    stages: int
+    microbatches: int
+    semantics: str
+    rules: dict[str, str]
+    """The rules that were tried, each with what holds; rules that the table is not subject to are left out."""
+    actions: int
+    messages: int
+    slots: bool
+    """Whether the slot counts of the channels were part of the proof; if not, slots are unlimited."""
+    peak_memory: tuple[float, ...] | None = None
+    """The most that each rank holds, where costs or a limit were given."""
+    memory_limit: tuple[float, ...] | None = None
+
+    def __str__(self) -> str:
+        what = "program" if self.lowered else "schedule"
+        counts = f"{self.actions} actions, {self.messages} messages" if self.lowered else f"{self.actions} actions"
+        lines = [
+            f"proved: {f'{self.name!r}, ' if self.name else ''}a {what} on {self.ranks} ranks "
+            f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches), {counts}"
+        ]
+        width = max(map(len, self.rules), default=0)
+        lines += [f"  {name:{width}}  {holds}" for name, holds in self.rules.items()]
+        lines += [f"  {self._assumptions()}"] if self.lowered else []
+        lines += [f"  {self._memory()}"] if self.peak_memory is not None else []
+        return "\n".join(lines)
+
+    def _assumptions(self) -> str:
+        if self.semantics == "rendezvous":
+            return "semantics: rendezvous, one queue for each pair of ranks"
+        return f"semantics: channels, {'with the slots of the buffers' if self.slots else 'slots unlimited'}"
+
+    def _memory(self) -> str:
+        peaks = self.peak_memory or ()
+        highest = max(range(len(peaks)), key=peaks.__getitem__)
+        limit = "" if self.memory_limit is None else f" of {self.memory_limit[highest]:.6g} allowed"
+        return f"peak memory: {peaks[highest]:.6g}{limit}, on rank {highest}"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,116 @@
+"""Prove a schedule or program, or refuse it with every reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+import numpy as np
+
+from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyError, nearest
+from penstock.ir.costs import Costs, parse_size
+from penstock.ir.kind import SENDS
+from penstock.ir.table import Table
+from penstock.verifier.context import Context
+from penstock.verifier.finding import Finding
+from penstock.verifier.known import malformed
+from penstock.verifier.memory import peak_memory
+from penstock.verifier.proof import Proof
+from penstock.verifier.report import report
+from penstock.verifier.rules import RULES
+from penstock.verifier.waits import slots_of
+
+SEMANTICS = ("channels", "rendezvous")
+MOST_FINDINGS = 1000
+"""Of each rule: a table that is wrong everywhere is not reported action by action."""
+
+Limit = float | str | Sequence[float | str] | None
+
+
+def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> Proof:
+    """A proof that a schedule or program neither hangs, drops work nor holds too much; else `VerifyError` with every finding.
+
+    `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, where both
+    ends must meet in order). `memory_limit` is one size or one a rank, in the units of `costs` or like "40GiB".
+
+    >>> from penstock.ir.placement import Placement
+    >>> from penstock.ir.schedule import Schedule
+    >>> verify(Schedule.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], Placement.linear(2))).actions
+    4
+    """
+    context = _context(table, semantics, memory_limit, costs)
+    findings = _check(context)
+    if findings:
+        raise VerifyError(findings, report(table, semantics, findings))
+    return _proof(context, with_memory=memory_limit is not None or costs is not None)
+
+
+def check(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> list[Finding]:
+    """Every finding, the worst first, and none where the proof succeeds."""
+    return _check(_context(table, semantics, memory_limit, costs))
+
+
+def _check(context: Context) -> list[Finding]:
+    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_broken(context))
+    return sorted(findings, key=lambda finding: finding.severity)  # stable: within a severity the rules keep their order
+
+
+def _broken(context: Context) -> Iterator[Finding]:
+    for rule in RULES:
+        if rule.applies(context):
+            yield from islice(rule.check(context), MOST_FINDINGS)
+
+
+def _proof(context: Context, with_memory: bool) -> Proof:
+    table = context.table
+    return Proof(
+        name=table.name,
+        lowered=table.lowered,
+        placement=table.placement.kind,
+        ranks=table.ranks,
+        stages=table.stages,
+        microbatches=table.microbatches,
+        semantics=context.semantics,
+        rules={rule.name: rule.holds for rule in RULES if rule.applies(context)},
+        actions=int(table.rows.group_offsets[-1]),
+        messages=int(table.rows.is_kind(*SENDS).sum()),
+        slots=slots_of(context) is not None,
+        peak_memory=tuple(peak_memory(table, context.costs)) if with_memory else None,
+        memory_limit=context.limits,
+    )
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | None) -> Context:
+    if not isinstance(table, Table):
+        raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
+    if semantics not in SEMANTICS:
+        raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
+    costs = costs or Costs()
+    for name in ("activation", "weight_stash"):
+        costs.per_stage(name, table.stages)
+    sizes = _sizes(memory_limit, table.ranks)
+    limits = None if sizes is None else tuple(_size(size, rank) for rank, size in enumerate(sizes))
+    return Context(
+        table, semantics, costs, limits, in_bytes=any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
+    )
+
+
+def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
+    """One size a rank, as given."""
+    if memory_limit is None:
+        return None
+    if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence | np.ndarray):
+        return [memory_limit] * ranks
+    if len(memory_limit) != ranks:
+        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one a rank")
+    return memory_limit
+
+
+def _size(size: float | str, rank: int) -> float:
+    try:
+        return parse_size(size)
+    except CostsError as error:
+        raise CostsError(f"memory_limit of rank {rank}: {error}") from None

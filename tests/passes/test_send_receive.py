@@ -1,0 +1,194 @@
+"""Messages: what crosses ranks, where receives stand, and equality with the peer's lowering."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv
+
+import penstock as ps
+from penstock.errors import PassError, VerifyError
+from penstock.ir.program import Program
+from penstock.passes.lower import lower_rank
+from penstock.passes.receive import Receive
+from penstock.passes.send_receive import SendReceive
+
+K = ps.Kind
+SHAPES: list[tuple[str, int, int, dict[str, Any]]] = [
+    ("gpipe", 3, 4, {}),
+    ("1f1b", 4, 7, {}),
+    ("eager-1f1b", 3, 6, {}),
+    ("interleaved-1f1b", 2, 5, {"chunks": 3}),
+    ("looped-bfs", 3, 4, {"chunks": 2}),
+    ("interleaved-zb", 2, 6, {"chunks": 2}),
+    ("zb-h1", 3, 5, {}),
+    ("zb-h2", 4, 9, {}),
+    ("zbv", 3, 7, {}),
+    ("dualpipe-v", 3, 8, {}),
+    ("dualpipe", 4, 9, {}),
+    ("inference", 3, 4, {}),
+    ("data-parallel", 1, 3, {}),
+]
+
+
+def _wanted_messages(schedule: ps.Schedule) -> set[tuple[int, int, K, int, int, int]]:
+    """(from rank, to rank, kind, from stage, to stage, microbatch) of everything that crosses ranks."""
+    wanted = set()
+    for a, b in schedule.graph.edges:
+        for m in range(schedule.microbatches):
+            low, high = schedule.placement.rank_of(a, m), schedule.placement.rank_of(b, m)
+            if low != high:
+                wanted.add((low, high, K.SEND_F, a, b, m))
+                if schedule.training:
+                    wanted.add((high, low, K.SEND_B, b, a, m))
+    return wanted
+
+
+def _end(action: ps.Action) -> tuple[int, int]:
+    """A communication's own stage and its peer's."""
+    step = 1 if action.kind in (K.SEND_F, K.RECV_B) else -1
+    return action.stage, action.stage + step if action.peer is None else action.peer
+
+
+def _messages(program: Program) -> tuple[list[Any], list[Any]]:
+    sent, received = [], []
+    for rank, row in enumerate(program):
+        for action in row:
+            if action.kind.is_communication:
+                stage, peer = _end(action)
+                other = program.placement.rank_of(peer, action.microbatch or 0)
+                if action.kind in (K.SEND_F, K.SEND_B):
+                    sent.append((rank, other, action.kind, stage, peer, action.microbatch))
+                else:
+                    kind = K.SEND_F if action.kind is K.RECV_F else K.SEND_B
+                    received.append((other, rank, kind, peer, stage, action.microbatch))
+    return sent, received
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), SHAPES)
+@pytest.mark.parametrize("receive", ["paired", "just-in-time", 0, 1, 3, 1000])
+def test_one_send_and_one_receive_for_all_that_crosses(
+    name: str, ranks: int, microbatches: int, options: dict[str, Any], receive: str | int
+) -> None:
+    schedule = ps.schedule(name, ranks, microbatches, **options)
+    program = ps.lower(schedule, receive=receive)
+    sent, received = _messages(program)
+    assert sorted(sent) == sorted(received) == sorted(_wanted_messages(schedule))
+    assert program.schedule() == schedule
+    order: dict[Any, list[Any]] = defaultdict(list)
+    for message in sent:
+        order[message[:3]].append(message)
+    taken: dict[Any, list[Any]] = defaultdict(list)
+    for message in received:
+        taken[message[:3]].append(message)
+    assert order == taken  # first in, first out
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), SHAPES)
+def test_rendezvous_holds_for_paired(name: str, ranks: int, microbatches: int, options: dict[str, Any]) -> None:
+    program = ps.lower(ps.schedule(name, ranks, microbatches, **options), fsdp=True)
+    ps.verify(program, semantics="channels")
+    ps.verify(program, semantics="rendezvous")
+
+
+def test_just_in_time_is_refused_under_rendezvous_where_it_would_hang() -> None:
+    program = ps.lower(ps.schedule("1f1b", 3, 6), receive="just-in-time")
+    ps.verify(program)
+    with pytest.raises(VerifyError):
+        ps.verify(program, semantics="rendezvous")
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "microbatches", "options"), [shape for shape in SHAPES if shape[0] not in ("dualpipe", "inference")]
+)
+def test_paired_equals_the_peers_lowering(name: str, ranks: int, microbatches: int, options: dict[str, Any]) -> None:
+    schedule = ps.schedule(name, ranks, microbatches, **options)
+    rows = {r: _add_reduce_grad([_Action.from_str(str(a)) for a in schedule[r]], microbatches) for r in range(ranks)}
+    peer = _add_send_recv(rows, schedule.placement.rank_of, schedule.stages)  # type: ignore[arg-type]
+    ours = ps.lower(schedule)
+    for rank in range(ranks):
+        assert [str(a) for a in ours[rank]] == [str(a) for a in peer[rank]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(2, 6), st.integers(1, 6), st.data())
+def test_skip_edges_have_messages_of_their_own(stages: int, microbatches: int, data: st.DataObject) -> None:
+    pairs = [(a, b) for a in range(stages) for b in range(a + 2, stages)]
+    skips = data.draw(st.lists(st.sampled_from(pairs), unique=True, max_size=3)) if pairs else []
+    receive = data.draw(st.sampled_from(["paired", "just-in-time", 2]))
+    schedule = ps.schedule("1f1b", stages, microbatches, graph=ps.StageGraph.chain(stages, skips))
+    program = ps.lower(schedule, receive=receive)
+    sent, received = _messages(program)
+    assert sorted(sent) == sorted(received) == sorted(_wanted_messages(schedule))
+    ps.verify(program, semantics="rendezvous" if receive == "paired" else "channels")
+
+
+def test_a_depth_posts_that_many_compute_actions_ahead() -> None:
+    """Every receive stands as many compute actions before its use as asked, or at the row's start (in one channel order)."""
+    schedule = ps.schedule("gpipe", 3, 6)
+    for depth in (0, 1, 2, 4):
+        row = ps.lower(schedule, receive=depth)[1]
+        for place, action in enumerate(row):
+            if action.kind in (K.RECV_F, K.RECV_B):
+                use = K.F if action.kind is K.RECV_F else K.B
+                at = row.index(ps.Action(1, use, action.microbatch))
+                before = sum(a.is_compute for a in row[:at])
+                assert sum(a.is_compute for a in row[place:at]) == min(depth, before)
+
+
+@pytest.mark.parametrize("receive", ["just-in-time", 2])
+def test_receives_follow_the_channel_where_the_receiver_uses_them_out_of_order(receive: str | int) -> None:
+    rows = [["0F0", "0F1", "0F2"], ["1F2", "1F0", "1F1"]]
+    schedule = ps.Schedule.from_actions(rows, ps.Placement.linear(2))
+    program = ps.lower(schedule, receive=receive)
+    assert [str(a) for a in program[1] if a.kind is K.RECV_F] == ["1RECV_F0", "1RECV_F1", "1RECV_F2"]
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), SHAPES)
+@pytest.mark.parametrize("receive", ["paired", "just-in-time", 2])
+def test_placing_receives_anew_gives_the_same_as_at_once(
+    name: str, ranks: int, microbatches: int, options: dict[str, Any], receive: str | int
+) -> None:
+    schedule = ps.schedule(name, ranks, microbatches, **options)
+    at_once = SendReceive(receive).apply(Program.start(schedule))
+    for before in ("paired", 3):
+        moved = Receive(receive).apply(SendReceive(before).apply(Program.start(schedule)))
+        assert moved.rows == at_once.rows
+
+
+@pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), SHAPES)
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("receive", ["paired", "just-in-time", 2])
+def test_one_rank_alone(name: str, ranks: int, microbatches: int, options: dict[str, Any], fsdp: bool, receive: str | int) -> None:
+    schedule = ps.schedule(name, ranks, microbatches, **options)
+    whole = ps.lower(schedule, fsdp=fsdp, receive=receive)
+    for rank in range(ranks):
+        assert lower_rank(schedule, rank, fsdp=fsdp, receive=receive) == whole[rank]
+
+
+def test_one_rank_alone_builds_only_its_neighbours() -> None:
+    asked = []
+    schedule = ps.schedule("1f1b", 64, 16)
+    source = schedule._source
+    schedule._source = lambda rank: (asked.append(rank), source(rank))[1]  # type: ignore[assignment,func-returns-value]
+    lower_rank(schedule, 20)
+    assert sorted(asked) == [19, 20, 21]
+
+
+def test_refusals() -> None:
+    schedule = ps.schedule("1f1b", 2, 2)
+    with pytest.raises(PassError, match="sends or receives already"):
+        SendReceive().apply(ps.lower(schedule))
+    with pytest.raises(PassError, match="no messages yet"):
+        Receive("paired").apply(Program.start(schedule))
+    with pytest.raises(PassError, match="receive=late of pass send-receive: it must be paired or just-in-time, or a depth"):
+        ps.lower(schedule, receive="late")
+    stuck = ps.Schedule.from_actions([["0B0", "0F0"], ["1F0", "1B0"]], ps.Placement.linear(2))
+    with pytest.raises(PassError, match="cannot run"):
+        ps.lower(stuck)
+    with pytest.raises(PassError, match="no valid program"):
+        ps.lower(stuck, receive="just-in-time")

@@ -1,0 +1,64 @@
+"""Bad arguments are refused with what was given and what is allowed."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PlacementError, ScheduleError, UnknownNameError
+from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.schedules.registry import algorithms
+
+NAMES = sorted(algorithms())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, "4", None, True])
+def test_counts(name: str, wrong: object) -> None:
+    with pytest.raises(ScheduleError, match=f"ranks must be .*{wrong!r}"):
+        ps.schedule(name, ranks=wrong, microbatches=4)  # type: ignore[arg-type]
+    with pytest.raises(ScheduleError, match=f"microbatches must be .*{wrong!r}"):
+        ps.schedule(name, ranks=2, microbatches=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunks(name: str) -> None:
+    layout = algorithms()[name].layout
+    for wrong in (0, -2) if not layout.fixed else (0, layout.chunks + 1):
+        with pytest.raises(ScheduleError, match=f"chunks.*{wrong}"):
+            ps.schedule(name, ranks=2, microbatches=4, chunks=wrong)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_unknown_option(name: str) -> None:
+    with pytest.raises(ScheduleError, match=f"{name} has no option 'colour'; its options: "):
+        ps.schedule(name, ranks=2, microbatches=4, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"), [("1F1B", "1f1b"), ("zb-v", "zbv"), ("dualpip", "dualpipe"), ("interleaved", "interleaved-zb")]
+)
+def test_unknown_name_offers_the_nearest(wrong: str, meant: str) -> None:
+    with pytest.raises(UnknownNameError, match=f"no schedule '{wrong}': did you mean .*'{meant}'.*known: 1f1b, "):
+        ps.schedule(wrong, ranks=2, microbatches=4)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_dualpipe_takes_even_ranks(ranks: int) -> None:
+    with pytest.raises(ScheduleError, match=f"even number of ranks, got {ranks}: take {ranks + 1}, or dualpipe-v"):
+        ps.schedule("dualpipe", ranks=ranks, microbatches=8)
+
+
+def test_data_parallel_takes_one_rank() -> None:
+    with pytest.raises(ScheduleError, match="got ranks=2: take ranks=1"):
+        ps.schedule("data-parallel", ranks=2, microbatches=8)
+    assert [str(a) for a in ps.schedule("data-parallel", ranks=1, microbatches=2)[0]] == ["0F0", "0B0", "0F1", "0B1"]
+
+
+def test_counts_that_do_not_fit_an_action() -> None:
+    with pytest.raises(ScheduleError, match=f"from 1 to {MAX_MICROBATCHES}"):
+        ps.schedule("1f1b", ranks=2, microbatches=MAX_MICROBATCHES + 1)
+    with pytest.raises(ScheduleError, match=f"rounded up to what the algorithm takes, must be from 1 to {MAX_MICROBATCHES}"):
+        ps.schedule("interleaved-1f1b", ranks=3, microbatches=MAX_MICROBATCHES)
+    with pytest.raises(PlacementError, match="stages"):
+        ps.schedule("zbv", ranks=40_000, microbatches=1)
