@@ -2,71 +2,194 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
+import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from penstock.errors import CostsError
+from penstock.errors import CostsError, FileFormatError, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 PerStage = float | tuple[float, ...]
+PerAction = float | tuple[float | tuple[float, ...], ...]
 
+CONTENTION = ("independent", "pair", "rank")
+
+_ONE_NUMBER = ("overlap", "latency", "bandwidth")
+_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 _UNITS = {"": 1, "B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Scalars, or one value a stage.
+    """Scalars, or one value a stage; times, activations and outputs also one a stage and microbatch (a sequence of sequences).
 
-    `activation` is held from a microbatch's F to its I (or B), `weight_stash` from its I to its W.
+    Units are the caller's, one for time and one for size.
 
     >>> Costs(f=1.0, activation=[1.0, 2.0]).of_stage("activation", 1)
     2.0
     """
 
-    f: PerStage = 1.0
-    i: PerStage = 1.0
-    w: PerStage = 1.0
-    b: PerStage | None = None
+    f: PerAction = 1.0
+    """Forward."""
+    i: PerAction = 1.0
+    """Backward for the input."""
+    w: PerAction = 1.0
+    """Backward for the weights."""
+    b: PerAction | None = None
     """Full backward; i + w unless given."""
     latency: float = 0.0
-    activation: PerStage = 1.0
-    weight_stash: PerStage = 0.0
+    """What a message takes however small it is; it occupies its link for that and for its size over the bandwidth."""
+    activation: PerAction = 1.0
+    """Held from a microbatch's F to its I or B."""
+    weight_stash: PerAction = 0.0
+    """Held from a microbatch's I to its W."""
+    overlap: float = 1.0
+    """What actions that run together take, as a share of what they take one after the other."""
+    output: PerAction = 0.0
+    """The size of what a stage sends on, and of the gradient that comes back for it."""
+    bandwidth: float | None = None
+    """Size a time that a link carries; unlimited unless given."""
+    contention: str = "independent"
+    """`independent`: a link for each channel; `pair`: one each way for each pair of ranks; `rank`: one for each rank."""
+    parameters: PerStage = 0.0
+    """The size of a stage's parameters in full."""
+    shard: PerStage = 0.0
+    """The size of the part of a stage's parameters that the rank keeps while they are sharded."""
+    unshard: PerStage = 0.0
+    """The time to gather a stage's parameters."""
+    reduce: PerStage = 0.0
+    """The time to reduce a stage's gradients."""
+    optimizer: PerStage = 0.0
+    """The time of the optimizer's step for a stage, after everything else on the rank."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if value is not None:
+            if field.name == "contention":
+                if value not in CONTENTION:
+                    raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
+            elif value is not None:
                 object.__setattr__(self, field.name, _checked(field.name, value))
+        if self.bandwidth == 0:
+            raise CostsError("bandwidth must be more than 0, or None for unlimited")
 
-    def of_stage(self, name: str, stage: int) -> float:
+    def of_stage(self, name: str, stage: int, microbatch: int = 0) -> float:
         """One stage's value of a field."""
         value = getattr(self, name)
         if isinstance(value, tuple):
             if stage >= len(value):
                 raise CostsError(f"{name} has {len(value)} values, one a stage, but stage {stage} is asked for")
-            return float(value[stage])
+            value = value[stage]
+        if isinstance(value, tuple):
+            if microbatch >= len(value):
+                raise CostsError(f"{name}[{stage}] has {len(value)} values, one a microbatch, but microbatch {microbatch} is asked for")
+            value = value[microbatch]
         return float(value)
 
     def per_stage(self, name: str, stages: int) -> tuple[float, ...]:
         """Every stage's value of a field."""
+        self._check_stages(name, stages)
+        return tuple(self.of_stage(name, stage) for stage in range(stages))
+
+    def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
+        """A field's value for every stage (row) and microbatch (column); `b` is i + w unless given."""
+        import numpy as np
+
+        value = getattr(self, name)
+        if name == "b" and value is None:
+            return self.table("i", stages, microbatches) + self.table("w", stages, microbatches)
+        self._check_stages(name, stages)
+        made = np.empty((stages, microbatches))
+        for stage in range(stages):
+            of_stage = value[stage] if isinstance(value, tuple) else value
+            if isinstance(of_stage, tuple) and len(of_stage) != microbatches:
+                raise CostsError(f"{name}[{stage}] has {len(of_stage)} values for {microbatches} microbatches: give one number or one each")
+            made[stage] = of_stage
+        return made
+
+    def check(self, stages: int, microbatches: int) -> None:
+        """Refuse sequences that do not fit these counts."""
+        for field in fields(self):
+            if isinstance(getattr(self, field.name), tuple):
+                self.table(field.name, stages, microbatches)
+
+    def _check_stages(self, name: str, stages: int) -> None:
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != stages:
             raise CostsError(f"{name} has {len(value)} values for {stages} stages: give one number or one a stage")
-        return tuple(self.of_stage(name, stage) for stage in range(stages))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that differ from their defaults, as plain data."""
+        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        return {name: _lists(value) for name, value in said.items()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Costs:
+        """The reverse of `to_json`."""
+        if not isinstance(data, dict):
+            raise CostsError(f"costs are a table of names and values, got {type(data).__name__}")
+        known = [field.name for field in fields(cls)]
+        for name in data:
+            if name not in known:
+                raise CostsError(f"there is no cost {name!r}: {nearest(name, known)}")
+        return cls(**data)
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a `.json` or `.toml` file."""
+        from penstock.ir.csv_form import write_whole
+
+        data = self.to_json()
+        if _suffix(path) == ".json":
+            write_whole(path, json.dumps(data, indent=1) + "\n")
+        else:
+            write_whole(path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in data.items()))
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Costs:
+        """Read a `.json` or `.toml` file."""
+        suffix, file = _suffix(path), os.fspath(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            return cls.from_json(json.loads(text) if suffix == ".json" else tomllib.loads(text))
+        except (CostsError, json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise FileFormatError(file, str(error)) from None
 
 
-def _checked(name: str, value: Any) -> Any:
+def _suffix(path: str | PathLike[str]) -> str:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".json", ".toml"):
+        raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .toml")
+    return suffix
+
+
+def _lists(value: Any) -> Any:
+    return [_lists(each) for each in value] if isinstance(value, tuple) else value
+
+
+def _checked(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, str):
-        if name == "latency":
-            raise CostsError("latency is one number, not one a stage")
-        return tuple(float(_number(f"{name}[{k}]", v)) for k, v in enumerate(value))
-    return float(_number(name, value))
+        if name in _ONE_NUMBER:
+            raise CostsError(f"{name} is one number, not one a stage")
+        if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{each}[" for each in _PER_ACTION))):
+            raise CostsError(f"{name} must be a number, got {value!r}")
+        return tuple(_checked(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
+    return _number(name, value)
 
 
 def _number(name: str, value: Any) -> float:
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a NumPy scalar
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise CostsError(f"{name} must be a number, got {value!r}")
     if math.isnan(value) or math.isinf(value) or value < 0:

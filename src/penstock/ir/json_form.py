@@ -48,10 +48,7 @@ def encode(table: Table) -> dict[str, Any]:
 
 def decode(data: Any, file: str = "JSON") -> Table:
     """The reverse of `encode`."""
-    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in ("schedule", "program"):
-        raise FileFormatError(file, "not a Penstock schedule or program: 'format' and 'type' say otherwise")
-    if data.get("version") != VERSION:
-        raise FileFormatError(file, f"version {data.get('version')!r}: this Penstock reads version {VERSION}")
+    check_header(data, file, "schedule", "program")
     for name, kinds in (_FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS).items():
         if name not in data:
             raise FileFormatError(file, f"there is no {name!r}")
@@ -61,6 +58,14 @@ def decode(data: Any, file: str = "JSON") -> Table:
         return _decode(data, file)
     except ScheduleError as error:
         raise FileFormatError(file, str(error)) from None
+
+
+def check_header(data: Any, file: str, *types: str) -> None:
+    """Refuse what is not one of our files of these types, in a version that is known."""
+    if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in types:
+        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: 'format' and 'type' say otherwise")
+    if data.get("version") != VERSION:
+        raise FileFormatError(file, f"version {data.get('version')!r}: this Penstock reads version {VERSION}")
 
 
 def _decode(data: dict[str, Any], file: str) -> Table:

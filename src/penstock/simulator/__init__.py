@@ -1,0 +1,1 @@
+"""The clock: when every action runs, what each rank holds, where it waits and why."""

@@ -1,0 +1,112 @@
+"""The chain that makes the makespan what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.ir.action import Action
+
+if TYPE_CHECKING:
+    from penstock.simulator.timeline import Timeline
+
+
+@dataclass(frozen=True)
+class PathStep:
+    """One piece of the chain: an action on a rank, a message to a rank, a collective, or the optimizer's step."""
+
+    what: str
+    """`action`, `message`, `collective` or `optimizer`."""
+    rank: int
+    action: Action | None
+    start: float
+    end: float
+
+
+def critical_path(timeline: Timeline) -> list[PathStep]:
+    """Walk back from the end: each piece starts when the one before it ends."""
+    return _Walk(timeline).path()
+
+
+@dataclass
+class _Walk:
+    timeline: Timeline
+
+    def path(self) -> list[PathStep]:
+        timeline = self.timeline
+        rank = int(np.argmax(timeline.finished))
+        steps: list[PathStep] = []
+        if timeline.optimizer[rank] > 0:
+            end = float(timeline.finished[rank])
+            steps.append(PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end))
+        here: tuple[str, int] | None = self._last(rank)
+        while here is not None:
+            steps.append(self._step(*here))
+            here = self._before(*here)
+        return [step for step in reversed(steps) if step.end > step.start]
+
+    def _last(self, rank: int) -> tuple[str, int] | None:
+        timeline = self.timeline
+        low, high = (int(bound) for bound in timeline.table.rows.group_offsets[rank : rank + 2])
+        if low == high:
+            return None
+        ends, collectives = timeline.end[low:high], timeline.collective_end[low:high]
+        if collectives.max() > ends.max():
+            return "collective", low + int(np.argmax(collectives))
+        return "action", high - 1
+
+    def _step(self, what: str, index: int) -> PathStep:
+        timeline, rows = self.timeline, self.timeline.table.rows
+        if what == "message":
+            messages = timeline.messages
+            action = rows.part_at(int(messages.before[index]))
+            return PathStep(what, int(messages.target[index]), action, float(timeline.depart[index]), float(timeline.arrive[index]))
+        starts, ends = (timeline.start, timeline.end) if what == "action" else (timeline.collective_start, timeline.collective_end)
+        action = rows.action_at(int(rows.group.searchsorted(index)))
+        return PathStep(what, int(timeline.flat.graph().rank[index]), action, float(starts[index]), float(ends[index]))
+
+    def _before(self, what: str, index: int) -> tuple[str, int] | None:
+        """What ended when this began."""
+        return {"action": self._before_action, "message": self._before_message, "collective": self._before_collective}[what](index)
+
+    def _before_action(self, node: int) -> tuple[str, int] | None:
+        timeline, graph = self.timeline, self.timeline.flat.graph()
+        start = timeline.start[node]
+        if node > graph.bounds[graph.rank[node]] and timeline.end[node - 1] == start:
+            return "action", node - 1
+        for message in graph.need[graph.need_at[node] : graph.need_at[node + 1]]:
+            if timeline.arrive[message] == start:
+                return "message", int(message)
+        for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]:
+            if timeline.collective_end[gather] == start:
+                return "collective", int(gather)
+        for message in range(int(graph.send_at[node]), int(graph.send_at[node + 1])):
+            earlier = int(graph.slot[message])
+            if earlier >= 0 and timeline.arrive[earlier] == start:
+                return "message", earlier
+            if earlier >= 0 and timeline.start[graph.receive[earlier]] == start:
+                return "action", int(graph.receive[earlier])
+        return None
+
+    def _before_message(self, message: int) -> tuple[str, int]:
+        timeline, graph = self.timeline, self.timeline.flat.graph()
+        sender = int(graph.sender[message])
+        if timeline.depart[message] == timeline.end[sender]:
+            return "action", sender
+        held_by = int(timeline.held_by[message]) if len(timeline.held_by) else self._ahead(message)
+        return "message", held_by
+
+    def _ahead(self, message: int) -> int:
+        """The message before it on its channel."""
+        channel = self.timeline.messages.channel
+        return int(np.flatnonzero(channel[:message] == channel[message])[-1])
+
+    def _before_collective(self, node: int) -> tuple[str, int]:
+        timeline, graph = self.timeline, self.timeline.flat.graph()
+        start = timeline.collective_start[node]
+        if timeline.end[node] == start:
+            return "action", node
+        low = int(graph.bounds[graph.rank[node]])
+        return "collective", low + int(np.flatnonzero(timeline.collective_end[low:node] == start)[-1])

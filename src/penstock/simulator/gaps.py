@@ -1,0 +1,95 @@
+"""Why a rank stands idle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.ir.action import Action
+
+if TYPE_CHECKING:
+    from penstock.simulator.timeline import Timeline
+
+CAUSES = ("fill", "waiting", "communication", "memory", "drain")
+
+
+@dataclass(frozen=True)
+class Gap:
+    """An idle time and its cause.
+
+    - `fill`: before the rank's first computation, and `drain`: after its last;
+    - `waiting`: for `action` on `rank` to end;
+    - `communication`: for what `action` on `rank` sent, or gathered, to arrive;
+    - `memory`: for a slot of the channel that `action` is sent on.
+    """
+
+    start: float
+    end: float
+    cause: str
+    action: Action | None = None
+    rank: int | None = None
+
+    def __str__(self) -> str:
+        what = {
+            "fill": "the pipeline fills",
+            "drain": "the pipeline drains",
+            "waiting": f"waits for {self.action} on rank {self.rank}",
+            "communication": f"waits for the message of {self.action} from rank {self.rank}",
+            "memory": f"waits for a slot to send {self.action}",
+        }[self.cause]
+        return f"{self.start:g} to {self.end:g}: {what}"
+
+
+def gaps(timeline: Timeline, rank: int) -> list[Gap]:
+    """The rank's idle times in order, from 0 to the makespan."""
+    table = timeline.table
+    low, high = (int(bound) for bound in table.rows.group_offsets[rank : rank + 2])
+    found: list[Gap] = []
+    clock = 0.0
+    begun = False
+    for node in range(low, high):
+        start = float(timeline.start[node])
+        if timeline.computes[node] and not begun:
+            found += [Gap(0.0, start, "fill")] if start > 0 else []
+            begun, clock = True, start
+        if begun and start > clock:
+            found += _waits(timeline, node, clock, start)
+        clock = max(clock, float(timeline.end[node]))
+    found += _tail(timeline, rank, clock)
+    return found
+
+
+def _tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
+    """What follows the last action: the optimizer's step is work, the rest drains."""
+    step_end = float(timeline.finished[rank])
+    step = float(timeline.optimizer[rank])
+    for start, end in ((clock, step_end - step if step else clock), (step_end if step else clock, timeline.makespan)):
+        if end > start:
+            yield Gap(start, end, "drain")
+
+
+def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
+    """One idle time before a node: first for another rank to act, then for what it sent to arrive."""
+    table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
+    if not timeline.computes[node]:
+        yield Gap(clock, start, "memory", _action(timeline, node), int(graph.rank[node]))
+        return
+    arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
+    if not arrivals:
+        gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
+        last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
+        yield Gap(clock, start, "communication", _action(timeline, last), int(graph.rank[last]))
+        return
+    message = arrivals[0]
+    sender = int(graph.sender[message])
+    who, ended = int(messages.source[message]), float(timeline.end[sender])
+    made = table.rows.part_at(int(messages.maker[message]))
+    if ended > clock:
+        yield Gap(clock, min(ended, start), "waiting", made, who)
+    if start > ended:
+        yield Gap(max(clock, ended), start, "communication", made, who)
+
+
+def _action(timeline: Timeline, node: int) -> Action:
+    return timeline.table.rows.action_at(int(timeline.table.rows.group.searchsorted(node)))

@@ -1,0 +1,275 @@
+"""The event loops, written so that plain Python and numba run the same code on lists and on arrays.
+
+A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, what it waits for
+has arrived, its parameters are gathered and, for a send, a slot is free. What it sends leaves when it ends and the link is free.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+# Lists in the plain loop, arrays in the compiled one.
+Column = Any
+
+
+class Graph(NamedTuple):
+    """What waits for what, whatever the times. Messages are sorted by the node that sends them."""
+
+    bounds: Column
+    """Each rank's first node, and the number of nodes."""
+    rank: Column
+    need_at: Column
+    """Node n waits for the messages `need[need_at[n] : need_at[n + 1]]`."""
+    need: Column
+    send_at: Column
+    """Node n sends the messages from `send_at[n]` up to `send_at[n + 1]`."""
+    gather_at: Column
+    gather: Column
+    """Node n waits for the parameters that the nodes `gather[gather_at[n] : gather_at[n + 1]]` gather."""
+    collective: Column
+    """Whether the node starts a collective on its rank's collective lane."""
+    received: Column
+    """The message that the node receives, -1 for other nodes."""
+    sender: Column
+    user: Column
+    """Each message's sending and using node."""
+    receive: Column
+    """Each message's receive, -1 in a schedule, which has none."""
+    slot: Column
+    """The message that must be taken before this one can be sent, -1 for none."""
+    link: Column
+    other_link: Column
+    """The links that each message occupies while it travels; the same twice where it is one."""
+    num_links: int
+    any_slots: bool
+    """Whether any message waits for a slot."""
+
+
+class Durations(NamedTuple):
+    """How long everything takes."""
+
+    node: Column
+    message: Column
+    collective: Column
+
+
+class Times(NamedTuple):
+    """When everything happens; -1 where it never does."""
+
+    start: Column
+    end: Column
+    depart: Column
+    arrive: Column
+    collective_start: Column
+    collective_end: Column
+
+
+def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls would cost more than its lines do
+    graph: Graph, takes: Durations, times: Times, at: Column, now: Column, stack: Column, queued: Column, free: Column, lane: Column
+) -> None:
+    """Links that are one channel each: a rank runs on as far as it can, in any order of ranks, with the same result."""
+    bounds, rank_of, need_at, need, send_at = graph.bounds, graph.rank, graph.need_at, graph.need, graph.send_at
+    gather_at, gather, collective, received = graph.gather_at, graph.gather, graph.collective, graph.received
+    sender, user, receive, slot, link = graph.sender, graph.user, graph.receive, graph.slot, graph.link
+    duration, travel, collect = takes.node, takes.message, takes.collective
+    start, end, depart, arrive = times.start, times.end, times.depart, times.arrive
+    collective_start, collective_end = times.collective_start, times.collective_end
+    any_slots, any_gathers = graph.any_slots, len(gather) > 0
+    top = len(bounds) - 1
+    while top > 0:
+        top -= 1
+        rank = stack[top]
+        queued[rank] = 0
+        node, last, clock = at[rank], bounds[rank + 1], now[rank]
+        while node < last:
+            begin = clock
+            blocked = False
+            k, stop = need_at[node], need_at[node + 1]
+            while k < stop:
+                arrival = arrive[need[k]]
+                if arrival < 0:
+                    blocked = True
+                    break
+                if arrival > begin:
+                    begin = arrival
+                k += 1
+            if blocked:
+                break
+            message, stop = send_at[node], send_at[node + 1]
+            if any_slots and message < stop:
+                for each in range(message, stop):
+                    earlier = slot[each]
+                    if earlier >= 0:
+                        taken = start[receive[earlier]]
+                        if taken < 0:
+                            blocked = True
+                            break
+                        if taken > begin:
+                            begin = taken
+                        if arrive[earlier] > begin:
+                            begin = arrive[earlier]
+                if blocked:
+                    break
+            if any_gathers:
+                for k in range(gather_at[node], gather_at[node + 1]):
+                    if collective_end[gather[k]] > begin:
+                        begin = collective_end[gather[k]]
+            clock = begin + duration[node]
+            start[node] = begin
+            end[node] = clock
+            while message < stop:
+                way, using = link[message], user[message]
+                leave = free[way]
+                if clock > leave:
+                    leave = clock
+                depart[message] = leave
+                leave += travel[message]
+                arrive[message] = leave
+                free[way] = leave
+                other = rank_of[using]
+                if at[other] == using and not queued[other]:
+                    queued[other] = 1
+                    stack[top] = other
+                    top += 1
+                message += 1
+            if any_slots and received[node] >= 0:
+                other = rank_of[sender[received[node]]]
+                if not queued[other] and at[other] < bounds[other + 1]:
+                    queued[other] = 1
+                    stack[top] = other
+                    top += 1
+            if collective[node]:
+                begin = clock if clock > lane[rank] else lane[rank]
+                collective_start[node] = begin
+                lane[rank] = begin + collect[node]
+                collective_end[node] = lane[rank]
+            node += 1
+        at[rank] = node
+        now[rank] = clock
+
+
+def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
+    graph: Graph,
+    takes: Durations,
+    times: Times,
+    at: Column,
+    now: Column,
+    heap: Column,
+    state: Column,
+    free: Column,
+    lane: Column,
+    last_on: Column,
+    held_by: Column,
+) -> None:
+    """Links that several channels share: first come, first served, and lower ranks first at the same time.
+
+    `heap` holds the ranks that have something to do, the earliest first; `state` is 1 while a rank's node is running,
+    0 when it is to try the node it is at, and 2 when it waits for another rank. `last_on` is the last message of each link;
+    `held_by` gets, for each message that had to wait for a link, the message that held it.
+    """
+    bounds, rank_of, need_at, need, send_at = graph.bounds, graph.rank, graph.need_at, graph.need, graph.send_at
+    gather_at, gather, collective, received = graph.gather_at, graph.gather, graph.collective, graph.received
+    sender, user, receive, slot = graph.sender, graph.user, graph.receive, graph.slot
+    start, end, depart, arrive = times.start, times.end, times.depart, times.arrive
+    size = len(bounds) - 1
+    while size > 0:
+        rank = heap[0]
+        size = _pop(heap, now, size)
+        clock = now[rank]
+        node = at[rank]
+        if state[rank] == 1:
+            if collective[node]:
+                begin = clock if clock > lane[rank] else lane[rank]
+                times.collective_start[node] = begin
+                lane[rank] = begin + takes.collective[node]
+                times.collective_end[node] = lane[rank]
+            at[rank] = node + 1
+            for message in range(send_at[node], send_at[node + 1]):
+                begin = clock
+                for way in (graph.link[message], graph.other_link[message]):
+                    if free[way] > begin:
+                        begin = free[way]
+                        held_by[message] = last_on[way]
+                depart[message] = begin
+                begin += takes.message[message]
+                arrive[message] = begin
+                for way in (graph.link[message], graph.other_link[message]):
+                    free[way] = begin
+                    last_on[way] = message
+                other = rank_of[user[message]]
+                if state[other] == 2 and at[other] == user[message]:
+                    state[other] = 0
+                    if now[other] < clock:
+                        now[other] = clock
+                    size = _push(heap, now, size, other)
+            if received[node] >= 0:
+                other = rank_of[sender[received[node]]]
+                if state[other] == 2:
+                    state[other] = 0
+                    if now[other] < clock:
+                        now[other] = clock
+                    size = _push(heap, now, size, other)
+            state[rank] = 0
+            node += 1
+        if node == bounds[rank + 1]:
+            continue
+        begin = clock
+        blocked = False
+        for k in range(need_at[node], need_at[node + 1]):
+            arrival = arrive[need[k]]
+            if arrival < 0:
+                blocked = True
+            elif arrival > begin:
+                begin = arrival
+        for k in range(gather_at[node], gather_at[node + 1]):
+            if times.collective_end[gather[k]] > begin:
+                begin = times.collective_end[gather[k]]
+        for message in range(send_at[node], send_at[node + 1]):
+            earlier = slot[message]
+            if earlier >= 0:
+                if start[receive[earlier]] < 0:
+                    blocked = True
+                else:
+                    begin = max(begin, start[receive[earlier]], arrive[earlier])
+        if blocked:
+            state[rank] = 2
+            continue
+        start[node] = begin
+        end[node] = begin + takes.node[node]
+        now[rank] = end[node]
+        state[rank] = 1
+        size = _push(heap, now, size, rank)
+
+
+def _before(now: Column, one: int, other: int) -> bool:
+    return now[one] < now[other] or (now[one] == now[other] and one < other)
+
+
+def _push(heap: Column, now: Column, size: int, rank: int) -> int:
+    """Add a rank; the new size."""
+    place = size
+    heap[place] = rank
+    while place > 0:
+        above = (place - 1) // 2
+        if not _before(now, heap[place], heap[above]):
+            break
+        heap[place], heap[above] = heap[above], heap[place]
+        place = above
+    return size + 1
+
+
+def _pop(heap: Column, now: Column, size: int) -> int:
+    """Remove the first rank; the new size."""
+    size -= 1
+    heap[0] = heap[size]
+    place = 0
+    while True:
+        below = 2 * place + 1
+        if below >= size:
+            return size
+        if below + 1 < size and _before(now, heap[below + 1], heap[below]):
+            below += 1
+        if not _before(now, heap[below], heap[place]):
+            return size
+        heap[place], heap[below] = heap[below], heap[place]
+        place = below

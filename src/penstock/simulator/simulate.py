@@ -1,0 +1,102 @@
+"""Give a schedule or program a timeline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import ScheduleError
+from penstock.ir.costs import Costs
+from penstock.ir.table import Table
+from penstock.simulator.engine import Outcome, run
+from penstock.simulator.flat import Flat
+from penstock.simulator.loops import Durations
+from penstock.simulator.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+
+def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") -> Timeline:
+    """Time a schedule or program under these costs.
+
+    One compute lane and one lane for each channel a rank. A send returns at once unless the channel's slots are all
+    taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. `engine` is `auto`,
+    `plain` or `compiled` (needs numba).
+    """
+    return _timed(Flat(table), costs or Costs(), engine)
+
+
+def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
+    """The same order under other costs, without building anything anew."""
+    return _timed(timeline.flat, costs, engine)
+
+
+def _timed(flat: Flat, costs: Costs, engine: str) -> Timeline:
+    outcome = run(flat.graph(costs.contention), flat.durations(costs), costs.contention, engine)
+    _refuse_hang(flat, outcome)
+    timeline = Timeline(flat.table, costs, *outcome.times, held_by=outcome.held_by)
+    timeline.__dict__["flat"] = flat
+    return timeline
+
+
+def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
+    rows = flat.table.rows
+    stopped = np.flatnonzero(outcome.reached != rows.group_offsets[1:])
+    if len(stopped):
+        rank = int(stopped[0])
+        action = rows.action_at(int(rows.group.searchsorted(outcome.reached[rank])))
+        raise ScheduleError(
+            f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: "
+            "verify the schedule to see what it waits for"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Scenarios:
+    """The makespan and bubble of one order under many costs."""
+
+    makespans: Floats
+    bubbles: Floats
+
+    @property
+    def mean(self) -> float:
+        """The mean makespan."""
+        return float(self.makespans.mean())
+
+    @cached_property
+    def p95(self) -> float:
+        """The makespan that 95 in 100 scenarios stay under."""
+        return float(np.quantile(self.makespans, 0.95))
+
+    def __len__(self) -> int:
+        return len(self.makespans)
+
+
+def simulate_many(
+    table: Table, costs: Costs | None = None, *, scenarios: int = 100, jitter: float = 0.05, seed: int = 0, engine: str = "auto"
+) -> Scenarios:
+    """Time one order under many scenarios: each time of each action and message is drawn anew.
+
+    A factor that is lognormal with mean 1 and standard deviation `jitter` multiplies every duration; the same seed gives the
+    same scenarios.
+    """
+    if scenarios < 1 or not 0 <= jitter < 1:
+        raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
+    costs = costs or Costs()
+    flat = Flat(table)
+    graph, takes = flat.graph(costs.contention), flat.durations(costs)
+    chance = np.random.default_rng(seed)
+    spread = np.sqrt(np.log1p(jitter**2))
+    made: list[tuple[float, float]] = []
+    for _ in range(scenarios):
+        drawn = Durations(*(each * np.exp(chance.normal(-(spread**2) / 2, spread, len(each))) for each in takes))
+        outcome = run(graph, drawn, costs.contention, engine)
+        _refuse_hang(flat, outcome)
+        timeline = Timeline(table, costs, *outcome.times)
+        timeline.__dict__["flat"] = flat
+        made.append((timeline.makespan, timeline.bubble))
+    makespans, bubbles = np.array(made).T
+    return Scenarios(makespans, bubbles)
