@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from penstock.schedules.registry import available as available
     from penstock.schedules.registry import register as register
     from penstock.schedules.registry import schedule as schedule
+    from penstock.simulator.simulate import retime as retime
+    from penstock.simulator.simulate import simulate as simulate
+    from penstock.simulator.simulate import simulate_many as simulate_many
+    from penstock.simulator.timeline import Timeline as Timeline
     from penstock.verifier.proof import Proof as Proof
     from penstock.verifier.verify import verify as verify
 
@@ -45,6 +49,10 @@ _HOMES = {
     "available": "penstock.schedules.registry",
     "register": "penstock.schedules.registry",
     "schedule": "penstock.schedules.registry",
+    "retime": "penstock.simulator.simulate",
+    "simulate": "penstock.simulator.simulate",
+    "simulate_many": "penstock.simulator.simulate",
+    "Timeline": "penstock.simulator.timeline",
     "Proof": "penstock.verifier.proof",
     "verify": "penstock.verifier.verify",
 }

@@ -48,6 +48,10 @@ class PassError(PenstockError, ValueError):
     """A pass that cannot be applied to this program, or a pass text that cannot be read."""
 
 
+class UsageError(PenstockError, ValueError):
+    """Arguments of a command that do not go together, or that name what is not there."""
+
+
 class VerifyError(PenstockError, ValueError):
     """A program that was refused, with every finding."""
 

@@ -51,6 +51,26 @@ def test_the_shorter_warm_up_of_zero_bubble_never_hangs() -> None:
             assert not hangs(short_last_group(Shape(p, v, group + rest), group, hop=1))
 
 
+def steps(schedule: Schedule) -> int:
+    """How many steps the order takes when every action takes one."""
+    done = walk(schedule.rows, schedule.links.data)
+    assert done.complete
+    return int(done.step.max()) + 1
+
+
+def test_building_for_the_next_multiple_is_never_slower() -> None:
+    """And it has the bubble of whole groups, (p-1) forwards and backwards, if the last group is not shorter than the pipeline."""
+    for p, v in product(range(2, 6), range(2, 4)):
+        for group, rest in product(range(p, 2 * p + 1), range(2 * p)):
+            shape = Shape(p, v, group + rest)
+            if rest >= group or deadlocks(shape, group):
+                continue
+            ours = steps(ps.schedule("interleaved-1f1b", ranks=p, microbatches=group + rest, chunks=v, group_size=group))
+            assert ours <= steps(short_last_group(shape, group, hop=2))
+            least = 2 * (group + rest) * v + 2 * (p - 1)
+            assert ours > least if 0 < rest < p else ours == least
+
+
 def test_a_size_that_hangs_is_refused_with_one_that_fits() -> None:
     with pytest.raises(ScheduleError, match=r"group_size=10 leaves a last group of 2 of the 32 microbatches.*at least 8, such as 11,"):
         ps.schedule("interleaved-1f1b", ranks=8, microbatches=32, chunks=4, group_size=10)

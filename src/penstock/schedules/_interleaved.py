@@ -58,7 +58,7 @@ def check_group(shape: Shape, group_size: Any = None) -> None:
 def check_group_ends(shape: Shape, group_size: Any = None) -> None:
     """Refuse also a group size that leaves a last group on which one-forward-one-backward hangs.
 
-    Built for the next multiple such a size would run too, but never with as small a bubble as the nearest size that fits.
+    Built for the next multiple such a size would run too, but with a larger bubble than the nearest size that fits.
     """
     check_group(shape, group_size)
     if group_size is None or not deadlocks(shape, group_size):

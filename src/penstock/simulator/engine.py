@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.errors import MissingExtraError
 from penstock.simulator import loops
+from penstock.simulator.compiled import compiled_loops
 from penstock.simulator.loops import Durations, Graph, Times
 
 Floats = NDArray[np.float64]
@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
 
 def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> Outcome:
     """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled where numba is installed."""
-    compiled = _compiled() if _wants_compiled(engine) else None
+    compiled = compiled_loops() if _wants_compiled(engine) else None
     shared = contention != "independent"
     if compiled is not None:
         return _call(compiled[shared], graph, takes, shared)
@@ -64,11 +64,3 @@ def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: boo
         np.asarray(at, dtype=np.int32),
         np.asarray(held_by, dtype=np.int32),
     )
-
-
-@cache
-def _compiled() -> tuple[Callable[..., None], Callable[..., None]]:
-    """The loops, compiled once and cached on disk."""
-    from penstock.simulator.compiled import run_independent, run_shared
-
-    return run_independent, run_shared

@@ -75,7 +75,7 @@ def malformed(table: Table) -> Iterator[Finding]:
     unreadable |= (rows.peer >= 0) & ~rows.is_kind(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
     for flags, what in (
         (unreadable, "is no code of an action"),
-        (joined & ~(compute & followed), "is joined to the next, but only compute actions of one rank run together"),
+        (joined & ~unreadable & ~(compute & followed), "is joined to the next, but only compute actions of one rank run together"),
     ):
         for entry in np.flatnonzero(flags).tolist():
             rank = int(rows.rank[entry])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
-from penstock.ir.kind import Kind
+from penstock.ir.dependencies import peer_stages
+from penstock.ir.kind import RECEIVES, Kind
 from penstock.ir.rows import Ints
 from penstock.ir.table import Table
 from penstock.verifier.context import Context
@@ -21,10 +23,11 @@ _SLACK = 1e-9  # of the limit: sums of fractions are not exact
 
 
 def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
-    """The most that each rank holds at once, along its own order.
+    """The most that each rank holds at once, along its own order and whatever the times.
 
-    An activation is held from F to I or B, a weight stash from I to W. What runs together, and one action by itself,
-    takes all it needs before it gives anything back. Without a backward nothing is held.
+    An activation is held from the start of F to the end of I or B, which leaves the weight stash until the end of W; a
+    received message from its RECV to the end of what uses it; gathered parameters from UNSHARD to RESHARD; and always the
+    shards, or the parameters where nothing is sharded. Without a backward no activation is held.
     """
     held = held_in(table, costs or Costs())
     bounds = table.rows.group_offsets.tolist()
@@ -33,23 +36,67 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
 
 def held_in(table: Table, costs: Costs) -> Floats:
     """What the rank of each group holds while the group runs."""
-    rows, num_groups = table.rows, int(table.rows.group_offsets[-1])
-    activation, stash = (np.array(costs.per_stage(name, table.stages)) for name in ("activation", "weight_stash"))
-    if not table.training:
-        return np.zeros(num_groups)
-
-    def total(*parts: tuple[Floats, tuple[Kind, ...]]) -> Floats:
-        taken = np.zeros(num_groups)
-        for size, kinds in parts:
-            at = np.flatnonzero(rows.is_kind(*kinds) & (rows.stage < table.stages))
-            taken += np.bincount(rows.group[at], weights=size[rows.stage[at]], minlength=num_groups)
-        return taken
-
-    takes = total((activation, (Kind.F,)), (stash, (Kind.I,)))
-    gives = total((activation, (Kind.B, Kind.I)), (stash, (Kind.W,)))
+    takes, gives = _Ledger(table, costs).totals()
+    rows = table.rows
     before = np.concatenate(([0.0], np.cumsum(takes - gives)))
-    starts = np.repeat(before[rows.group_offsets[:-1]], np.diff(rows.group_offsets))
-    return np.asarray(before[:-1] - starts + takes, dtype=np.float64)
+    counts = np.diff(rows.group_offsets)
+    starts = np.repeat(before[rows.group_offsets[:-1]], counts)
+    return np.asarray(before[:-1] - starts + takes + np.repeat(_static(table, costs), counts), dtype=np.float64)
+
+
+@dataclass(frozen=True)
+class _Ledger:
+    """What each group takes when it starts and gives back when it ends."""
+
+    table: Table
+    costs: Costs
+
+    def totals(self) -> tuple[Floats, Floats]:
+        takes, gives = np.zeros(self._groups), np.zeros(self._groups)
+        if self.table.training:
+            activation, stash = self._table("activation"), self._table("weight_stash")
+            self._add(takes, activation, Kind.F)
+            self._add(gives, activation, Kind.B)
+            self._add(gives, activation - stash, Kind.I)
+            self._add(gives, stash, Kind.W)
+        parameters = np.repeat(self._column("parameters")[:, None], self.table.microbatches, axis=1)
+        self._add(takes, parameters, Kind.UNSHARD)
+        self._add(gives, parameters, Kind.RESHARD)
+        if self.table.lowered:
+            self._messages(takes, gives)
+        return takes, gives
+
+    @property
+    def _groups(self) -> int:
+        return int(self.table.rows.group_offsets[-1])
+
+    def _table(self, name: str) -> Floats:
+        return self.costs.table(name, self.table.stages, self.table.microbatches)
+
+    def _column(self, name: str) -> Floats:
+        return np.array(self.costs.per_stage(name, self.table.stages))
+
+    def _add(self, total: Floats, size: Floats, kind: Kind) -> None:
+        rows, table = self.table.rows, self.table
+        at = np.flatnonzero(rows.is_kind(kind) & (rows.stage < table.stages) & (rows.microbatch < table.microbatches))
+        total += np.bincount(rows.group[at], weights=size[rows.stage[at], rows.microbatch[at]], minlength=self._groups)
+
+    def _messages(self, takes: Floats, gives: Floats) -> None:
+        """Received messages that are used: the size is what the lower stage of the edge puts out."""
+        rows, local = self.table.rows, self.table.links.local
+        used = rows.is_kind(*RECEIVES)[local.before]
+        receive, use = local.before[used], local.after[used]
+        lower = np.minimum(rows.stage[receive], peer_stages(rows)[receive])
+        size = self._table("output")[lower, rows.microbatch[receive]]
+        takes += np.bincount(rows.group[receive], weights=size, minlength=self._groups)
+        gives += np.bincount(rows.group[use], weights=size, minlength=self._groups)
+
+
+def _static(table: Table, costs: Costs) -> list[float]:
+    """What each rank keeps throughout."""
+    sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
+    kept = costs.per_stage("shard" if sharded else "parameters", table.stages)
+    return [sum(kept[stage] for stage in table.placement.stages_of(rank)) for rank in range(table.ranks)]
 
 
 def memory(context: Context) -> Iterator[Finding]:

@@ -89,8 +89,7 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
     costs = costs or Costs()
-    for name in ("activation", "weight_stash"):
-        costs.per_stage(name, table.stages)
+    costs.check(table.stages, table.microbatches)
     sizes = _sizes(memory_limit, table.ranks)
     limits = None if sizes is None else tuple(_size(size, rank) for rank, size in enumerate(sizes))
     return Context(
@@ -106,7 +105,7 @@ def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
         return [memory_limit] * ranks
     if len(memory_limit) != ranks:
         raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one a rank")
-    return memory_limit
+    return list(memory_limit)
 
 
 def _size(size: float | str, rank: int) -> float:

@@ -1,0 +1,1 @@
+"""The command line: one command a file, its body imported when it is called."""

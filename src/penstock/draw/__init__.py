@@ -1,0 +1,1 @@
+"""Schedules, programs and timelines as pictures."""

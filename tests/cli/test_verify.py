@@ -1,0 +1,110 @@
+"""`penstock verify`."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import penstock as ps
+from penstock.schedules.registry import algorithms
+
+
+@pytest.fixture
+def swapped(tmp_path):
+    """A lowered file in which rank 1 wants the second message before the first."""
+    path = tmp_path / "swapped.csv"
+    ps.lower(ps.schedule("1f1b", ranks=2, microbatches=3)).to_csv(path)
+    text = path.read_text()
+    path.write_text(text.replace("1RECV_F0", "?").replace("1RECV_F1", "1RECV_F0").replace("?", "1RECV_F1"))
+    return path
+
+
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_every_schedule_is_proved_under_both_semantics(run, name):
+    result = run("verify", name, "--semantics", "both")
+    assert result.code == 0
+    assert result.out.count("proved") == 2
+
+
+def test_a_proof_is_the_library_s(run):
+    program = ps.lower(ps.schedule("zbv", ranks=4, microbatches=8))
+    assert run("verify", "zbv", "-p", 4, "-m", 8).out == f"{ps.verify(program)}\n"
+    said = json.loads(run("verify", "zbv", "--semantics", "rendezvous", "--json").out)
+    assert said["ok"]
+    assert [(each["semantics"], each["ok"]) for each in said["results"]] == [("rendezvous", True)]
+    assert said["results"][0]["proof"] == json.loads(json.dumps(ps.verify(program, semantics="rendezvous").to_json()))
+
+
+def test_a_refusal_is_the_library_s_with_exit_code_1(run, swapped):
+    result = run("verify", swapped)
+    with pytest.raises(ps.VerifyError) as refusal:
+        ps.verify(ps.load(swapped))
+    assert result.code == 1
+    assert result.out == f"{refusal.value}\n"
+    assert result.err == ""
+
+
+def test_findings_as_json(run, swapped):
+    result = run("verify", swapped, "--semantics", "both", "--json")
+    assert result.code == 1
+    said = json.loads(result.out)
+    assert not said["ok"]
+    assert [each["semantics"] for each in said["results"]] == ["channels", "rendezvous"]
+    assert "matching" in {finding["rule"] for finding in said["results"][0]["findings"]}
+
+
+def test_an_incomplete_file_is_reported_on(run, tmp_path):
+    (tmp_path / "a.csv").write_text("0F0,0B0\n1F0\n")
+    result = run("verify", tmp_path / "a.csv", "--json")
+    assert result.code == 1
+    assert "complete" in {finding["rule"] for finding in json.loads(result.out)["results"][0]["findings"]}
+
+
+def test_only_one_of_two_semantics_may_refuse(run, tmp_path):
+    placed = ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), receive="just-in-time")
+    placed.to_csv(tmp_path / "a.csv")
+    codes = {
+        semantics: run("verify", tmp_path / "a.csv", "--semantics", semantics).code for semantics in ("channels", "rendezvous", "both")
+    }
+    assert codes == {"channels": 0, "rendezvous": 1, "both": 1}
+
+
+@pytest.mark.parametrize(("limit", "code"), [("8", 0), ("7.5", 1)])
+def test_memory_limit_in_activations(run, limit, code):
+    """gpipe holds the whole batch."""
+    assert run("verify", "gpipe", "-p", 2, "-m", 8, "--memory-limit", limit).code == code
+
+
+@pytest.mark.parametrize(("limit", "code"), [("16GiB", 0), ("15.9GiB", 1)])
+def test_memory_limit_in_bytes(run, limit, code):
+    assert run("verify", "gpipe", "-p", 2, "-m", 8, "--memory-limit", limit, "--activation", "2GiB").code == code
+
+
+def test_weight_stash_counts(run):
+    """Both halves of zb-h1's backward are apart on the last rank, so that what W needs is held as well."""
+    shape = ("verify", "zb-h1", "-p", 4, "-m", 8, "--activation", 1, "--json")
+    peaks = [json.loads(run(*shape, "--weight-stash", stash).out)["results"][0]["proof"]["peak_memory"] for stash in (0, 1)]
+    assert sum(peaks[1]) > sum(peaks[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--memory-limit", "40GBB"), "--memory-limit: '40GBB' is not a size"),
+        (("--memory-limit", ""), "--memory-limit: '' is not a size"),
+        (("--memory-limit", "-1"), "--memory-limit: "),
+        (("--memory-limit", "40GiB"), "say with --activation"),
+        (("--memory-limit", "4", "--activation", "much"), "--activation: 'much'"),
+        (("--weight-stash", "1 1"), "--weight-stash: "),
+    ],
+)
+def test_sizes_that_are_none_are_refused(refused, options, said):
+    assert said in refused(2, "verify", "gpipe", *options)
+
+
+def test_output_files(run, swapped, tmp_path):
+    for name, said in (("a.txt", run("verify", swapped).out), ("a.json", run("verify", swapped, "--json").out)):
+        result = run("verify", swapped, "-o", tmp_path / name)
+        assert (result.code, result.out) == (1, "")
+        assert (tmp_path / name).read_text() == said

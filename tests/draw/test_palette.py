@@ -1,0 +1,71 @@
+"""The colours can be read and told apart."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from rich.color import Color, ColorSystem
+
+from penstock.draw.palette import TONES
+from penstock.ir.kind import Kind
+
+ALL = list(dict.fromkeys(TONES.values()))
+
+# Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision deficiency" (2009), severity 1,
+# on linear RGB.
+VISION = {
+    "usual": np.eye(3),
+    "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour: str) -> np.ndarray:
+    """Linear RGB of a hexadecimal colour."""
+    value = np.array([int(colour[k : k + 2], 16) for k in (1, 3, 5)]) / 255
+    return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb: np.ndarray) -> np.ndarray:
+    """CIE L*a*b* of linear RGB."""
+    to_xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
+    x, y, z = np.cbrt(np.clip(to_xyz @ rgb, 1e-6, None) / [0.9505, 1.0, 1.089])
+    return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
+
+
+def luminance(colour: str) -> float:
+    return float(linear(colour) @ [0.2126, 0.7152, 0.0722])
+
+
+def contrast(one: str, other: str) -> float:
+    dark, light = sorted((luminance(one), luminance(other)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_every_kind_has_a_tone_and_compute_kinds_have_their_own():
+    assert set(TONES) == set(Kind)
+    assert len({TONES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B)}) == 5
+    assert TONES[Kind.SEND_F] != TONES[Kind.RECV_F]
+
+
+@pytest.mark.parametrize("tone", ALL, ids=lambda tone: tone.sample)
+def test_ink_reads_on_its_fill(tone):
+    """At least 4.5 to 1, what the accessibility guidelines ask of small text, and the better of black and white."""
+    inks = {ink: contrast(ink, tone.fill) for ink in ("#000000", "#ffffff")}
+    assert inks[tone.ink] == max(inks.values()) >= 4.5
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_fills_stay_apart_however_colours_are_seen(vision):
+    """A difference of 10 in L*a*b* is seen at a glance."""
+    seen = {tone.sample: lab(np.clip(np.array(VISION[vision]) @ linear(tone.fill), 0, 1)) for tone in ALL}
+    nearest = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
+    assert min(nearest.values()) > 10, min(nearest, key=nearest.__getitem__)
+
+
+def test_fills_stay_apart_with_few_colours():
+    assert len({Color.parse(tone.fill).downgrade(ColorSystem.EIGHT_BIT).number for tone in ALL}) == len(ALL)
+    assert len({Color.parse(tone.basic).number for tone in ALL}) == len(ALL)

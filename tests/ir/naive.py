@@ -1,0 +1,150 @@
+"""Second implementations, one action at a time: slow, plain, and written from the rules rather than from the library's code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.ir.action import Action
+from penstock.ir.dependencies import needs
+from penstock.ir.graph import StageGraph
+from penstock.ir.kind import Kind
+from penstock.ir.placement import Placement
+
+MESSAGE = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.I: (Kind.SEND_B, Kind.RECV_B)}
+
+
+def message(kind: Kind, stage: int, other: int, microbatch: int) -> Action:
+    """One end of a message; the peer is written only where it is not the neighbour."""
+    neighbour = stage + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
+    return Action(stage, kind, microbatch, peer=None if other == neighbour else other)
+
+
+def other_end(action: Action) -> int:
+    """The stage at the other end of a message."""
+    return action.stage + (1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1) if action.peer is None else action.peer
+
+
+def crosses(placement: Placement, one: int, other: int, microbatch: int) -> bool:
+    return placement.rank_of(one, microbatch) != placement.rank_of(other, microbatch)
+
+
+def lowered_rows(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph) -> list[list[Action]]:
+    """Receives right before what needs them, sends right after what makes their data."""
+    return [[done for action in row for done in _with_messages(action, placement, graph)] for row in rows]
+
+
+def _with_messages(action: Action, placement: Placement, graph: StageGraph) -> list[Action]:
+    before, after = [], []
+    for part in action.parts:
+        stage, microbatch = part.stage, part.microbatch
+        if part.kind is Kind.W or microbatch is None:
+            continue
+        forward = part.kind is Kind.F
+        send, receive = MESSAGE[Kind.F if forward else Kind.I]
+        reads = graph.inputs_of(stage) if forward else graph.outputs_of(stage)
+        feeds = graph.outputs_of(stage) if forward else graph.inputs_of(stage)
+        before += [message(receive, stage, t, microbatch) for t in reads if crosses(placement, stage, t, microbatch)]
+        after += [message(send, stage, t, microbatch) for t in feeds if crosses(placement, stage, t, microbatch)]
+    return [*before, action, *after]
+
+
+Pairs = set[tuple[int, int]]
+
+
+@dataclass
+class NaiveLinks:
+    """The links as sets of pairs of entry numbers; `missing` holds the entry and the text of what it needs."""
+
+    local: Pairs = field(default_factory=set)
+    data: Pairs = field(default_factory=set)
+    messages: Pairs = field(default_factory=set)
+    missing: set[tuple[int, str]] = field(default_factory=set)
+
+
+def naive_links(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph, microbatches: int, lowered: bool) -> NaiveLinks:
+    """What the linker must find, by looking through all entries for each need."""
+    entries = [part for row in rows for action in row for part in action.parts]
+    search = _Search(entries, placement, graph, microbatches, lowered)
+    for number, part in enumerate(entries):
+        if search.inside(part):
+            search.needs_of(number, part)
+    if lowered:
+        search.pair_messages()
+    return search.links
+
+
+@dataclass
+class _Search:
+    entries: list[Action]
+    placement: Placement
+    graph: StageGraph
+    microbatches: int
+    lowered: bool
+    links: NaiveLinks = field(default_factory=NaiveLinks)
+
+    def inside(self, part: Action) -> bool:
+        return part.microbatch is not None and part.stage < self.graph.stages and part.microbatch < self.microbatches
+
+    def is_it(self, part: Action, wanted: Action) -> bool:
+        """Whether an entry is the wanted action; a wanted I may be a B."""
+        if (part.stage, part.microbatch) != (wanted.stage, wanted.microbatch) or not self.inside(part):
+            return False
+        if wanted.kind.is_communication:
+            return part.kind is wanted.kind and other_end(part) == other_end(wanted)
+        return part.kind is wanted.kind or (wanted.kind is Kind.I and part.kind is Kind.B)
+
+    def first(self, wanted: Action) -> int | None:
+        return next((number for number, part in enumerate(self.entries) if self.is_it(part, wanted)), None)
+
+    def note(self, into: Pairs, wanted: Action, after: int) -> None:
+        found = self.first(wanted)
+        if found is None:
+            self.links.missing.add((after, str(wanted)))
+        else:
+            into.add((found, after))
+
+    def needs_of(self, number: int, part: Action) -> None:
+        assert part.microbatch is not None
+        for need in needs(part, self.graph):
+            if not crosses(self.placement, part.stage, need.stage, part.microbatch):
+                self.note(self.links.local, need, number)
+            elif not self.lowered:
+                self.note(self.links.data, need, number)
+            else:
+                send, receive = MESSAGE[need.kind]
+                self.note(self.links.local, message(receive, part.stage, need.stage, part.microbatch), number)
+                self.note(self.links.data, message(send, need.stage, part.stage, part.microbatch), number)
+        if self.lowered and part.kind in (Kind.SEND_F, Kind.SEND_B):
+            self.note(self.links.local, Action(part.stage, Kind.F if part.kind is Kind.SEND_F else Kind.I, part.microbatch), number)
+
+    def pair_messages(self) -> None:
+        for low, high in self.graph.edges:
+            for microbatch in range(self.microbatches):
+                for kind, one, other in ((Kind.F, low, high), (Kind.I, high, low)):
+                    send, receive = MESSAGE[kind]
+                    sent = self.first(message(send, one, other, microbatch))
+                    received = self.first(message(receive, other, one, microbatch))
+                    if sent is not None and received is not None:
+                        self.links.messages.add((sent, received))
+
+
+def naive_walk(lengths: Sequence[int], waits: Sequence[tuple[int, int, int]]) -> list[int]:
+    """The step of each group, -1 where it never runs; `waits` are (before, after, lag) between groups counted over all ranks.
+
+    Step by step: in each step every rank may run its next group once everything that group waits for is done.
+    """
+    starts = [sum(lengths[:rank]) for rank in range(len(lengths))]
+    step, at = [-1] * sum(lengths), list(starts)
+    last_run = [-1] * len(lengths)
+    for now in range(sum(lengths) * (1 + max((lag for _, _, lag in waits), default=1)) + 1):
+        changed = True
+        while changed:  # a lag of 0 lets one group follow another within the step
+            changed = False
+            for rank, start in enumerate(starts):
+                group = at[rank]
+                if group == start + lengths[rank] or last_run[rank] == now:
+                    continue
+                if all(step[b] >= 0 and step[b] + lag <= now for b, a, lag in waits if a == group):
+                    step[group], at[rank], last_run[rank], changed = now, group + 1, now, True
+    return step
