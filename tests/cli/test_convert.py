@@ -89,6 +89,15 @@ def test_deepspeed_stream_holds_every_rank_and_step(run, tmp_path, name):
     assert run("convert", name, "-", "--to", "deepspeed", "-p", 3, "-m", 4).out == (tmp_path / "a.ds").read_text()
 
 
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "inference"])
+def test_deepspeed_stream_is_read_back(run, refused, tmp_path, name):
+    assert run("convert", name, tmp_path / "a.ds", "-p", 3, "-m", 4).code == 0
+    assert run("convert", tmp_path / "a.ds", tmp_path / "a.csv").code == 0
+    assert ps.load(tmp_path / "a.csv") == ps.schedule(name, 3, 4)
+    (tmp_path / "bad.ds").write_text("rank 0\n  0: Nap()\n")
+    assert "line 2: 'Nap()' is not an instruction" in refused(1, "convert", tmp_path / "bad.ds", tmp_path / "b.csv")
+
+
 @pytest.mark.parametrize("name", ["zbv", "interleaved-1f1b", "dualpipe", "zb-h1"])
 def test_what_deepspeed_cannot_say_is_a_finding(refused, tmp_path, name):
     assert "DeepSpeed" in refused(1, "convert", name, tmp_path / "a.ds")

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 import penstock as ps
-from penstock.errors import PassError
+from penstock.errors import FileFormatError, PassError
 from penstock.passes.deepspeed import Instruction, stream, streams
+from penstock.passes.deepspeed_text import format_streams, parse_streams, schedule_of
 
 
 def _train(micro_batches: int, stages: int, stage: int) -> Iterator[list[str]]:
@@ -147,3 +148,31 @@ def test_split_backwards_can_be_merged_for_the_dialect() -> None:
     merged = ps.PassList.parse("merge-backward{apart=true}").apply(ps.schedule("zb-h1", 3, 4))
     passes = [[each for step in steps for each in step if each.name == "BackwardPass"] for steps in streams(merged)]
     assert [len(each) for each in passes] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "eager-1f1b", "inference"])
+@pytest.mark.parametrize(("ranks", "micro_batches"), [(1, 1), (1, 4), (2, 3), (4, 7)])
+def test_text_of_a_stream_reads_back_as_its_schedule(name: str, ranks: int, micro_batches: int) -> None:
+    schedule = ps.schedule(name, ranks, micro_batches)
+    made = streams(schedule)
+    assert parse_streams(format_streams(made)) == made
+    assert schedule_of(made) == schedule
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "the stream is empty"),
+        ("rank 1\n", "line 1 is 'rank 1', but 'rank 0' comes next"),
+        ("rank 0\n  1: ForwardPass(buffer_id=0)\n", "'rank 1' or step 0 of rank 0 comes next"),
+        ("rank 0\n  0: ForwardPass()\n", "line 2: 'ForwardPass()' is not an instruction"),
+        ("rank 0\n  0: Sleep(buffer_id=0)\n", "'Sleep(buffer_id=0)' is not an instruction"),
+        ("rank 0\n  0: ForwardPass(buffer_id=0)\n", "rank 0, step 0: ForwardPass(buffer_id=0) cannot run, its buffer was never filled"),
+        ("rank 0\n  0: RecvActivation(buffer_id=0)\n", "no rank sends what it receives"),
+    ],
+)
+def test_bad_streams_are_refused_with_the_place(text: str, said: str) -> None:
+    with pytest.raises(FileFormatError) as caught:
+        schedule_of(parse_streams(text, "a.ds"), "a.ds")
+    assert said in str(caught.value)
+    assert str(caught.value).startswith("a.ds")

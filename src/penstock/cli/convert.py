@@ -14,7 +14,6 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.cli.source import Wanted
     from penstock.ir.table import Table
-    from penstock.passes.deepspeed import Stream
 
 
 class Format(StrEnum):
@@ -44,7 +43,7 @@ def convert(
     """Convert files: PyTorch's CSV, JSON, DeepSpeed's stream.
 
     csv holds compute actions only, lowered-csv the whole program: a schedule is lowered for it, and a program loses all but its compute
-    actions for csv. By suffix, .csv and .json keep the input as it is and .ds is deepspeed, which can only be written.
+    actions for csv. By suffix, .csv and .json keep the input as it is and .ds is deepspeed, an instruction stream.
 
     \b
     Examples:
@@ -86,16 +85,18 @@ def _by_suffix(path: Path) -> Format:
 
 def _read(wanted: Wanted, form: Format | None) -> Table:
     """The input, by its suffix or in the form that was said."""
-    if form is None:
+    if form is None and Path(wanted.source).suffix.lower() != ".ds":
         return wanted.table()
+    form = form or Format.DEEPSPEED
     from penstock.errors import FileFormatError
     from penstock.ir.csv_form import read_csv
     from penstock.ir.json_form import read_json
+    from penstock.passes.deepspeed_text import parse_streams, schedule_of
 
-    if form is Format.DEEPSPEED:
-        raise UsageError("DeepSpeed's instructions can be written, not read: choose another --from")
     wanted.refuse_shape()
     path = wanted.path()
+    if form is Format.DEEPSPEED:
+        return schedule_of(parse_streams(path.read_text(encoding="utf-8"), wanted.source), wanted.source)
     table = read_json(path) if form is Format.JSON else read_csv(path)
     if form is not Format.JSON and table.lowered != (form is Format.LOWERED_CSV):
         raise FileFormatError(wanted.source, f"the file holds a {'lowered program' if table.lowered else 'schedule'}, not {form}")
@@ -118,17 +119,14 @@ def _text(table: Table, form: Format, path: Path) -> str:
     from penstock.cli.output import check_csv, to_json
     from penstock.ir.csv_form import csv_text
     from penstock.passes.deepspeed import streams
+    from penstock.passes.deepspeed_text import format_streams
 
     if form is Format.JSON:
         return to_json(table.to_json())
     if form is Format.DEEPSPEED:
-        return "".join(f"rank {rank}\n{_steps(steps)}" for rank, steps in enumerate(streams(table)))
+        return format_streams(streams(table))
     check_csv(table, path)
     return csv_text(table)
-
-
-def _steps(steps: Stream) -> str:
-    return "".join(f"  {number}: {', '.join(map(str, step))}".rstrip() + "\n" for number, step in enumerate(steps))
 
 
 def _said(table: Table, form: Format, path: Path, as_json: bool) -> str:

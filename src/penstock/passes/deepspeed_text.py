@@ -1,0 +1,102 @@
+"""DeepSpeed's instruction streams as text, and the schedule that a stream stands for.
+
+One `rank N` line a rank, then a line a step: `  4: RecvActivation(buffer_id=0), ForwardPass(buffer_id=0)`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from penstock.errors import FileFormatError
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.passes.deepspeed import Instruction, Stream
+
+_RANK = re.compile(r"rank ([0-9]+)")
+_STEP = re.compile(r"\s*([0-9]+):\s*(.*)")
+_CALL = re.compile(r"([A-Z][A-Za-z]*)\((?:buffer_id=([0-9]+))?\)")
+_WITH_BUFFER = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
+_WITHOUT = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
+
+
+def format_streams(streams: Sequence[Stream]) -> str:
+    """The text form; `parse_streams` reads it back."""
+    return "".join(f"rank {rank}\n{_steps(stream)}" for rank, stream in enumerate(streams))
+
+
+def _steps(stream: Stream) -> str:
+    return "".join(f"  {number}: {', '.join(map(str, step))}".rstrip() + "\n" for number, step in enumerate(stream))
+
+
+def parse_streams(text: str, file: str = "stream") -> list[Stream]:
+    """Every rank's instructions; errors name the line."""
+    streams: list[Stream] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        if (rank := _RANK.fullmatch(line.strip())) and int(rank[1]) == len(streams):
+            streams.append([])
+        elif streams and (step := _STEP.fullmatch(line)) and int(step[1]) == len(streams[-1]):
+            streams[-1].append([_instruction(call, file, number) for call in filter(None, step[2].split(", "))])
+        else:
+            wanted = f"'rank {len(streams)}'" + (f" or step {len(streams[-1])} of rank {len(streams) - 1}" if streams else "")
+            raise FileFormatError(file, f"line {number} is {line.strip()!r}, but {wanted} comes next")
+    if not streams:
+        raise FileFormatError(file, "the stream is empty: it starts with 'rank 0'")
+    return streams
+
+
+def _instruction(text: str, file: str, line: int) -> Instruction:
+    match = _CALL.fullmatch(text.strip())
+    if match is None or match[1] not in (_WITH_BUFFER if match[2] else _WITHOUT):
+        raise FileFormatError(file, f"line {line}: {text.strip()!r} is not an instruction like ForwardPass(buffer_id=0) or OptimizerStep()")
+    return Instruction(match[1], int(match[2]) if match[2] else None)
+
+
+def schedule_of(streams: Sequence[Stream], file: str = "stream") -> Schedule:
+    """The order of forwards and backwards: which microbatch a buffer holds follows from loads and messages, first in, first out."""
+    coming: list[int] | None = None
+    rows: list[list[Action]] = []
+    for rank, stream in enumerate(streams):
+        player = _Player(rank, file, coming)
+        for step, instructions in enumerate(stream):
+            for each in instructions:
+                player.play(each, step)
+        rows.append(player.row)
+        coming = player.sent
+    return Schedule.from_actions(rows, Placement.linear(len(rows)))
+
+
+class _Player:
+    """One rank's buffers while its stream is read."""
+
+    def __init__(self, rank: int, file: str, coming: list[int] | None) -> None:
+        self.rank, self.file, self.coming = rank, file, coming
+        self.holds: dict[int | None, int] = {}
+        self.row: list[Action] = []
+        self.sent: list[int] = []
+        self.filled = 0
+
+    def play(self, each: Instruction, step: int) -> None:
+        if each.name == "LoadMicroBatch":
+            if self.rank == 0:  # elsewhere it loads targets, into a buffer that a message fills
+                self.holds[each.buffer_id] = self.filled
+                self.filled += 1
+        elif each.name == "RecvActivation":
+            if self.coming is None or self.filled >= len(self.coming):
+                raise self._error(each, step, "no rank sends what it receives")
+            self.holds[each.buffer_id] = self.coming[self.filled]
+            self.filled += 1
+        elif each.buffer_id is not None and each.buffer_id not in self.holds:
+            raise self._error(each, step, "its buffer was never filled")
+        elif each.name in ("ForwardPass", "BackwardPass"):
+            kind = Kind.F if each.name == "ForwardPass" else Kind.B
+            self.row.append(Action(self.rank, kind, self.holds[each.buffer_id]))
+        elif each.name == "SendActivation":
+            self.sent.append(self.holds[each.buffer_id])
+
+    def _error(self, each: Instruction, step: int, reason: str) -> FileFormatError:
+        return FileFormatError(self.file, f"rank {self.rank}, step {step}: {each} cannot run, {reason}")

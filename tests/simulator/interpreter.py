@@ -1,0 +1,370 @@
+"""A second simulator, written from the rules alone: a queue of events over `Action` objects, nothing flat and nothing fast."""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.ir.action import Action
+from penstock.ir.costs import Costs
+from penstock.ir.kind import Kind
+from penstock.ir.table import Table
+
+Edge = tuple[str, int, int, int]
+"""What travels (activations "up" or gradients "down"), the lower and the higher stage of the edge, the microbatch."""
+Channel = tuple[int, int, str]
+
+
+class StuckError(Exception):
+    """No event is left and some rank is not at its end: each such rank with the action it stands at."""
+
+    def __init__(self, at: dict[int, Action]) -> None:
+        self.at = at
+        super().__init__(str(at))
+
+
+@dataclass(eq=False)
+class Message:
+    """One message on its way; -1 is a time that has not come."""
+
+    edge: Edge
+    source: int
+    target: int
+    size: float
+    sent: float
+    left: float = -1.0
+    arrived: float = -1.0
+
+
+@dataclass
+class Outcome:
+    """What came of it: everything by rank, `start` and `end` one value an action."""
+
+    start: list[list[float]]
+    end: list[list[float]]
+    messages: list[Message]
+    finish: list[float]
+    busy: list[float]
+    changes: list[list[tuple[float, str, float]]]
+    """Memory: when, which category, and by how much it changes."""
+    static: list[float]
+    first: list[float]
+    """When each rank's first compute action starts."""
+
+    @property
+    def makespan(self) -> float:
+        return max(self.finish)
+
+    @property
+    def bubble(self) -> float:
+        return 1 - sum(self.busy) / (len(self.busy) * self.makespan)
+
+    @property
+    def span_bubbles(self) -> list[float]:
+        """Of each rank with the longest span."""
+        spans = [finish - first for finish, first in zip(self.finish, self.first, strict=True)]
+        return [(span - busy) / span for span, busy in zip(spans, self.busy, strict=True) if span == max(spans)]
+
+    def held(self, rank: int) -> list[tuple[float, dict[str, float]]]:
+        """What the rank holds of each category from each moment on at which anything changes."""
+        level: dict[str, float] = defaultdict(float)
+        levels: dict[float, dict[str, float]] = {}
+        for time, category, change in sorted(self.changes[rank]):
+            level[category] += change
+            levels[time] = dict(level)
+        return list(levels.items())
+
+    def peak(self, rank: int, *categories: str) -> float:
+        """The most that the rank holds at once, of some categories or of all with what it holds for good."""
+        levels = [sum(v for k, v in level.items() if not categories or k in categories) for _, level in self.held(rank)]
+        return max(levels, default=0.0) + (0.0 if categories else self.static[rank])
+
+
+def interpret(table: Table, costs: Costs) -> Outcome:
+    """Run the table from time 0 until nothing more can happen."""
+    return _Run(table, costs).run()
+
+
+@dataclass
+class _Rank:
+    """Where one rank stands."""
+
+    row: tuple[Action, ...]
+    at: int = 0
+    running: bool = False
+    lane: float = 0.0
+    """When its collectives so far are through."""
+    whole: dict[int, float] = field(default_factory=dict)
+    """When each stage's parameters are (or will be) gathered."""
+
+
+class _Run:
+    def __init__(self, table: Table, costs: Costs) -> None:
+        self.table, self.costs = table, costs
+        self.now = 0.0
+        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.ticket = 0
+        self.ranks = [_Rank(row) for row in table]
+        self.made: set[tuple[str, int, int]] = set()
+        self.arrived: set[Edge] = set()
+        self.posted: set[Edge] = set()
+        self.outbox: list[Message] = []
+        self.waiting: list[Message] = []
+        self.busy_links: set[object] = set()
+        self.sent: dict[Channel, list[Edge]] = defaultdict(list)
+        count = len(self.ranks)
+        self.out = Outcome(
+            start=[[-1.0] * len(rank.row) for rank in self.ranks],
+            end=[[-1.0] * len(rank.row) for rank in self.ranks],
+            messages=[],
+            finish=[0.0] * count,
+            busy=[0.0] * count,
+            changes=[[] for _ in range(count)],
+            static=[self._static(rank) for rank in range(count)],
+            first=[0.0] * count,
+        )
+
+    # The clock --------------------------------------------------------------------------------------------------------
+
+    def run(self) -> Outcome:
+        self._at(0.0, lambda: None)
+        while self.queue:
+            self.now = self.queue[0][0]
+            while self.queue and self.queue[0][0] == self.now:
+                heapq.heappop(self.queue)[2]()
+            self._settle()
+            self._launch()
+        stuck = {r: rank.row[rank.at] for r, rank in enumerate(self.ranks) if rank.at < len(rank.row)}
+        if stuck:
+            raise StuckError(stuck)
+        self._finish()
+        return self.out
+
+    def _at(self, time: float, event: Callable[[], None]) -> None:
+        self.ticket += 1
+        heapq.heappush(self.queue, (time, self.ticket, event))
+
+    def _settle(self) -> None:
+        """Let every rank go on until none can at this moment."""
+        moved = True
+        while moved:
+            moved = False
+            for rank in range(len(self.ranks)):
+                moved |= self._advance(rank)
+
+    def _advance(self, rank: int) -> bool:
+        state = self.ranks[rank]
+        before = state.at, state.running
+        while not state.running and state.at < len(state.row) and self._try(rank, state.row[state.at]):
+            pass
+        return before != (state.at, state.running)
+
+    def _try(self, rank: int, action: Action) -> bool:
+        if action.is_compute:
+            return self._try_compute(rank, action)
+        if action.kind in (Kind.SEND_F, Kind.SEND_B):
+            return self._try_send(rank, action)
+        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+            edge = self._edge(action)
+            self.posted.add(edge)
+            self._hold(rank, "receive", self._size(edge))
+        elif action.kind is Kind.RESHARD:
+            self._hold(rank, "parameters", -self._cost("parameters", action.stage))
+        else:
+            self._collective(rank, action)
+            return True
+        self._instant(rank)
+        return True
+
+    def _instant(self, rank: int) -> None:
+        """The rank's action takes no time."""
+        self._record(rank, self.now, self.now)
+        self.ranks[rank].at += 1
+
+    def _record(self, rank: int, start: float, end: float) -> None:
+        at = self.ranks[rank].at
+        self.out.start[rank][at], self.out.end[rank][at] = start, end
+
+    # Computing --------------------------------------------------------------------------------------------------------
+
+    def _try_compute(self, rank: int, action: Action) -> bool:
+        state = self.ranks[rank]
+        ready = all(self._has_inputs(rank, part) and self.now >= state.whole.get(part.stage, 0.0) for part in action.parts)
+        if not ready:
+            return False
+        duration = sum(self._duration(part) for part in action.parts)
+        if len(action.parts) > 1:
+            duration *= self.costs.overlap
+        self._record(rank, self.now, self.now + duration)
+        if not any(each.is_compute for each in state.row[: state.at]):
+            self.out.first[rank] = self.now
+        self.out.busy[rank] += duration
+        state.running = True
+        for part in action.parts:
+            if part.kind is Kind.F and self.table.training:
+                self._hold(rank, "activation", self._cost("activation", part.stage, part.microbatch))
+        self._at(self.now + duration, lambda: self._computed(rank, action))
+        return True
+
+    def _has_inputs(self, rank: int, part: Action) -> bool:
+        microbatch = part.microbatch or 0
+        own = {Kind.F: "", Kind.W: "down"}.get(part.kind, "up")
+        if own and (own, part.stage, microbatch) not in self.made:
+            return False
+        for edge, maker in self._inputs(part):
+            if self.table.placement.rank_of(maker, microbatch) == rank:
+                if (edge[0], maker, microbatch) not in self.made:
+                    return False
+            elif edge not in self.arrived or (self.table.lowered and edge not in self.posted):
+                return False
+        return True
+
+    def _inputs(self, part: Action) -> Iterator[tuple[Edge, int]]:
+        """The edges that a part reads, and the stage at the other end of each."""
+        graph, stage, microbatch = self.table.graph, part.stage, part.microbatch or 0
+        if part.kind is Kind.F:
+            yield from ((("up", other, stage, microbatch), other) for other in graph.inputs_of(stage))
+        elif part.kind in (Kind.B, Kind.I):
+            yield from ((("down", stage, other, microbatch), other) for other in graph.outputs_of(stage))
+
+    def _outputs(self, part: Action) -> Iterator[tuple[Edge, int]]:
+        """The edges that a part writes, and the stage at the other end of each."""
+        graph, stage, microbatch = self.table.graph, part.stage, part.microbatch or 0
+        if part.kind is Kind.F:
+            yield from ((("up", stage, other, microbatch), other) for other in graph.outputs_of(stage))
+        elif part.kind in (Kind.B, Kind.I):
+            yield from ((("down", other, stage, microbatch), other) for other in graph.inputs_of(stage))
+
+    def _duration(self, part: Action) -> float:
+        if part.kind is Kind.B and self.costs.b is None:
+            return self._cost("i", part.stage, part.microbatch) + self._cost("w", part.stage, part.microbatch)
+        return self._cost(part.kind.name.lower(), part.stage, part.microbatch)
+
+    def _computed(self, rank: int, action: Action) -> None:
+        state = self.ranks[rank]
+        state.running = False
+        state.at += 1
+        for part in action.parts:
+            microbatch = part.microbatch or 0
+            self.made.add(({Kind.F: "up", Kind.W: "weights"}.get(part.kind, "down"), part.stage, microbatch))
+            self._let_go(rank, part)
+            if self.table.lowered:
+                continue
+            for edge, other in self._outputs(part):
+                target = self.table.placement.rank_of(other, microbatch)
+                if target != rank:
+                    self.outbox.append(Message(edge, rank, target, self._size(edge), self.now))
+
+    # Memory -----------------------------------------------------------------------------------------------------------
+
+    def _let_go(self, rank: int, part: Action) -> None:
+        for edge, maker in self._inputs(part):
+            if self.table.placement.rank_of(maker, part.microbatch or 0) != rank:
+                self._hold(rank, "receive", -self._size(edge))
+        activation, stash = (self._cost(name, part.stage, part.microbatch) for name in ("activation", "weight_stash"))
+        if part.kind in (Kind.B, Kind.I):
+            self._hold(rank, "activation", -activation)
+        if part.kind is Kind.I:
+            self._hold(rank, "weight_stash", stash)
+        elif part.kind is Kind.W:
+            self._hold(rank, "weight_stash", -stash)
+
+    def _hold(self, rank: int, category: str, size: float, time: float | None = None) -> None:
+        self.out.changes[rank].append((self.now if time is None else time, category, size))
+
+    def _static(self, rank: int) -> float:
+        sharded = any(action.kind is Kind.UNSHARD for row in self.table for action in row)
+        return sum(self._cost("shard" if sharded else "parameters", stage) for stage in self.table.placement.stages_of(rank))
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def _edge(self, action: Action) -> Edge:
+        """The edge that a send or receive stands for."""
+        up = action.kind in (Kind.SEND_F, Kind.RECV_F)
+        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        peer = action.stage + step if action.peer is None else action.peer
+        return ("up" if up else "down", min(action.stage, peer), max(action.stage, peer), action.microbatch or 0)
+
+    def _try_send(self, rank: int, action: Action) -> bool:
+        edge = self._edge(action)
+        far = edge[2] if edge[0] == "up" else edge[1]
+        target = self.table.placement.rank_of(far, edge[3])
+        buffers = getattr(self.table, "buffers", None)
+        slots = None if buffers is None else buffers.channels.get((rank, target, action.kind))
+        before = self.sent[rank, target, edge[0]]
+        if slots is not None and len(before) >= slots:
+            taken_by = before[len(before) - slots]
+            if not (taken_by in self.arrived and taken_by in self.posted):
+                return False
+        before.append(edge)
+        self.outbox.append(Message(edge, rank, target, self._size(edge), self.now))
+        self._instant(rank)
+        return True
+
+    def _launch(self) -> None:
+        """Put what was sent at this moment in line, lower ranks first, and start what finds its links free."""
+        self.waiting += sorted(self.outbox, key=lambda message: message.source)
+        self.outbox.clear()
+        wanted: set[object] = set()
+        for message in list(self.waiting):
+            links = self._links(message)
+            if not links & (self.busy_links | wanted):
+                self._leave(message, links)
+            wanted |= links
+
+    def _leave(self, message: Message, links: set[object]) -> None:
+        self.waiting.remove(message)
+        self.busy_links |= links
+        carried = 0.0 if self.costs.bandwidth is None else message.size / self.costs.bandwidth
+        message.left, message.arrived = self.now, self.now + (self.costs.latency + carried)
+        self.out.messages.append(message)
+        self._at(message.arrived, lambda: self._arrive(message, links))
+
+    def _arrive(self, message: Message, links: set[object]) -> None:
+        self.busy_links -= links
+        self.arrived.add(message.edge)
+        if not self.table.lowered:
+            self._hold(message.target, "receive", message.size)
+
+    def _links(self, message: Message) -> set[object]:
+        match self.costs.contention:
+            case "independent":
+                return {(message.source, message.target, message.edge[0])}
+            case "pair":
+                return {(message.source, message.target)}
+            case _:
+                return {message.source, message.target}
+
+    def _size(self, edge: Edge) -> float:
+        return self._cost("output", edge[1], edge[3])
+
+    # Collectives and the end ------------------------------------------------------------------------------------------
+
+    def _collective(self, rank: int, action: Action) -> None:
+        state = self.ranks[rank]
+        start = max(self.now, state.lane)
+        state.lane = start + self._cost("unshard" if action.kind is Kind.UNSHARD else "reduce", action.stage)
+        self._record(rank, start, state.lane)
+        state.at += 1
+        if action.kind is Kind.UNSHARD:
+            state.whole[action.stage] = state.lane
+            self._hold(rank, "parameters", self._cost("parameters", action.stage), start)
+            self._at(state.lane, lambda: None)
+
+    def _finish(self) -> None:
+        for rank, state in enumerate(self.ranks):
+            last = max(self.out.end[rank], default=0.0)
+            step = sum(self._cost("optimizer", stage) for stage in self.table.placement.stages_of(rank))
+            self.out.busy[rank] += step
+            self.out.finish[rank] = max(last, state.lane) + step
+
+    def _cost(self, name: str, stage: int, microbatch: int | None = None) -> float:
+        value: Any = getattr(self.costs, name)
+        if isinstance(value, tuple):
+            value = value[stage]
+        if isinstance(value, tuple):
+            value = value[microbatch or 0]
+        return float(value)
