@@ -133,7 +133,7 @@ def test_the_refusal_lets_all_else_pass():
         (("a.yaml",), "none of .csv, .json, .ds"),
         (("-",), "say --to"),
         (("-", "--to", "json", "--json"), "stdout already"),
-        (("a.json", "--from", "deepspeed"), "written, not read"),
+        (("a.json", "--from", "deepspeed"), "there is no file gpipe"),
         (("nowhere/a.json",), "no folder nowhere"),
     ],
 )

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -16,14 +15,14 @@ from penstock.ir.costs import CONTENTION, Costs
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
+from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
-from penstock.passes.buffers import Buffers
+from penstock.ir.table import Table
 from penstock.passes.pass_list import PassList
 from penstock.schedules.registry import algorithm
 
 EVEN = ("dualpipe", "chimera")
 """Schedules for even ranks only."""
-
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
@@ -42,47 +41,132 @@ def zoo(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 7) -> Sch
 
 @st.composite
 def orders(draw: st.DrawFn) -> Schedule:
-    """Any order that runs, on any placement: actions picked at random from those whose needs are met."""
+    """Any order that runs, on any placement, some actions overlapped."""
     placement = draw(placements())
     graph = draw(graphs(placement.stages))
-    microbatches, split = draw(st.integers(1, 4)), draw(st.lists(st.booleans(), min_size=placement.stages, max_size=placement.stages))
-    rows = _picked(placement, graph, microbatches, split, draw(st.randoms(use_true_random=False)))
+    microbatches = draw(st.integers(1, 4))
+    split = draw(st.lists(st.booleans(), min_size=placement.stages, max_size=placement.stages))
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    for rank, group in _picked(placement, graph, microbatches, split, draw(st.randoms(use_true_random=False))):
+        rows[rank].append(group[0] if len(group) == 1 else Action.overlap(*group))
     return Schedule.from_actions(rows, placement, microbatches=microbatches, graph=graph)
 
 
-def _picked(placement: Placement, graph: StageGraph, microbatches: int, split: list[bool], random: Random) -> list[list[Action]]:
-    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
-    todo = [
-        Action(s, k, m) for s in range(placement.stages) for m in range(microbatches) for k in (Kind.F, *((Kind.I, Kind.W) if split[s] else (Kind.B,)))
-    ]
-    made: set[tuple[bool, int, int]] = set()
+Made = set[tuple[bool, int, int]]
+"""What there is so far: whether it is an activation or a gradient, of which stage and microbatch."""
+
+
+def _picked(
+    placement: Placement, graph: StageGraph, microbatches: int, split: list[bool], random: Random
+) -> Iterator[tuple[int, list[Action]]]:
+    """One action after the other, or two of one rank together, from those whose needs are met."""
+    todo = [Action(s, kind, m) for s, halves in enumerate(split) for m in range(microbatches) for kind in (Kind.F, *_backward(halves))]
+    made: Made = set()
     while todo:
         ready = [action for action in todo if _met(action, graph, made)]
-        action = random.choice(ready)
-        todo.remove(action)
-        row = rows[placement.rank_of(action.stage, action.microbatch or 0)]
-        together = bool(row) and random.random() < 0.15 and _met(action, graph, made - {_makes(part) for part in row[-1].parts})
-        # what is added to an earlier action must not be waited for by anything that waits for that action
-        row.append(action)
-        if together and _last_two_free(rows, placement, graph):
-            row[-2:] = [Action.overlap(*row[-2].parts, action)]
-        made.add(_makes(action))
-    return rows
+        group = [random.choice(ready)]
+        rank = placement.rank_of(group[0].stage, group[0].microbatch or 0)
+        others = [a for a in ready if a != group[0] and placement.rank_of(a.stage, a.microbatch or 0) == rank]
+        if others and random.random() < 0.2:
+            group.append(random.choice(others))
+        for action in group:
+            todo.remove(action)
+            if action.kind is not Kind.W:
+                made.add((action.kind is Kind.F, action.stage, action.microbatch or 0))
+        yield rank, group
 
 
-def _last_two_free(rows: list[list[Action]], placement: Placement, graph: StageGraph) -> bool:
-    return False
+def _backward(split: bool) -> tuple[Kind, ...]:
+    return (Kind.I, Kind.W) if split else (Kind.B,)
 
 
-def _makes(action: Action) -> tuple[bool, int, int]:
-    """Whether it is an activation, the stage, the microbatch; a weight gradient makes nothing that is waited for."""
-    return action.kind is Kind.F, action.stage if action.kind is not Kind.W else -1, action.microbatch or 0
-
-
-def _met(action: Action, graph: StageGraph, made: set[tuple[bool, int, int]]) -> bool:
+def _met(action: Action, graph: StageGraph, made: Made) -> bool:
     stage, microbatch = action.stage, action.microbatch or 0
     if action.kind is Kind.F:
         return all((True, other, microbatch) in made for other in graph.inputs_of(stage))
     if action.kind is Kind.W:
         return (False, stage, microbatch) in made
     return (True, stage, microbatch) in made and all((False, other, microbatch) in made for other in graph.outputs_of(stage))
+
+
+@st.composite
+def programs(draw: st.DrawFn, schedules: st.SearchStrategy[Schedule] | None = None) -> Program:
+    """A schedule, lowered in any way; with few slots it may not run."""
+    schedule = draw(schedules or schedules_of_any_kind)
+    passes = ["merge-backward"] if draw(st.booleans()) else []
+    if draw(st.booleans()):
+        passes.append(f"shard{{lookahead={draw(st.integers(0, 3))},residency={draw(st.sampled_from(('all', '2')))}}}")
+    receive = draw(st.sampled_from(("paired", "just-in-time", "0", "1", "3")))
+    slots = draw(st.sampled_from(("", "{slots=1}", "{slots=2}", "{slots=3}")))
+    passes += ["reduce-grad"] if draw(st.booleans()) else []
+    return PassList.parse(",".join([*passes, f"send-receive{{receive={receive}}}", f"buffers{slots}"])).apply(schedule)
+
+
+schedules_of_any_kind = st.one_of(zoo(), orders())
+tables = st.one_of(schedules_of_any_kind, programs())
+
+
+@st.composite
+def disturbed(draw: st.DrawFn) -> Table:
+    """A table with two actions of a rank swapped, so that it may wait for ever."""
+    table = draw(tables)
+    rows = [list(row) for row in table]
+    row = rows[draw(st.integers(0, len(rows) - 1))]
+    if row:
+        one, other = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1))
+        row[one], row[other] = row[other], row[one]
+    if isinstance(table, Program):
+        made = Program.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph)
+        return made.changed(buffers=table.buffers)
+    return Schedule.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph)
+
+
+# Costs ----------------------------------------------------------------------------------------------------------------
+
+SIZES = ("activation", "weight_stash", "output")
+PER_ACTION = ("f", "i", "w", *SIZES)
+PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
+
+eighths = st.integers(0, 16).map(lambda number: number / 8)
+"""Sums of these are exact, so that what happens at one moment happens at one moment in every implementation."""
+some_eighths = st.integers(1, 16).map(lambda number: number / 8)
+
+
+@st.composite
+def costs(
+    draw: st.DrawFn, stages: int, microbatches: int, amounts: st.SearchStrategy[float] = eighths, contention: str = "independent"
+) -> Costs:
+    """Every field in every form that it takes."""
+    a_stage = st.one_of(amounts, st.lists(amounts, min_size=stages, max_size=stages))
+    a_row = st.lists(amounts, min_size=microbatches, max_size=microbatches)
+    an_action = st.one_of(a_stage, st.lists(st.one_of(amounts, a_row), min_size=stages, max_size=stages))
+    fields: dict[str, Any] = {name: draw(an_action) for name in PER_ACTION}
+    fields |= {name: draw(a_stage) for name in PER_STAGE}
+    fields["b"] = draw(st.one_of(st.none(), an_action))
+    fields["latency"] = draw(amounts)
+    fields["bandwidth"] = draw(st.sampled_from((None, 0.5, 1.0, 2.0)))
+    fields["overlap"] = draw(st.sampled_from((0.5, 0.75, 1.0)))
+    return Costs(**fields, contention=contention)
+
+
+def real_costs(stages: int, microbatches: int, random: Random, contention: str) -> Costs:
+    """Another real number for everything, so that nothing falls together by chance."""
+
+    def an_action() -> list[list[float]]:
+        return [[random.uniform(0.1, 3) for _ in range(microbatches)] for _ in range(stages)]
+
+    fields: dict[str, Any] = {name: an_action() for name in PER_ACTION}
+    fields |= {name: [random.uniform(0, 2) for _ in range(stages)] for name in PER_STAGE}
+    fields["latency"], fields["bandwidth"] = random.uniform(0.01, 2), random.uniform(0.2, 3)
+    return Costs(**fields, b=an_action(), overlap=random.uniform(0.4, 1.2), contention=contention)
+
+
+contentions = st.sampled_from(CONTENTION)
+
+
+@st.composite
+def timed(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> tuple[Table, Costs]:
+    """A table and costs for it: zeros only where messages have a link each, since with shared links they leave the order open."""
+    table, contention = draw(of), draw(contentions)
+    amounts = eighths if contention == "independent" else some_eighths
+    return table, draw(costs(table.stages, table.microbatches, amounts, contention))

@@ -6,7 +6,7 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
@@ -39,17 +39,28 @@ class Message:
     arrived: float = -1.0
 
 
+class Change(NamedTuple):
+    """One change of what a rank holds. Changes at one moment come in the order of the row, those of one place all at once."""
+
+    time: float
+    place: tuple[int, int]
+    """The place of its action in the row; then -1 before the action, 0 at its start, 1 at its end."""
+    category: str
+    size: float
+
+
 @dataclass
 class Outcome:
     """What came of it: everything by rank, `start` and `end` one value an action."""
 
     start: list[list[float]]
     end: list[list[float]]
+    collectives: list[dict[int, tuple[float, float]]]
+    """Start and end of what runs on the collective lane, by the place in the row of the action that starts it."""
     messages: list[Message]
     finish: list[float]
     busy: list[float]
-    changes: list[list[tuple[float, str, float]]]
-    """Memory: when, which category, and by how much it changes."""
+    changes: list[list[Change]]
     static: list[float]
     first: list[float]
     """When each rank's first compute action starts."""
@@ -69,13 +80,13 @@ class Outcome:
         return [(span - busy) / span for span, busy in zip(spans, self.busy, strict=True) if span == max(spans)]
 
     def held(self, rank: int) -> list[tuple[float, dict[str, float]]]:
-        """What the rank holds of each category from each moment on at which anything changes."""
-        level: dict[str, float] = defaultdict(float)
-        levels: dict[float, dict[str, float]] = {}
-        for time, category, change in sorted(self.changes[rank]):
-            level[category] += change
-            levels[time] = dict(level)
-        return list(levels.items())
+        """What the rank holds of each category after each change."""
+        level = dict.fromkeys(("activations", "weight stash", "receive buffers", "parameters"), 0.0)
+        levels: dict[tuple[float, tuple[int, int]], dict[str, float]] = {}
+        for change in sorted(self.changes[rank]):
+            level[change.category] += change.size
+            levels[change.time, change.place] = dict(level)
+        return [(time, held) for (time, _), held in levels.items()]
 
     def peak(self, rank: int, *categories: str) -> float:
         """The most that the rank holds at once, of some categories or of all with what it holds for good."""
@@ -119,6 +130,7 @@ class _Run:
         self.out = Outcome(
             start=[[-1.0] * len(rank.row) for rank in self.ranks],
             end=[[-1.0] * len(rank.row) for rank in self.ranks],
+            collectives=[{} for _ in range(count)],
             messages=[],
             finish=[0.0] * count,
             busy=[0.0] * count,
@@ -170,9 +182,9 @@ class _Run:
         if action.kind in (Kind.RECV_F, Kind.RECV_B):
             edge = self._edge(action)
             self.posted.add(edge)
-            self._hold(rank, "receive", self._size(edge))
+            self._hold(rank, self._now_at(rank, 1), "receive buffers", self._size(edge))
         elif action.kind is Kind.RESHARD:
-            self._hold(rank, "parameters", -self._cost("parameters", action.stage))
+            self._hold(rank, self._now_at(rank, 1), "parameters", -self._cost("parameters", action.stage))
         else:
             self._collective(rank, action)
             return True
@@ -205,7 +217,7 @@ class _Run:
         state.running = True
         for part in action.parts:
             if part.kind is Kind.F and self.table.training:
-                self._hold(rank, "activation", self._cost("activation", part.stage, part.microbatch))
+                self._hold(rank, self._now_at(rank, 0), "activations", self._cost("activation", part.stage, part.microbatch))
         self._at(self.now + duration, lambda: self._computed(rank, action))
         return True
 
@@ -244,9 +256,6 @@ class _Run:
         return self._cost(part.kind.name.lower(), part.stage, part.microbatch)
 
     def _computed(self, rank: int, action: Action) -> None:
-        state = self.ranks[rank]
-        state.running = False
-        state.at += 1
         for part in action.parts:
             microbatch = part.microbatch or 0
             self.made.add(({Kind.F: "up", Kind.W: "weights"}.get(part.kind, "down"), part.stage, microbatch))
@@ -257,23 +266,29 @@ class _Run:
                 target = self.table.placement.rank_of(other, microbatch)
                 if target != rank:
                     self.outbox.append(Message(edge, rank, target, self._size(edge), self.now))
+        self.ranks[rank].running = False
+        self.ranks[rank].at += 1
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
     def _let_go(self, rank: int, part: Action) -> None:
+        end = self._now_at(rank, 1)
         for edge, maker in self._inputs(part):
             if self.table.placement.rank_of(maker, part.microbatch or 0) != rank:
-                self._hold(rank, "receive", -self._size(edge))
+                self._hold(rank, end, "receive buffers", -self._size(edge))
         activation, stash = (self._cost(name, part.stage, part.microbatch) for name in ("activation", "weight_stash"))
         if part.kind in (Kind.B, Kind.I):
-            self._hold(rank, "activation", -activation)
+            self._hold(rank, end, "activations", -activation)
         if part.kind is Kind.I:
-            self._hold(rank, "weight_stash", stash)
+            self._hold(rank, end, "weight stash", stash)
         elif part.kind is Kind.W:
-            self._hold(rank, "weight_stash", -stash)
+            self._hold(rank, end, "weight stash", -stash)
 
-    def _hold(self, rank: int, category: str, size: float, time: float | None = None) -> None:
-        self.out.changes[rank].append((self.now if time is None else time, category, size))
+    def _now_at(self, rank: int, side: int) -> tuple[float, tuple[int, int]]:
+        return self.now, (self.ranks[rank].at, side)
+
+    def _hold(self, rank: int, when: tuple[float, tuple[int, int]], category: str, size: float) -> None:
+        self.out.changes[rank].append(Change(*when, category, size))
 
     def _static(self, rank: int) -> float:
         sharded = any(action.kind is Kind.UNSHARD for row in self.table for action in row)
@@ -327,7 +342,16 @@ class _Run:
         self.busy_links -= links
         self.arrived.add(message.edge)
         if not self.table.lowered:
-            self._hold(message.target, "receive", message.size)
+            self._hold(message.target, (self.now, (self._user(message), -1)), "receive buffers", message.size)
+
+    def _user(self, message: Message) -> int:
+        """The place in the receiver's row of the action that uses the message."""
+        way, low, high, microbatch = message.edge
+        stage, kinds = (high, (Kind.F,)) if way == "up" else (low, (Kind.B, Kind.I))
+        row = self.ranks[message.target].row
+        uses = [(part.stage, part.microbatch) == (stage, microbatch) and part.kind in kinds for action in row for part in action.parts]
+        of_part = [place for place, action in enumerate(row) for _ in action.parts]
+        return of_part[uses.index(True)]
 
     def _links(self, message: Message) -> set[object]:
         match self.costs.contention:
@@ -347,12 +371,12 @@ class _Run:
         state = self.ranks[rank]
         start = max(self.now, state.lane)
         state.lane = start + self._cost("unshard" if action.kind is Kind.UNSHARD else "reduce", action.stage)
-        self._record(rank, start, state.lane)
-        state.at += 1
+        self.out.collectives[rank][state.at] = start, state.lane
         if action.kind is Kind.UNSHARD:
             state.whole[action.stage] = state.lane
-            self._hold(rank, "parameters", self._cost("parameters", action.stage), start)
+            self._hold(rank, (start, (state.at, 0)), "parameters", self._cost("parameters", action.stage))
             self._at(state.lane, lambda: None)
+        self._instant(rank)
 
     def _finish(self) -> None:
         for rank, state in enumerate(self.ranks):

@@ -6,7 +6,7 @@ with a grey in place of their black. The ink on each fill is black or white, whi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.ir.kind import Kind
 
@@ -31,6 +31,7 @@ OVERLAP = Tone("&", "run together", "#cc79a7", "#000000", "magenta")
 SEND = Tone("SEND", "send", "#56b4e9", "#000000", "cyan")
 RECEIVE = Tone("RECV", "receive", "#bbbbbb", "#000000", "white")
 SHARDING = Tone("SHARD/REDUCE", "parameters gathered or freed, gradients reduced", "#f0e442", "#000000", "bright_black")
+OPTIMIZER = Tone("step", "optimizer's step", "#444444", "#ffffff", "black")
 
 TONES = {
     Kind.F: FORWARD,
@@ -46,3 +47,36 @@ TONES = {
     Kind.RESHARD: SHARDING,
     Kind.REDUCE_GRAD: SHARDING,
 }
+BASIC_INK = {tone.basic: tone.ink for tone in (*TONES.values(), OPTIMIZER)}
+"""The ink on each basic colour, which a shade does not change."""
+
+_DARKEST, _LIGHTEST, _LIGHTEST_OF_MANY = -0.2, 0.3, 0.6
+
+
+def shaded(tone: Tone, chunk: int, chunks: int) -> Tone:
+    """The tone for one of a rank's chunks: the first the darkest, the last the lightest."""
+    if chunks < 2:
+        return tone
+    lightest = min(_LIGHTEST + 0.1 * (chunks - 2), _LIGHTEST_OF_MANY)
+    fill = _mixed(tone.fill, _DARKEST + (lightest - _DARKEST) * chunk / (chunks - 1))
+    return replace(tone, fill=fill, ink=ink_on(fill))
+
+
+def ink_on(fill: str) -> str:
+    """Black or white, whichever reads better on the fill: the two are even at a luminance of 0.179."""
+    return "#000000" if _luminance(fill) > 0.179 else "#ffffff"
+
+
+def _luminance(colour: str) -> float:
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in (c / 255 for c in _rgb(colour))]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def _mixed(colour: str, white: float) -> str:
+    """The colour with so much white in it, or black where that is negative."""
+    share, other = abs(white), 255 if white > 0 else 0
+    return "#" + bytes(round(c * (1 - share) + other * share) for c in _rgb(colour)).hex()
+
+
+def _rgb(colour: str) -> bytes:
+    return bytes.fromhex(colour.removeprefix("#"))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING
 
-from penstock.draw.palette import TONES, Tone
+from penstock.draw.palette import BASIC_INK, TONES, Tone
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
@@ -59,9 +60,13 @@ def painted(lines: Iterable[Line], colours: str) -> Iterator[str]:
 
     few = colours == "standard"
     system = ColorSystem.STANDARD if few else ColorSystem.EIGHT_BIT if colours == "256" else ColorSystem.TRUECOLOR
-    styles = {tone: Style(color=tone.ink, bgcolor=tone.basic if few else tone.fill) for tone in TONES.values()}
+
+    @cache
+    def style(tone: Tone) -> Style:
+        return Style(color=BASIC_INK[tone.basic], bgcolor=tone.basic) if few else Style(color=tone.ink, bgcolor=tone.fill)
+
     for line in lines:
-        yield "".join(styles[tone].render(text, color_system=system) if tone else text for text, tone in line)
+        yield "".join(style(tone).render(text, color_system=system) if tone else text for text, tone in line)
 
 
 def _column(grid: Grid, at: int, rank: int) -> list[Piece]:

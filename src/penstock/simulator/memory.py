@@ -84,10 +84,10 @@ def _sizes(timeline: Timeline, name: str, entries: Ints) -> Floats:
 
 
 def _at(timeline: Timeline, entries: Ints, size: Floats, times: Floats, after: bool) -> _Changes:
-    """Changes at the start or the end of actions; among changes at one time, in the order of the row."""
+    """Changes at the start or the end of actions; at one time in the order of the row, and an action's end gives before it takes."""
     rows = timeline.table.rows
     node = rows.group[entries]
-    return _Changes(times[node], node * 4 + 2 * after, rows.rank[entries], size)
+    return _Changes(times[node], node * 4 + 2 * after + (size > 0), rows.rank[entries], size)
 
 
 def _together(*parts: _Changes) -> _Changes:

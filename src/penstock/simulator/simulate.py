@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
+from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
 from penstock.ir.table import Table
 from penstock.simulator.engine import Outcome, run
@@ -18,6 +19,8 @@ from penstock.simulator.timeline import Timeline
 
 Floats = NDArray[np.float64]
 
+_ADVICE = "verify the schedule to see everything that is wrong with it"
+
 
 def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") -> Timeline:
     """Time a schedule or program under these costs.
@@ -26,12 +29,25 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
     taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. `engine` is `auto`,
     `plain` or `compiled` (needs numba).
     """
-    return _timed(Flat(table), costs or Costs(), engine)
+    return _timed(_flat(table), costs or Costs(), engine)
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
     """The same order under other costs, without building anything anew."""
     return _timed(timeline.flat, costs, engine)
+
+
+def _flat(table: Table) -> Flat:
+    """The table laid flat, if every action comes after what it needs of its own rank."""
+    rows, (before, after), missing = table.rows, table.links.local, table.links.missing
+    if len(missing.after):
+        entry, needed = int(missing.after[0]), next(unpack_actions([int(missing.code[0])]))
+        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which is nowhere: {_ADVICE}")
+    wrong = np.flatnonzero(rows.group[before] >= rows.group[after])
+    if len(wrong):
+        entry, needed = int(after[wrong[0]]), rows.part_at(int(before[wrong[0]]))
+        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} does not come after {needed}, which it needs: {_ADVICE}")
+    return Flat(table)
 
 
 def _timed(flat: Flat, costs: Costs, engine: str) -> Timeline:
@@ -48,10 +64,7 @@ def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
     if len(stopped):
         rank = int(stopped[0])
         action = rows.action_at(int(rows.group.searchsorted(outcome.reached[rank])))
-        raise ScheduleError(
-            f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: "
-            "verify the schedule to see what it waits for"
-        )
+        raise ScheduleError(f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: {_ADVICE}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +99,7 @@ def simulate_many(
     if scenarios < 1 or not 0 <= jitter < 1:
         raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
     costs = costs or Costs()
-    flat = Flat(table)
+    flat = _flat(table)
     graph, takes = flat.graph(costs.contention), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
