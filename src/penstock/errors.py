@@ -60,6 +60,10 @@ class VerifyError(PenstockError, ValueError):
         super().__init__(report)
 
 
+class PipelineError(PenstockError, RuntimeError):
+    """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
+
+
 class MissingExtraError(PenstockError, ImportError):
     """An optional dependency that is not installed, named with the extra that brings it."""
 

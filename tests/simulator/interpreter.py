@@ -116,7 +116,7 @@ class _Run:
     def __init__(self, table: Table, costs: Costs) -> None:
         self.table, self.costs = table, costs
         self.now = 0.0
-        self.queue: list[tuple[float, int, Callable[[], None]]] = []
+        self.queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self.ticket = 0
         self.ranks = [_Rank(row) for row in table]
         self.made: set[tuple[str, int, int]] = set()
@@ -142,11 +142,11 @@ class _Run:
     # The clock --------------------------------------------------------------------------------------------------------
 
     def run(self) -> Outcome:
-        self._at(0.0, lambda: None)
+        self._at(0.0, -1, lambda: None)
         while self.queue:
             self.now = self.queue[0][0]
             while self.queue and self.queue[0][0] == self.now:
-                heapq.heappop(self.queue)[2]()
+                heapq.heappop(self.queue)[3]()
             self._settle()
             self._launch()
         stuck = {r: rank.row[rank.at] for r, rank in enumerate(self.ranks) if rank.at < len(rank.row)}
@@ -155,24 +155,19 @@ class _Run:
         self._finish()
         return self.out
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
+    def _at(self, time: float, rank: int, event: Callable[[], None]) -> None:
+        """Let the event happen then; at one moment those of lower ranks first."""
         self.ticket += 1
-        heapq.heappush(self.queue, (time, self.ticket, event))
+        heapq.heappush(self.queue, (time, rank, self.ticket, event))
 
     def _settle(self) -> None:
-        """Let every rank go on until none can at this moment."""
-        moved = True
-        while moved:
-            moved = False
-            for rank in range(len(self.ranks)):
-                moved |= self._advance(rank)
+        """Until nothing more can happen at this moment, let the lowest rank that can go on take one action."""
+        while any(self._advance(rank) for rank in range(len(self.ranks))):
+            pass
 
     def _advance(self, rank: int) -> bool:
         state = self.ranks[rank]
-        before = state.at, state.running
-        while not state.running and state.at < len(state.row) and self._try(rank, state.row[state.at]):
-            pass
-        return before != (state.at, state.running)
+        return not state.running and state.at < len(state.row) and self._try(rank, state.row[state.at])
 
     def _try(self, rank: int, action: Action) -> bool:
         if action.is_compute:
@@ -218,7 +213,7 @@ class _Run:
         for part in action.parts:
             if part.kind is Kind.F and self.table.training:
                 self._hold(rank, self._now_at(rank, 0), "activations", self._cost("activation", part.stage, part.microbatch))
-        self._at(self.now + duration, lambda: self._computed(rank, action))
+        self._at(self.now + duration, rank, lambda: self._computed(rank, action))
         return True
 
     def _has_inputs(self, rank: int, part: Action) -> bool:
@@ -305,6 +300,8 @@ class _Run:
 
     def _try_send(self, rank: int, action: Action) -> bool:
         edge = self._edge(action)
+        if (edge[0], action.stage, edge[3]) not in self.made:
+            return False
         far = edge[2] if edge[0] == "up" else edge[1]
         target = self.table.placement.rank_of(far, edge[3])
         buffers = getattr(self.table, "buffers", None)
@@ -320,8 +317,8 @@ class _Run:
         return True
 
     def _launch(self) -> None:
-        """Put what was sent at this moment in line, lower ranks first, and start what finds its links free."""
-        self.waiting += sorted(self.outbox, key=lambda message: message.source)
+        """Put what was sent at this moment in line, and start what finds its links free."""
+        self.waiting += self.outbox
         self.outbox.clear()
         wanted: set[object] = set()
         for message in list(self.waiting):
@@ -336,7 +333,7 @@ class _Run:
         carried = 0.0 if self.costs.bandwidth is None else message.size / self.costs.bandwidth
         message.left, message.arrived = self.now, self.now + (self.costs.latency + carried)
         self.out.messages.append(message)
-        self._at(message.arrived, lambda: self._arrive(message, links))
+        self._at(message.arrived, -1, lambda: self._arrive(message, links))
 
     def _arrive(self, message: Message, links: set[object]) -> None:
         self.busy_links -= links
@@ -375,7 +372,7 @@ class _Run:
         if action.kind is Kind.UNSHARD:
             state.whole[action.stage] = state.lane
             self._hold(rank, (start, (state.at, 0)), "parameters", self._cost("parameters", action.stage))
-            self._at(state.lane, lambda: None)
+            self._at(state.lane, -1, lambda: None)
         self._instant(rank)
 
     def _finish(self) -> None:

@@ -6,10 +6,12 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.list import list_
 from penstock.cli.lower import lower
 from penstock.cli.show import show
+from penstock.cli.simulate import simulate
 from penstock.cli.verify import verify
 
 # Plain help loads in a fraction of the time of Rich's, and reads the same in a pipe.
@@ -44,6 +46,8 @@ def _penstock(
       penstock list
       penstock show zbv -p 4 -m 8
       penstock verify zbv -p 4 -m 8
+      penstock simulate zbv -p 4 -m 8 -o zbv.svg
+      penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -53,4 +57,6 @@ app.command("list")(list_)
 app.command("show")(show)
 app.command("lower")(lower)
 app.command("verify")(verify)
+app.command("simulate")(simulate)
+app.command("compare")(compare)
 app.command("convert")(convert)

@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import AsJson, Chunks, Microbatches, Options, Output, Ranks, Source, whole_number
+from penstock.cli.options import (
+    AsJson,
+    Chunks,
+    Fsdp,
+    MergeBackward,
+    Microbatches,
+    Options,
+    Output,
+    Ranks,
+    Receive,
+    Source,
+    whole_number,
+)
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,16 +37,9 @@ def lower(
     microbatches: Microbatches = None,
     chunks: Chunks = None,
     option: Options = None,
-    fsdp: Annotated[bool, typer.Option("--fsdp", help="Gather and free sharded parameters too.")] = False,
-    merge_backward: Annotated[bool, typer.Option("--merge-backward", help="Join each I with a W of its own next to it into B.")] = False,
-    receive: Annotated[
-        str | None,
-        typer.Option(
-            "--receive",
-            metavar="WHERE",
-            help="Where receives stand: paired (with their sends), just-in-time, or N compute actions ahead.  [default: paired]",
-        ),
-    ] = None,
+    fsdp: Fsdp = False,
+    merge_backward: MergeBackward = False,
+    receive: Receive = None,
     passes: Annotated[
         str | None,
         typer.Option("--passes", metavar="LIST", help="The passes to run instead, as NAME,NAME{OPTION=VALUE},..."),
@@ -59,7 +64,7 @@ def lower(
     from penstock.cli.picture import present, present_rank
     from penstock.cli.source import Wanted
 
-    recipe = _Recipe(passes, fsdp, merge_backward, receive)
+    recipe = Recipe(passes, fsdp, merge_backward, receive)
     recipe.check()
     table = Wanted(source, ranks, microbatches, chunks, option).table()
     _check(table, rank, passes, output)
@@ -70,7 +75,7 @@ def lower(
 
 
 @dataclass(frozen=True)
-class _Recipe:
+class Recipe:
     """The passes as given in full, or the usual ones as the options change them."""
 
     passes: str | None

@@ -48,6 +48,25 @@ Options = Annotated[
     list[str] | None,
     typer.Option("-O", "--option", metavar="KEY=VALUE", help="An option of the schedule, such as group_size=8; may be repeated."),
 ]
+Fsdp = Annotated[bool, typer.Option("--fsdp", help="Gather and free sharded parameters too.")]
+MergeBackward = Annotated[bool, typer.Option("--merge-backward", help="Join each I with a W of its own next to it into B.")]
+Receive = Annotated[
+    str | None,
+    typer.Option(
+        "--receive",
+        metavar="WHERE",
+        help="Where receives stand: paired (with their sends), just-in-time, or N compute actions ahead.  [default: paired]",
+    ),
+]
+CostsText = Annotated[
+    str | None,
+    typer.Option(
+        "--costs",
+        metavar="COSTS",
+        help='A .toml or .json file, or written out: "f=1,i=1,w=1,latency=0.1,activation=2".  [default: F, I and W take 1, messages nothing]',
+    ),
+]
+Unit = Annotated[str | None, typer.Option("--unit", metavar="UNIT", help="The unit of the costs' times: s, ms, us or ns.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 Output = Annotated[
     Path | None,

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.draw.boxes import Boxes, compute_boxes, optimizer_boxes
+from penstock.draw.boxes import compute_boxes, optimizer_boxes
 from penstock.draw.palette import OPTIMIZER, OVERLAP, TONES, Tone, shaded
 from penstock.draw.slices import main_class, shares
 from penstock.ir.kind import COMPUTE
 
 if TYPE_CHECKING:
     from penstock.draw.terminal import Piece
-    from penstock.ir.rows import Ints
+    from penstock.ir.rows import Flags, Ints
     from penstock.simulator.timeline import Timeline
 
 IDLE = "."
@@ -27,33 +27,42 @@ _TOGETHER, _STEP = 4, 5
 
 
 class Cells:
-    """A timeline cut into so many columns."""
+    """A timeline cut into so many columns; what runs together is one box, an optimizer's step too."""
 
     def __init__(self, timeline: Timeline, columns: int) -> None:
-        self.columns = columns
-        self.chunks = timeline.table.chunks
+        self.columns, self.chunks, self.ranks = columns, timeline.table.chunks, timeline.ranks
         self.edges = np.linspace(0.0, timeline.makespan, columns + 1)
-        self._boxes = _whole(timeline)
-        self._named = _fit(self._boxes, columns, timeline.makespan)
-        self._grid = self._majority(timeline) if self._named is None else None
+        self._parts = compute_boxes(timeline)
+        self._heads = np.flatnonzero(self._parts.part == 0)
+        rank, start, end = optimizer_boxes(timeline)
+        of_step = np.zeros(len(rank), dtype=np.int64)
+        together: Flags = self._parts.parts[self._heads] > 1
+        self.rank = np.concatenate((self._parts.rank[self._heads], rank))
+        self.start = np.concatenate((self._parts.start[self._heads], start))
+        self.end = np.concatenate((self._parts.end[self._heads], end))
+        self.label = np.concatenate((np.where(together, _TOGETHER, self._parts.kind[self._heads]), of_step + _STEP))
+        self.chunk = np.concatenate((np.where(together, 0, self._parts.chunk[self._heads]), of_step))
 
     @property
-    def classes(self) -> list[int]:
-        """The classes that occur, in the order of the legend."""
-        return np.unique(self._boxes.kind).tolist()
+    def tones(self) -> list[tuple[str, Tone]]:
+        """The letters that occur and their tones."""
+        return [(LETTERS[each], CLASS_TONES[each]) for each in np.unique(self.label).tolist()]
 
     def rows(self, ranks: Sequence[int]) -> Iterator[list[Piece]]:
         """The ranks' rows, each `columns` long."""
-        bounds = np.searchsorted(self._boxes.rank, np.arange(max(ranks) + 2)).tolist()
-        for rank in ranks:
-            yield self._letters(self._grid[rank]) if self._grid is not None else self._names(range(bounds[rank], bounds[rank + 1]))
+        if self._names_fit:
+            order = np.argsort(self.rank, kind="stable")  # each optimizer's step behind its rank's actions
+            bounds = np.searchsorted(self.rank[order], np.arange(self.ranks + 1))
+            yield from (self._names(order[bounds[rank] : bounds[rank + 1]]) for rank in ranks)
+        else:
+            grid = self._majority()
+            yield from (self._letters(grid[rank]) for rank in ranks)
 
-    def _majority(self, timeline: Timeline) -> Ints:
+    def _majority(self) -> Ints:
         """For each rank and cell, what runs the longest, as class x chunks + chunk; -1 for idle."""
-        boxes, shape = self._boxes, (timeline.ranks, len(LETTERS) * self.chunks)
-        lane = boxes.kind * self.chunks + boxes.chunk
-        found = shares(boxes.rank, lane, boxes.start, boxes.end, self.edges, shape=shape)
-        apart = found.reshape(timeline.ranks, len(LETTERS), self.chunks, self.columns)
+        lane, shape = self.label * self.chunks + self.chunk, (self.ranks, len(LETTERS) * self.chunks)
+        found = shares(self.rank, lane, self.start, self.end, self.edges, shape=shape)
+        apart = found.reshape(self.ranks, len(LETTERS), self.chunks, self.columns)
         main = main_class(apart.sum(axis=2), self.edges)
         of_main = np.take_along_axis(apart, np.maximum(main, 0)[:, None, None, :], axis=1)[:, 0]
         return np.where(main < 0, -1, main * self.chunks + of_main.argmax(axis=1))
@@ -66,47 +75,37 @@ class Cells:
             row.append((letter * len(list(run)), None if cell < 0 else self._tone(*divmod(cell, self.chunks))))
         return row
 
-    def _names(self, boxes: range) -> list[Piece]:
+    @cached_property
+    def _cell_bounds(self) -> tuple[Ints, Ints]:
+        """The first cell of each box and the one behind its last."""
+        scale = self.columns / (self.edges[-1] or 1.0)
+        return np.round(self.start * scale).astype(np.int64), np.round(self.end * scale).astype(np.int64)
+
+    @property
+    def _names_fit(self) -> bool:
+        """Whether every box has the cells that its name takes: a letter and digits for each part, and the joints."""
+        digits = np.floor(np.log10(np.maximum(self._parts.microbatch, 1))).astype(np.int64) + 1
+        needed = np.add.reduceat(digits + 2, self._heads) - 1 if len(self._heads) else self._heads
+        first, last = self._cell_bounds
+        return bool((last - first >= np.pad(needed, (0, len(first) - len(needed)), constant_values=1)).all())
+
+    def _names(self, boxes: Ints) -> list[Piece]:
         """Each box with its name at its left end."""
-        assert self._named is not None
+        first, last = self._cell_bounds
         row: list[Piece] = []
         at = 0
-        for box in boxes:
-            name, first, last = self._named[box]
-            row += [(IDLE * (first - at), None)] if first > at else []
-            row.append((name.ljust(last - first), self._tone(int(self._boxes.kind[box]), int(self._boxes.chunk[box]))))
-            at = last
-        return [*row, (IDLE * (self.columns - at), None)] if at < self.columns else row
+        for box in boxes.tolist():
+            row += [(IDLE * int(first[box] - at), None)] if first[box] > at else []
+            row.append((self._name(box).ljust(int(last[box] - first[box])), self._tone(int(self.label[box]), int(self.chunk[box]))))
+            at = last[box]
+        return [*row, (IDLE * int(self.columns - at), None)] if at < self.columns else row
 
-    def _tone(self, kind: int, chunk: int) -> Tone:
-        return shaded(CLASS_TONES[kind], chunk, self.chunks) if kind < _TOGETHER else CLASS_TONES[kind]
+    def _name(self, box: int) -> str:
+        if self.label[box] == _STEP:
+            return LETTERS[_STEP]
+        head = int(self._heads[box])
+        parts = range(head, head + int(self._parts.parts[head]))
+        return "&".join(f"{LETTERS[int(self._parts.kind[part])]}{self._parts.microbatch[part]}" for part in parts)
 
-
-class _Whole(Boxes):
-    """One box an action: `kind` is its class, and `names` says what it is."""
-
-    names: list[str]
-
-
-def _whole(timeline: Timeline) -> _Whole:
-    """Every action as one box, with the optimizer's steps, by rank and time."""
-    boxes = compute_boxes(timeline)
-    first = np.flatnonzero(boxes.part == 0)
-    rank, start, end = optimizer_boxes(timeline)
-    together = boxes.parts[first] > 1
-    none = np.zeros(len(rank), dtype=np.int64)
-    columns = {
-        "rank": (boxes.rank[first], rank),
-        "start": (boxes.start[first], start),
-        "end": (boxes.end[first], end),
-        "kind": (np.where(together, _TOGETHER, boxes.kind[first]), none + _STEP),
-        "stage": (boxes.stage[first], none),
-        "chunk": (np.where(together, 0, boxes.chunk[first]), none),
-        "microbatch": (boxes.microbatch[first], none),
-        "part": (boxes.part[first], none),
-        "parts": (boxes.parts[first], none + 1),
-    }
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    order = np.argsort(joined["rank"], kind="stable")
-    made = _Whole(**{name: column[order] for name, column in joined.items()})
-    return made
+    def _tone(self, label: int, chunk: int) -> Tone:
+        return shaded(CLASS_TONES[label], chunk, self.chunks) if label < _TOGETHER else CLASS_TONES[label]

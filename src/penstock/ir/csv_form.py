@@ -39,15 +39,16 @@ def refuse_for_torch(table: Table) -> None:
         raise ScheduleError(f"PyTorch cannot express the edge {source} -> {target} that skips stages: write .json instead")
 
 
-def write_whole(path: str | PathLike[str], text: str) -> None:
+def write_whole(path: str | PathLike[str], text: str | bytes) -> None:
     """Write a file so that a failure leaves the old one as it was."""
+    data = text.encode() if isinstance(text, str) else text
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
-        target.write_text(text, encoding="utf-8", newline="")
+        target.write_bytes(data)
         return
     beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        beside.write_text(text, encoding="utf-8", newline="")
+        beside.write_bytes(data)
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)

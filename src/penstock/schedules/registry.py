@@ -7,11 +7,11 @@ import inspect
 import operator
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.errors import ScheduleError, UnknownNameError, nearest
 from penstock.ir import codes
@@ -36,20 +36,31 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family of placements, and how many chunks a rank holds in it: a fixed number, or a default that can be changed."""
+    """A family of placements, and how many chunks a rank holds in it: a fixed number, or a default that can be changed.
+
+    `unit` is what chunks come in where they do not come one by one, and how many make one: `("waves", 2)`.
+    """
 
     place: Callable[[Shape], Placement]
     chunks: int
     fixed: bool = True
+    unit: tuple[str, int] = ("chunks", 1)
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """The options that say how many chunks a rank holds."""
+        return () if self.fixed else tuple(dict.fromkeys((self.unit[0], "chunks")))
 
 
 linear = Layout(lambda shape: Placement.linear(shape.ranks), chunks=1)
 looped = Layout(lambda shape: Placement.looped(shape.ranks, shape.chunks), chunks=2, fixed=False)
 v = Layout(lambda shape: Placement.v(shape.ranks), chunks=2)
+wave = Layout(lambda shape: Placement.wave(shape.ranks, shape.chunks // 2), chunks=2, fixed=False, unit=("waves", 2))
 bidirectional = Layout(lambda shape: Placement.bidirectional(shape.ranks), chunks=2)
 
-Generate = Callable[..., Iterator[int]]
-"""`generate(shape, rank, **options)` yields one rank's packed compute actions, chunk numbers in place of stages."""
+Generate = Callable[..., Any]
+"""`generate(shape, rank, **options)` yields one rank's packed compute actions (an `Iterator[int]`), chunk numbers in place of
+stages; a whole pipeline's `generate(shape, **options)` returns every rank's (a `Sequence[Sequence[int]]`)."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +72,7 @@ class Algorithm:
     layout: Layout
     accepts: Callable[..., int] | None
     check: Callable[..., None] | None
+    whole: bool
 
     @property
     def summary(self) -> str:
@@ -98,20 +110,23 @@ class Algorithm:
             _count("chunks", layout.chunks if chunks is None else chunks, codes.MAX_STAGES),
             _count("microbatches", microbatches, codes.MAX_MICROBATCHES),
         )
+        unit, size = layout.unit
         if layout.fixed and shape.chunks != layout.chunks:
             raise ScheduleError(
                 f"{self.name} places {layout.chunks} stage{'s'[: layout.chunks > 1]} on each rank, got chunks={shape.chunks}"
             )
+        if shape.chunks % size:
+            raise ScheduleError(f"{self.name} places {size} chunks a rank for each of its {unit}, got chunks={shape.chunks}")
         return shape
 
     def build(self, ranks: Any, microbatches: Any, chunks: Any = None, graph: StageGraph | None = None, **options: Any) -> Schedule:
-        """The schedule for this shape, made rank by rank when looked at."""
+        """The schedule for this shape, made when looked at: rank by rank where the algorithm allows it."""
         from penstock.ir.schedule import Schedule
 
-        shape = self.shape(ranks, microbatches, chunks)
+        shape = self.shape(ranks, microbatches, self._chunks(chunks, options))
         unknown = sorted(set(options) - set(self.options))
         if unknown:
-            allowed = ", ".join([*self.options, *([] if self.layout.fixed else ["chunks"])]) or "none"
+            allowed = ", ".join([*self.options, *self.layout.counts]) or "none"
             raise ScheduleError(f"{self.name} has no option {unknown[0]!r}; its options: {allowed}")
         if self.check is not None:
             self.check(shape, **options)
@@ -122,14 +137,32 @@ class Algorithm:
                 "microbatches, rounded up to what the algorithm takes,", self.accepts(shape, **options), codes.MAX_MICROBATCHES
             )
             built = Shape(shape.ranks, shape.chunks, accepted)
+        generated = self._generated(built, options)
 
         def source(rank: int) -> Ints:
-            return pack_row(self.generate(built, rank, **options), placement.stages_of(rank), shape.microbatches, built.microbatches)
+            return pack_row(generated(rank), placement.stages_of(rank), shape.microbatches, built.microbatches)
 
         return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options)
 
+    def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
+        """The chunks asked for, by their number or in the layout's unit, which is taken out of the options."""
+        unit, size = self.layout.unit
+        if unit not in options:
+            return chunks
+        wanted = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
+        if chunks not in (None, wanted):
+            raise ScheduleError(f"{self.name} has {wanted} chunks for {unit}={wanted // size}, got chunks={chunks}: give one of the two")
+        return wanted
 
-def pack_row(generated: Iterator[int], stages: tuple[int, ...], microbatches: int, built: int) -> Ints:
+    def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
+        """Each rank's row; a whole pipeline is generated once, when the first is asked for."""
+        if not self.whole:
+            return lambda rank: cast("Iterable[int]", self.generate(shape, rank, **options))
+        rows = cache(lambda: self.generate(shape, **options))
+        return lambda rank: cast("Iterable[int]", rows()[rank])
+
+
+def pack_row(generated: Iterable[int], stages: tuple[int, ...], microbatches: int, built: int) -> Ints:
     """One rank's row: chunks become stages, and microbatches that were only built to make the count fit are dropped."""
     import numpy as np
 
@@ -154,12 +187,14 @@ def register(
     placement: Layout,
     accepts: Callable[..., int] | None = None,
     check: Callable[..., None] | None = None,
+    whole: bool = False,
 ) -> Callable[[_Generator], _Generator]:
     """Make a generator known by name.
 
     `accepts(shape, **options)` is the next microbatch count that the algorithm can be built for; the actions of the
-    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses what cannot work. The generator's
-    docstring starts with a one-line summary and has a `Bubble:` and a `Memory:` line.
+    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses what cannot work. A `whole` generator
+    builds all ranks together and takes no rank. The generator's docstring starts with a one-line summary and has a
+    `Bubble:` and a `Memory:` line.
     """
 
     def add(generate: _Generator) -> _Generator:
@@ -168,7 +203,7 @@ def register(
             raise ScheduleError(f"there is already a schedule {name!r}, from {known.generate.__module__}: choose another name")
         if not inspect.getdoc(generate):
             raise ScheduleError(f"schedule {name!r} needs a docstring that starts with a one-line summary")
-        _ALGORITHMS[name] = Algorithm(name, generate, placement, accepts, check)
+        _ALGORITHMS[name] = Algorithm(name, generate, placement, accepts, check, whole)
         return generate
 
     return add

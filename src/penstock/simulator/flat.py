@@ -31,10 +31,10 @@ class Flat:
 
     @cached_property
     def messages(self) -> Messages:
-        """What crosses ranks, in the order in which it is sent."""
+        """What crosses ranks, in the order in which it is sent: what one action sends to several stages goes to the lowest first."""
         table, rows = self.table, self.table.rows
         before, after = table.links.data
-        order = np.argsort(before, kind="stable")
+        order = np.argsort(before * table.stages + rows.stage[after], kind="stable")
         before, after = before[order], after[order]
         source, target = rows.rank[before], rows.rank[after]
         backward = rows.kind[after] != Kind.F
@@ -57,14 +57,19 @@ class Flat:
         """The structure with its links: a link for each channel, each way of a pair, or each rank."""
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
-            one = other = messages.channel
-            count = len(messages.channels)
-        elif contention == "pair":
+            return self._independent
+        if contention == "pair":
             pairs, one = np.unique(messages.source * ranks + messages.target, return_inverse=True)
             other, count = one, len(pairs)
         else:
             one, other, count = messages.source, messages.target, ranks
         return self._base._replace(link=_small(one), other_link=_small(other), num_links=count)
+
+    @cached_property
+    def _independent(self) -> Graph:
+        """Kept, for gaps and paths ask for it at every step."""
+        channel = _small(self.messages.channel)
+        return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
 
     @cached_property
     def _base(self) -> Graph:

@@ -70,7 +70,7 @@ def _tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
 
 
 def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
-    """One idle time before a node: first for another rank to act, then for what it sent to arrive."""
+    """One idle time before a node: for another rank to act, for a slot to send what it made, and for that to arrive."""
     table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
     if not timeline.computes[node]:
         yield Gap(clock, start, "memory", _action(timeline, node), int(graph.rank[node]))
@@ -83,12 +83,13 @@ def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterato
         return
     message = arrivals[0]
     sender = int(graph.sender[message])
-    who, ended = int(messages.source[message]), float(timeline.end[sender])
-    made = table.rows.part_at(int(messages.maker[message]))
-    if ended > clock:
-        yield Gap(clock, min(ended, start), "waiting", made, who)
-    if start > ended:
-        yield Gap(max(clock, ended), start, "communication", made, who)
+    sent = float(timeline.end[sender])
+    reached = float(timeline.end[sender - 1]) if table.lowered else sent  # a send comes after what it sends
+    made, who = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
+    for until, cause, action in ((reached, "waiting", made), (sent, "memory", _action(timeline, sender)), (start, "communication", made)):
+        if min(until, start) > clock:
+            yield Gap(clock, min(until, start), cause, action, who)
+            clock = min(until, start)
 
 
 def _action(timeline: Timeline, node: int) -> Action:

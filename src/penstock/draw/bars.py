@@ -1,0 +1,176 @@
+"""The rank rows of a figure: every action as a box."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, optimizer_boxes
+from penstock.draw.canvas import IDLE, PAPER, POINTS, text_width
+from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, shaded
+from penstock.draw.slices import shares
+from penstock.ir.kind import Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from penstock.ir.rows import Ints
+    from penstock.simulator.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+MOST_BOXES = 60_000
+"""Of more boxes only their mixed colours can be seen, so that is what is drawn."""
+LEAST_LABEL, MOST_LABEL = 4.5, 7.5
+"""Points."""
+_TOP, _BOTTOM, _STRIP = 0.08, 0.92, 0.78
+"""Where in its row, of height 1, a rank's computation begins and ends; with collectives it ends above their strip."""
+
+
+@dataclass(frozen=True)
+class Bars:
+    """A timeline's rows at a scale: points for a unit of time, and for a row."""
+
+    timeline: Timeline
+    unit_points: float
+    row_points: float
+    labels: bool = True
+    panel: int = 0
+    """Its place among the timelines of the figure."""
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        return compute_boxes(self.timeline)
+
+    @cached_property
+    def collectives(self) -> Boxes:
+        return collective_boxes(self.timeline)
+
+    def _id(self, name: str) -> str:
+        """What a collection of boxes is called in an SVG file."""
+        return f"boxes-{self.panel}-{name}"
+
+    @property
+    def _floor(self) -> float:
+        """Where a rank's computation ends in its row."""
+        return _STRIP - 0.06 if len(self.collectives) else _BOTTOM
+
+    def draw(self, axes: Axes) -> None:
+        """Fill the axes; row r reaches from r to r + 1."""
+        ranks = np.arange(self.timeline.ranks)
+        whole = np.zeros(len(ranks))
+        _add(axes, (ranks, whole, whole + self.timeline.makespan), (_TOP, self._floor), _Fill(IDLE, self._id("idle")))
+        if len(self.boxes) > MOST_BOXES:
+            self._draw_mixed(axes)
+        else:
+            self._draw_boxes(axes)
+        self._draw_collectives(axes)
+        _add(axes, optimizer_boxes(self.timeline), (_TOP, self._floor), _Fill(OPTIMIZER.fill, self._id("optimizer")))
+
+    def _draw_boxes(self, axes: Axes) -> None:
+        boxes, chunks = self.boxes, self.timeline.table.chunks
+        top, bottom = self._bounds(boxes)
+        line = self._line_width(boxes)
+        fits = self._label_size()
+        for kind, chunk in sorted(set(zip(boxes.kind.tolist(), boxes.chunk.tolist(), strict=True))):
+            tone = shaded(TONES[Kind(kind)], chunk, chunks)
+            of = np.flatnonzero((boxes.kind == kind) & (boxes.chunk == chunk))
+            fill = _Fill(tone.fill, self._id(f"{tone.sample}{chunk}"), line)
+            _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (top[of], bottom[of]), fill)
+            if fits is not None:
+                self._label(axes, of, tone, (top, bottom), fits)
+
+    def _bounds(self, boxes: Boxes) -> tuple[Floats, Floats]:
+        """Top and bottom of each box in its row; what runs together shares the height."""
+        height = (self._floor - _TOP) / boxes.parts
+        return _TOP + boxes.part * height, _TOP + (boxes.part + 1) * height
+
+    def _line_width(self, boxes: Boxes) -> float:
+        """Lines between boxes, thinner where boxes are narrow, none where they would cover them."""
+        real = boxes.length[boxes.length > 0]
+        line = min(0.6, 0.1 * float(np.quantile(real, 0.05)) * self.unit_points) if len(real) else 0.0
+        return line if line >= 0.15 else 0.0
+
+    def _label_size(self) -> float | None:
+        """One size for all labels: the largest at which the most of them fit; None for no labels at all."""
+        if not self.labels or not len(self.boxes):
+            return None
+        boxes = self.boxes
+        heights = (self._floor - _TOP) / boxes.parts * self.row_points
+        widths = boxes.length * self.unit_points
+        room = np.minimum(heights / 1.25, (widths - 1.0) / (text_width(self._widest, 1.0) * POINTS))
+        roomy = room[room >= LEAST_LABEL]
+        return float(np.clip(roomy.min(), LEAST_LABEL, MOST_LABEL)) if len(roomy) else None
+
+    @property
+    def _widest(self) -> str:
+        """As wide as any label, so that all microbatches of a kind are labelled or none."""
+        return "0" * len(str(self.timeline.table.microbatches - 1))
+
+    def _label(self, axes: Axes, of: Ints, tone: Tone, bounds: tuple[Floats, Floats], size: float) -> None:
+        boxes, (top, bottom) = self.boxes, bounds
+        room = text_width(self._widest, size) * POINTS + 0.99
+        for box in of[(boxes.length[of] * self.unit_points >= room) & ((bottom - top)[of] * self.row_points >= 1.24 * size)].tolist():
+            middle = boxes.rank[box] + (top[box] + bottom[box]) / 2
+            place = ((boxes.start[box] + boxes.end[box]) / 2, middle)
+            axes.annotate(
+                str(boxes.microbatch[box]), place, color=tone.ink, fontsize=size, ha="center", va="center_baseline", annotation_clip=False
+            )
+
+    def _draw_collectives(self, axes: Axes) -> None:
+        boxes = self.collectives
+        for place, kind in enumerate((Kind.REDUCE_GRAD, Kind.UNSHARD)):
+            of = boxes.kind == kind
+            if of.any():
+                fill = _Fill(shaded(SHARDING, place, 2).fill, self._id(kind.name))
+                _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (_STRIP, _BOTTOM), fill)
+
+    def _draw_mixed(self, axes: Axes) -> None:
+        """Each slice in the mixed colours of what runs in it."""
+        boxes, timeline, chunks = self.boxes, self.timeline, self.timeline.table.chunks
+        columns = max(int(timeline.makespan * self.unit_points * 3), 1)
+        edges = np.linspace(0.0, timeline.makespan, columns + 1)
+        lanes = boxes.kind * chunks + boxes.chunk
+        halves = int(boxes.parts.max(initial=1))
+        fills = [_rgb(shaded(TONES[kind], chunk, chunks).fill) for kind in (Kind.F, Kind.B, Kind.I, Kind.W) for chunk in range(chunks)]
+        image = np.empty((timeline.ranks * halves, columns, 3))
+        for half in range(halves):
+            of = (boxes.part == half) | ((boxes.parts == 1) & (half > 0))
+            found = shares(boxes.rank[of], lanes[of], boxes.start[of], boxes.end[of], edges, shape=(timeline.ranks, len(fills))) / np.diff(
+                edges
+            )
+            image[half::halves] = np.einsum("rkc,kx->rcx", found, np.array(fills)) + (1 - found.sum(axis=1))[..., None] * _rgb(IDLE)
+        axes.imshow(image.clip(0, 1), extent=(0.0, timeline.makespan, timeline.ranks, 0.0), aspect="auto", interpolation="nearest")
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """How boxes are filled: the colour, the width of the lines between them in points, and their name in an SVG file."""
+
+    colour: str
+    name: str
+    line: float = 0.0
+
+
+def _add(axes: Axes, boxes: tuple[Ints, Floats, Floats], bounds: tuple[Floats | float, Floats | float], fill: _Fill) -> None:
+    """One collection of boxes, given by rank, start and end, between top and bottom of their rows."""
+    from matplotlib.collections import PolyCollection
+
+    rank, start, end = boxes
+    corners = np.empty((len(rank), 4, 2))
+    corners[:, :2, 0], corners[:, 2:, 0] = start[:, None], end[:, None]
+    corners[:, (0, 3), 1] = (rank + bounds[0])[:, None]
+    corners[:, (1, 2), 1] = (rank + bounds[1])[:, None]
+    made = PolyCollection(
+        list(corners), facecolors=fill.colour, edgecolors=PAPER if fill.line else "none", linewidths=fill.line, clip_on=False
+    )
+    made.set_gid(fill.name)
+    axes.add_collection(made, autolim=False)
+
+
+def _rgb(colour: str) -> Floats:
+    return np.frombuffer(bytes.fromhex(colour.removeprefix("#")), dtype=np.uint8) / 255

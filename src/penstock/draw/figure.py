@@ -1,0 +1,231 @@
+"""Timelines as a figure for papers: rank rows, memory below, on one time axis."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.draw import legend as legends
+from penstock.draw import strip
+from penstock.draw.bars import LEAST_LABEL, Bars
+from penstock.draw.canvas import FAINT, INK, PAPER, POINTS, style, text_width
+from penstock.draw.numbers import number, percent, seconds
+from penstock.draw.summary import fullest_rank, shape_of, title_of
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from penstock.simulator.timeline import Timeline
+
+NARROWEST, WIDEST = 7.2, 14.0
+"""Inches: the two columns of a paper, and a page of its own for what would not be seen there."""
+LEAST_WIDTH, MOST_WIDTH = 3.0, 200.0
+"""Inches that may be asked for."""
+_LEFT, _RIGHT, _EDGE = 0.5, 0.5, 0.1
+_HEADER, _GAP, _AXIS = 0.42, 0.16, 0.42
+"""Inches: margins, a timeline's two lines of text, the space between parts, and the time axis with its label; all are zoomed."""
+_TITLE, _TEXT, _SMALL = 10.0, 8.0, 7.0
+"""Points, zoomed too."""
+
+
+def figure(
+    timelines: Timeline | Sequence[Timeline],
+    *,
+    names: Sequence[str] | None = None,
+    width: float | None = None,
+    labels: bool = True,
+    memory: bool = True,
+    legend: bool = True,
+    unit: str | None = None,
+) -> Figure:
+    """One timeline, or several below each other on one time axis, as a matplotlib figure.
+
+    `width` is in inches; `labels` are the microbatches in the boxes, where they fit; `unit` is the unit of the costs' times,
+    one of s, ms, us, ns, for the axis.
+    """
+    given = [timelines] if not isinstance(timelines, Sequence) else list(timelines)
+    if not given or (names is not None and len(names) != len(given)):
+        raise UsageError(f"{len(given)} timelines and {len(names or ())} names: give at least one timeline, and a name for each or none")
+    if unit is not None:
+        seconds(unit)
+    with style():
+        return _Sheet(given, list(names or map(title_of, given)), width, labels, memory, legend, unit).figure()
+
+
+@dataclass(frozen=True)
+class _Band:
+    """A part of the sheet over its whole width, from the top down; one with `timed` has the time axis."""
+
+    height: float
+    draw: Callable[[Axes], None] | None = None
+    timed: bool = False
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    timelines: list[Timeline]
+    names: list[str]
+    asked_width: float | None
+    labels: bool
+    memory: bool
+    legend: bool
+    unit: str | None
+
+    @cached_property
+    def end(self) -> float:
+        return max(timeline.makespan for timeline in self.timelines) or 1.0
+
+    @cached_property
+    def width(self) -> float:
+        """As asked for, or what labels in the shortest boxes take, within reason."""
+        if self.asked_width is not None:
+            if not LEAST_WIDTH <= self.asked_width <= MOST_WIDTH:
+                raise UsageError(f"a width of {self.asked_width} inches: it must be from {LEAST_WIDTH} to {MOST_WIDTH}")
+            return self.asked_width
+        needed = 0.0
+        for timeline in self.timelines:
+            lengths = (timeline.end - timeline.start)[timeline.computes & (timeline.end > timeline.start)]
+            label = text_width("0" * len(str(timeline.table.microbatches - 1)), LEAST_LABEL + 1.5) + 1.5 / POINTS
+            needed = max(needed, self.end / float(np.quantile(lengths, 0.05)) * label if len(lengths) else 0.0)
+        return float(np.clip(needed + _LEFT + _RIGHT, NARROWEST, WIDEST))
+
+    @cached_property
+    def zoom(self) -> float:
+        """Wide figures are shown smaller, so that their text is larger."""
+        return math.sqrt(max(self.width / NARROWEST, 0.5))
+
+    @property
+    def inner(self) -> float:
+        """The width of the time axis."""
+        return self.width - (_LEFT + _RIGHT) * self.zoom
+
+    @property
+    def _memory_form(self) -> str:
+        if not self.memory:
+            return ""
+        if len(self.timelines) > 1:
+            return "band"
+        return "curves" if self.timelines[0].ranks <= strip.MOST_CURVES else "map"
+
+    def figure(self) -> Figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        bands = [_Band(_EDGE), *self._bands(), _Band(_EDGE)]
+        height = sum(band.height for band in bands)
+        made = Figure(figsize=(self.width, height), facecolor=PAPER)
+        FigureCanvasAgg(made)
+        timed = max(place for place, band in enumerate(bands) if band.timed)
+        at = height
+        for place, band in enumerate(bands):
+            at -= band.height
+            if band.draw is not None:
+                axes = made.add_axes((_LEFT * self.zoom / self.width, at / height, self.inner / self.width, band.height / height))
+                self._prepare(axes, band, last=place == timed)
+                band.draw(axes)
+        return made
+
+    def _prepare(self, axes: Axes, band: _Band, last: bool) -> None:
+        axes.patch.set_visible(False)
+        for side in axes.spines.values():
+            side.set_visible(False)
+        axes.set_yticks([])
+        if not band.timed:
+            axes.set(xlim=(0, self.inner / self.zoom), ylim=(band.height / self.zoom, 0), xticks=[])
+            return
+        axes.set_xlim(0.0, self.end)
+        if last:
+            axes.tick_params(axis="x", labelsize=_SMALL * self.zoom, length=3, width=0.6)
+            axes.spines["bottom"].set(visible=True, linewidth=0.6)
+            axes.set_xlabel(f"time ({self.unit})" if self.unit else "time (in units of the costs)", fontsize=_TEXT * self.zoom, labelpad=3)
+        else:
+            axes.tick_params(axis="x", bottom=False, labelbottom=False)
+
+    def _bands(self) -> list[_Band]:
+        found: list[_Band] = []
+        for panel, (name, timeline) in enumerate(zip(self.names, self.timelines, strict=True)):
+            found += [_Band(_GAP * self.zoom)] if found else []
+            found += [_Band(_HEADER * self.zoom, self._header(name, timeline)), self._rows(panel, timeline), *self._memory(timeline)]
+        found.append(_Band(_AXIS * self.zoom))
+        if self.legend:
+            lines = legends.wrapped(legends.entries(self.timelines, self._memory_form), self.inner / self.zoom + _RIGHT - _EDGE)
+            found.append(_Band(len(lines) * legends.LINE * self.zoom, lambda axes: legends.draw_legend(axes, lines, self.zoom)))
+        return found
+
+    def _header(self, name: str, timeline: Timeline) -> Callable[[Axes], None]:
+        peak = fullest_rank(timeline)
+        facts = [
+            ", ".join(shape_of(timeline)),
+            f"makespan {number(timeline.makespan)}{f' {self.unit}' if self.unit else ''}",
+            f"bubble {percent(timeline.bubble)}",
+            f"peak memory {number(timeline.peak_memory[peak])} (rank {peak})",
+        ]
+
+        def draw(axes: Axes) -> None:
+            axes.text(0, 0.13, name, fontsize=_TITLE * self.zoom, fontweight="bold", color=INK, va="center_baseline")
+            axes.text(0, 0.3, "  ·  ".join(facts), fontsize=_TEXT * self.zoom, color=FAINT, va="center_baseline")
+
+        return draw
+
+    def _rows(self, panel: int, timeline: Timeline) -> _Band:
+        height = row_height(timeline.ranks, len(self.timelines))
+        bars = Bars(timeline, self.inner * POINTS / self.end, height * POINTS, self.labels, panel)
+
+        def draw(axes: Axes) -> None:
+            axes.set_ylim(timeline.ranks, 0)
+            bars.draw(axes)
+            axes.set_xlim(0.0, self.end)
+            self._rank_ticks(axes, timeline.ranks, height, "rank")
+
+        return _Band(timeline.ranks * height, draw, timed=True)
+
+    def _memory(self, timeline: Timeline) -> list[_Band]:
+        form = self._memory_form
+        if not form:
+            return []
+        height = {"curves": 0.24 * timeline.ranks, "map": max(0.045 * timeline.ranks, 1.0), "band": 0.5 * self.zoom}[form]
+
+        def draw(axes: Axes) -> None:
+            columns, size = max(int(self.inner * timeline.makespan / self.end * 150), 1), _SMALL * self.zoom
+            if form == "band":
+                strip.draw_band(axes, timeline, max(max(each.peak_memory) for each in self.timelines) or 1.0, columns, size)
+                self._name_axis(axes, "memory")
+            else:
+                axes.set_ylim(timeline.ranks, 0)
+                if form == "curves":
+                    strip.draw_curves(axes, timeline, size)
+                else:
+                    scale = axes.inset_axes((1.0 + 0.08 / self.inner, 0.0, 0.1 / self.inner, 1.0))
+                    strip.draw_map(axes, scale, timeline, columns, size)
+                self._rank_ticks(axes, timeline.ranks, height / timeline.ranks, "memory")
+            axes.set_xlim(0.0, self.end)
+
+        return [_Band(_GAP * self.zoom), _Band(height, draw, timed=True)]
+
+    def _rank_ticks(self, axes: Axes, ranks: int, height: float, label: str) -> None:
+        """Numbers at the middle of rows, as many as can be read."""
+        step = 1
+        while step * height < 0.12 * self.zoom:
+            step *= 2
+        shown = np.arange(0, ranks, step)
+        axes.set_yticks(shown + 0.5, [str(rank) for rank in shown], fontsize=_SMALL * self.zoom)
+        axes.tick_params(axis="y", length=0, pad=3)
+        self._name_axis(axes, label)
+
+    def _name_axis(self, axes: Axes, label: str) -> None:
+        """At the same distance from all axes."""
+        axes.set_ylabel(label, fontsize=_TEXT * self.zoom)
+        axes.yaxis.set_label_coords(-0.27 * self.zoom / self.inner, 0.5)
+
+
+def row_height(ranks: int, timelines: int) -> float:
+    """Inches: what labels take, less where there are many ranks."""
+    room = 4.2 if timelines == 1 else 2.4
+    return float(min(np.clip(room / ranks, 0.11, 0.32), 9.0 / ranks))

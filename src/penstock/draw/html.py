@@ -1,0 +1,80 @@
+"""One file for a browser: the figure and the table of figures, readable in light and dark, with nothing fetched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from penstock.draw.canvas import FAINT, IDLE, INK, PAPER, rendered
+from penstock.draw.summary import shape_of, summary, title_of
+
+if TYPE_CHECKING:
+    from penstock.simulator.timeline import Timeline
+
+# The figure's own colours of text and background, as the page's.
+_THEMED = {
+    f": {INK}": ": var(--ink)",
+    f": {FAINT}": ": var(--faint)",
+    f": {IDLE}": ": var(--idle)",
+    f"stroke: {PAPER}": "stroke: var(--paper)",
+}
+_PAGE = """<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="Penstock">
+<title>{title}</title>
+<style>
+:root {{ color-scheme: light dark; --ink: #222222; --faint: #666666; --idle: #ebebeb; --paper: #ffffff; --line: #dddddd; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #e8e8e8; --faint: #a8a8a8; --idle: #33363c; --paper: #17191d; --line: #3c4048; }}
+}}
+body {{ margin: 2rem auto; padding: 0 1.5rem; max-width: 100rem; background: var(--paper); color: var(--ink);
+  font: 1rem/1.5 system-ui, sans-serif; }}
+svg {{ display: block; width: 100%; height: auto; }}
+table {{ margin-top: 2rem; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
+th, td {{ padding: .3rem 2rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: pre; }}
+th {{ font-weight: 600; }}
+</style>
+</head>
+<body>
+{figure}
+{table}
+</body>
+</html>
+"""
+
+
+def html(timelines: Sequence[Timeline], **options: Any) -> str:
+    """The page; options are those of `penstock.draw.figure.figure`."""
+    from penstock.draw.figure import figure
+
+    drawn = figure(timelines, **options)
+    drawn.patch.set_visible(False)
+    names = list(options.get("names") or map(title_of, timelines))
+    title = escape(f"{', '.join(names)}: {', '.join(shape_of(timelines[0]))}")
+    return _PAGE.format(title=title, figure=_inline(rendered(drawn, "svg").decode()), table=_table(timelines, names, options.get("unit")))
+
+
+def _inline(svg: str) -> str:
+    """The drawing without its file's header, in the page's colours."""
+    svg = svg[svg.index("<svg") :].strip()
+    for said, themed in _THEMED.items():
+        svg = svg.replace(said, themed)
+    return svg
+
+
+def _table(timelines: Sequence[Timeline], names: Sequence[str], unit: str | None) -> str:
+    """A row a figure, a column a timeline."""
+    columns = [dict(summary(timeline, unit)) for timeline in timelines]
+    rows = list(dict.fromkeys(name for column in columns for name in column))
+    lines = [_row("th", ["", *names])]
+    lines += [_row("td", [name, *(column.get(name, "0") for column in columns)]) for name in rows]
+    return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _row(cell: str, texts: Sequence[str]) -> str:
+    first, *rest = (escape(text) for text in texts)
+    return f'<tr><th scope="row">{first}</th>' + "".join(f"<{cell}>{text}</{cell}>" for text in rest) + "</tr>"

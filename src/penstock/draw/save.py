@@ -1,0 +1,64 @@
+"""Write timelines to files by suffix."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import FileFormatError
+
+if TYPE_CHECKING:
+    from penstock.simulator.timeline import Timeline
+
+PICTURES = (".svg", ".png", ".html")
+SUFFIXES = (".trace.json", ".json", *PICTURES)
+
+
+def save(timeline: Timeline, path: str | PathLike[str], **options: Any) -> None:
+    """Write one timeline, all of it or nothing.
+
+    `.json` is the timeline itself, for `Timeline.load`; `.trace.json` is for Perfetto, with the option `unit`; `.svg`, `.png` and
+    `.html` are pictures, with the options of `penstock.draw.figure.figure`, and `dpi` for `.png`.
+    """
+    suffix = suffix_of(path, SUFFIXES)
+    if suffix in PICTURES:
+        save_picture([timeline], path, **options)
+    elif suffix == ".json":
+        _write(path, lambda: json.dumps(timeline.to_json(**options)) + "\n")
+    else:
+        from penstock.draw.trace import trace
+
+        _write(path, lambda: json.dumps(trace(timeline, **options), separators=(",", ":")) + "\n")
+
+
+def save_picture(timelines: Sequence[Timeline], path: str | PathLike[str], **options: Any) -> None:
+    """Write several timelines as one `.svg`, `.png` or `.html` picture on one time axis."""
+    suffix = suffix_of(path, PICTURES)
+    if suffix == ".html":
+        from penstock.draw.html import html
+
+        _write(path, lambda: html(timelines, **options))
+        return
+    from penstock.draw.canvas import rendered
+    from penstock.draw.figure import figure
+
+    dpi = {"dpi": options.pop("dpi")} if suffix == ".png" and "dpi" in options else {}
+    _write(path, lambda: rendered(figure(timelines, **options), suffix.removeprefix("."), **dpi))
+
+
+def suffix_of(path: str | PathLike[str], known: Sequence[str]) -> str:
+    """Which of the suffixes the path ends in."""
+    file = os.fspath(path)
+    found = next((suffix for suffix in known if file.lower().endswith(suffix)), None)
+    if found is None:
+        raise FileFormatError(file, f"the suffix is not one of {', '.join(known)}")
+    return found
+
+
+def _write(path: str | PathLike[str], make: Callable[[], str | bytes]) -> None:
+    from penstock.ir.csv_form import write_whole
+
+    write_whole(path, make())

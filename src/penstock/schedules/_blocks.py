@@ -1,0 +1,124 @@
+"""Schedules on a V that repeat one building block every six slots.
+
+A chunk's F, I and W take a slot each and a full backward two, so that six slots are the work of one microbatch on a rank.
+A rank's `Cycle` says in which of them it does what; the time from its forwards to the ends of their backwards is what it
+holds. Repeated as it stands a block leaves much of its first and last rounds empty: `Squeeze` starts everything earlier.
+Building blocks are the idea of Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from penstock.ir import codes
+from penstock.ir.kind import Kind
+from penstock.schedules._arrivals import Arrivals
+
+PERIOD = 6
+LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
+CHANGE = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
+"""What an action adds to the chunk activations that its rank holds, counted to W."""
+
+Planned = tuple[Kind, int, int]
+"""Kind, chunk, microbatch."""
+
+
+@dataclass
+class Cycle:
+    """What a rank does for the first microbatch, each action in its slot; for each further one it is a period later."""
+
+    slots: list[tuple[int, Kind, int]] = field(default_factory=list)
+    _taken: set[int] = field(default_factory=set)
+
+    def put(self, kind: Kind, chunk: int, earliest: int) -> int:
+        """Take the first slots from `earliest` on that are free in every round; the slot behind them."""
+        slot, length = earliest, LENGTH[kind]
+        while any((slot + k) % PERIOD in self._taken for k in range(length)):
+            slot += 1
+        self._taken.update((slot + k) % PERIOD for k in range(length))
+        self.slots.append((slot, kind, chunk))
+        return slot + length
+
+    def row(self, microbatches: int) -> list[Planned]:
+        """All microbatches' actions in order."""
+        every = ((slot + PERIOD * i, kind, chunk, i) for slot, kind, chunk in self.slots for i in range(microbatches))
+        return [(kind, chunk, i) for _, kind, chunk, i in sorted(every)]
+
+
+def shortest(cycles: Sequence[Cycle], microbatches: int) -> list[list[int]]:
+    """Every rank's row, weight backwards giving way to what others wait for either early or late.
+
+    Which is shorter depends on the number of ranks: early fills the first rounds better, but runs the memory full.
+    """
+    runs = [Squeeze(cycles, microbatches, give_way) for give_way in (False, True)]
+    return min(runs, key=lambda run: run.makespan).rows
+
+
+class Squeeze:
+    """The cycles repeated and run slot by slot: a rank that would wait takes the next action of its plan that can run.
+
+    Only actions of one slot are taken before their turn, so that they delay nothing, and a forward only where the rank
+    will not hold more for it than the cycles do. Weight backwards give way once the first chunk has no forward left to
+    make room for, or from the start.
+    """
+
+    def __init__(self, cycles: Sequence[Cycle], microbatches: int, give_way: bool = False) -> None:
+        plans = [cycle.row(microbatches) for cycle in cycles]
+        most = max(max(accumulate(CHANGE[kind] for kind, _, _ in plan)) for plan in plans)
+        backward = Kind.I if any(kind is Kind.I for kind, _, _ in plans[0]) else Kind.B
+        arrivals = Arrivals(2 * len(plans), microbatches, backward)
+        ranks = [_Rank((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
+        now = 0
+        while any(rank.plan for rank in ranks):
+            for rank in ranks:
+                if rank.free <= now:
+                    rank.step(now, arrivals)
+            now += 1
+        self.rows = [rank.row for rank in ranks]
+        self.makespan = max(rank.free for rank in ranks)
+
+
+class _Rank:
+    """One rank's plan, what is done of it, and what is held."""
+
+    def __init__(self, stages: tuple[int, int], plan: list[Planned], most: int, give_way: bool) -> None:
+        self.stages, self.most, self.give_way = stages, most, give_way
+        self.plan = plan[::-1]
+        self.row: list[int] = []
+        self.free = self.held = 0
+        self.first_forwards = sum(kind is Kind.F and chunk == 0 for kind, chunk, _ in plan)
+        self.kinds = len({(kind, chunk) for kind, chunk, _ in plan})
+
+    def step(self, now: int, arrivals: Arrivals) -> None:
+        """Run what can be run now, if anything can."""
+        place = self._choose(now, arrivals)
+        if place is None:
+            return
+        kind, chunk, microbatch = self.plan.pop(place)
+        self.free = now + LENGTH[kind]
+        self.held += CHANGE[kind]
+        self.first_forwards -= kind is Kind.F and chunk == 0
+        arrivals.end(kind, self.stages[chunk], microbatch, self.free)
+        self.row.append(codes.pack(chunk, int(kind), microbatch))
+
+    def _choose(self, now: int, arrivals: Arrivals) -> int | None:
+        """The place in the plan, which is kept last action first, of the first one that can and may run."""
+        weights_wait = self.give_way or not self.first_forwards
+        weights, seen, held, peak = None, set(), self.held, self.held
+        for place in range(len(self.plan) - 1, -1, -1):
+            kind, chunk, microbatch = self.plan[place]
+            if (kind, chunk) not in seen:  # the others of a kind come after its first
+                seen.add((kind, chunk))
+                in_turn = LENGTH[kind] == 1 or place == len(self.plan) - 1
+                fits = kind is not Kind.F or peak < self.most
+                if in_turn and fits and arrivals.at(kind, self.stages[chunk])[microbatch] <= now:
+                    if kind is not Kind.W or not weights_wait:
+                        return place
+                    weights = place if weights is None else weights
+                if len(seen) == self.kinds:
+                    break
+            held += CHANGE[kind]
+            peak = max(peak, held)
+        return weights
