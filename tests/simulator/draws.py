@@ -34,7 +34,7 @@ def zoo(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 7) -> Sch
     layout = algorithm(name).layout
     ranks = 1 if name == "data-parallel" else draw(st.integers(1, most_ranks))
     ranks += ranks % 2 if name in EVEN else 0
-    chunks = layout.chunks if layout.fixed else draw(st.integers(1, 3))
+    chunks = layout.chunks if layout.fixed else layout.unit[1] * draw(st.integers(1, 2))
     made = ps.schedule(name, ranks=ranks, microbatches=draw(st.integers(1, most_microbatches)), chunks=chunks)
     return made.with_graph(draw(graphs(made.stages))) if draw(st.booleans()) else made
 

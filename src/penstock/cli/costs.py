@@ -49,7 +49,8 @@ def of_stages(costs: Costs, stages: int, ranks: int) -> Costs:
     """
     share = ranks / stages
     values = {name: getattr(costs, name) for name in _OF_A_STAGE}
-    return replace(costs, **{name: value * share for name, value in values.items() if isinstance(value, float)})
+    divided: dict[str, Any] = {name: value * share for name, value in values.items() if isinstance(value, float)}
+    return replace(costs, **divided)
 
 
 def _written(text: str) -> dict[str, Any]:

@@ -48,6 +48,7 @@ Options = Annotated[
     list[str] | None,
     typer.Option("-O", "--option", metavar="KEY=VALUE", help="An option of the schedule, such as group_size=8; may be repeated."),
 ]
+Lower = Annotated[bool, typer.Option("--lower", help="Lower schedules first: slots for messages, and reductions, count then.")]
 Fsdp = Annotated[bool, typer.Option("--fsdp", help="Gather and free sharded parameters too.")]
 MergeBackward = Annotated[bool, typer.Option("--merge-backward", help="Join each I with a W of its own next to it into B.")]
 Receive = Annotated[
@@ -63,7 +64,7 @@ CostsText = Annotated[
     typer.Option(
         "--costs",
         metavar="COSTS",
-        help='A .toml or .json file, or written out: "f=1,i=1,w=1,latency=0.1,activation=2".  [default: F, I and W take 1, messages nothing]',
+        help='A .toml or .json file, or written out: "f=1,i=1,w=1,latency=0.1".  [default: F, I and W take 1, messages nothing]',
     ),
 ]
 Unit = Annotated[str | None, typer.Option("--unit", metavar="UNIT", help="The unit of the costs' times: s, ms, us or ns.")]

@@ -33,6 +33,15 @@ def deliver(draw: Draw, data: Callable[[], Any], *, as_json: bool, output: Path 
         emit(_for_terminal(draw))
 
 
+def can_print(text: str) -> bool:
+    """Whether stdout's encoding has these signs."""
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def to_json(data: Any) -> str:
     return json.dumps(data, indent=1) + "\n"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,14 @@ if TYPE_CHECKING:
 
 RANKS, MICROBATCHES = 4, 8
 SUFFIXES = (".csv", ".json")
+SHAPE = {
+    "name": "it is the first argument",
+    "ranks": "use -p",
+    "microbatches": "use -m",
+    "chunks": "use --chunks",
+    "graph": "use a .json file",
+}
+"""What a schedule is built from besides its own options, and where a command takes it."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +34,8 @@ class Wanted:
     microbatches: int | None = None
     chunks: int | None = None
     options: list[str] | None = field(default=None)
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the schedule that are no text."""
 
     @property
     def is_file(self) -> bool:
@@ -76,7 +87,7 @@ class Wanted:
         from penstock.schedules.registry import schedule
 
         microbatches = MICROBATCHES if self.microbatches is None else self.microbatches
-        options = parse_options(self.options)
+        options = {**self.extra, **parse_options(self.options)}
         if self.ranks is not None:
             return schedule(self.source, self.ranks, microbatches, chunks=self.chunks, **options)
         try:
@@ -95,6 +106,8 @@ def parse_options(given: list[str] | None) -> dict[str, Any]:
         key, equals, value = text.partition("=")
         if not equals or not key.isidentifier():
             raise UsageError(f"{text!r} is not an option of a schedule: write KEY=VALUE, like -O group_size=8")
+        if key in SHAPE:
+            raise UsageError(f"{key} is no option of a schedule but part of its shape: {SHAPE[key]}")
         if key in options:
             raise UsageError(f"option {key} is given twice")
         options[key] = _value(value)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from penstock.cli.costs import Per, of_stages
-from penstock.errors import FileFormatError, ScheduleError
+from penstock.cli.costs import Per, of_stages, read_costs
+from penstock.errors import FileFormatError, ScheduleError, UsageError
 
 if TYPE_CHECKING:
     from penstock.cli.lower import Recipe
@@ -31,6 +32,10 @@ class Timed:
     per: Per
     recipe: Recipe | None
     """How a schedule is lowered first, if it is."""
+
+    @classmethod
+    def read(cls, wanted: Wanted, costs: str | None, per: Per, recipe: Recipe | None) -> Timed:
+        return cls(wanted, None if costs is None else read_costs(costs), per, recipe)
 
     def timeline(self) -> Timeline:
         saved = self._saved()
@@ -55,13 +60,16 @@ class Timed:
         return decode(data, self.wanted.source)
 
     def _table(self) -> Table:
+        """The schedule or program; a schedule that is made for costs is told them."""
+        from penstock.cli.source import RANKS
         from penstock.schedules.registry import algorithms
 
         wanted = self.wanted
         named = None if wanted.is_file else algorithms().get(wanted.source)
         if named is None or self.costs is None or "costs" not in named.options:
             return wanted.table()
-        return wanted.table(costs=lambda stages, ranks: self._of(stages, ranks))
+        placement = named.layout.place(named.shape(wanted.ranks or RANKS, 1, wanted.chunks))
+        return replace(wanted, extra={"costs": self._of(placement.stages, placement.ranks)}).table()
 
     def _of(self, stages: int, ranks: int) -> Costs:
         """The costs of the stages."""
@@ -83,3 +91,37 @@ class Timed:
             if self.wanted.is_file:
                 raise FileFormatError(self.wanted.source, str(error)) from None
             raise
+
+
+def recipe(lower: bool, fsdp: bool, merge_backward: bool, receive: str | None) -> Recipe | None:
+    """How to lower, or None for not at all."""
+    from penstock.cli.lower import Recipe
+
+    if not (lower or fsdp or merge_backward or receive is not None):
+        return None
+    made = Recipe(None, fsdp, merge_backward, receive)
+    made.check()
+    return made
+
+
+def check_unit(unit: str | None) -> None:
+    """Refuse what is no unit before anything is built."""
+    from penstock.draw.numbers import seconds
+
+    if unit is not None:
+        try:
+            seconds(unit)
+        except UsageError as error:
+            raise UsageError(f"--unit: {error}") from None
+
+
+def check_output(output: Path | None, suffixes: Sequence[str]) -> str | None:
+    """The suffix that says what to write; refuse one that says nothing before anything is built."""
+    from penstock.draw.save import suffix_of
+
+    if output is None:
+        return None
+    try:
+        return suffix_of(output, suffixes)
+    except FileFormatError as error:
+        raise UsageError(str(error)) from None

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, optimizer_boxes
 from penstock.draw.canvas import IDLE, PAPER, POINTS, text_width
+from penstock.draw.mixed import mixed, spaced
 from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, shaded
-from penstock.draw.slices import shares
 from penstock.ir.kind import Kind
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ Floats = NDArray[np.float64]
 MOST_BOXES = 60_000
 """Of more boxes only their mixed colours can be seen, so that is what is drawn."""
 LEAST_LABEL, MOST_LABEL = 4.5, 7.5
-"""Points."""
+_PAD = 1.6
+"""Points: the sizes of labels, and what is left free beside them."""
 _TOP, _BOTTOM, _STRIP = 0.08, 0.92, 0.78
 """Where in its row, of height 1, a rank's computation begins and ends; with collectives it ends above their strip."""
 
@@ -61,12 +62,11 @@ class Bars:
 
     def draw(self, axes: Axes) -> None:
         """Fill the axes; row r reaches from r to r + 1."""
-        ranks = np.arange(self.timeline.ranks)
-        whole = np.zeros(len(ranks))
-        _add(axes, (ranks, whole, whole + self.timeline.makespan), (_TOP, self._floor), _Fill(IDLE, self._id("idle")))
         if len(self.boxes) > MOST_BOXES:
             self._draw_mixed(axes)
         else:
+            ranks, none = np.arange(self.timeline.ranks), np.zeros(self.timeline.ranks)
+            _add(axes, (ranks, none, none + self.timeline.makespan), (_TOP, self._floor), _Fill(IDLE, self._id("idle")))
             self._draw_boxes(axes)
         self._draw_collectives(axes)
         _add(axes, optimizer_boxes(self.timeline), (_TOP, self._floor), _Fill(OPTIMIZER.fill, self._id("optimizer")))
@@ -102,7 +102,7 @@ class Bars:
         boxes = self.boxes
         heights = (self._floor - _TOP) / boxes.parts * self.row_points
         widths = boxes.length * self.unit_points
-        room = np.minimum(heights / 1.25, (widths - 1.0) / (text_width(self._widest, 1.0) * POINTS))
+        room = np.minimum(heights / 1.25, (widths - _PAD) / (text_width(self._widest, 1.0) * POINTS))
         roomy = room[room >= LEAST_LABEL]
         return float(np.clip(roomy.min(), LEAST_LABEL, MOST_LABEL)) if len(roomy) else None
 
@@ -113,7 +113,7 @@ class Bars:
 
     def _label(self, axes: Axes, of: Ints, tone: Tone, bounds: tuple[Floats, Floats], size: float) -> None:
         boxes, (top, bottom) = self.boxes, bounds
-        room = text_width(self._widest, size) * POINTS + 0.99
+        room = text_width(self._widest, size) * POINTS + 0.99 * _PAD
         for box in of[(boxes.length[of] * self.unit_points >= room) & ((bottom - top)[of] * self.row_points >= 1.24 * size)].tolist():
             middle = boxes.rank[box] + (top[box] + bottom[box]) / 2
             place = ((boxes.start[box] + boxes.end[box]) / 2, middle)
@@ -130,21 +130,10 @@ class Bars:
                 _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (_STRIP, _BOTTOM), fill)
 
     def _draw_mixed(self, axes: Axes) -> None:
-        """Each slice in the mixed colours of what runs in it."""
-        boxes, timeline, chunks = self.boxes, self.timeline, self.timeline.table.chunks
-        columns = max(int(timeline.makespan * self.unit_points * 3), 1)
-        edges = np.linspace(0.0, timeline.makespan, columns + 1)
-        lanes = boxes.kind * chunks + boxes.chunk
-        halves = int(boxes.parts.max(initial=1))
-        fills = [_rgb(shaded(TONES[kind], chunk, chunks).fill) for kind in (Kind.F, Kind.B, Kind.I, Kind.W) for chunk in range(chunks)]
-        image = np.empty((timeline.ranks * halves, columns, 3))
-        for half in range(halves):
-            of = (boxes.part == half) | ((boxes.parts == 1) & (half > 0))
-            found = shares(boxes.rank[of], lanes[of], boxes.start[of], boxes.end[of], edges, shape=(timeline.ranks, len(fills))) / np.diff(
-                edges
-            )
-            image[half::halves] = np.einsum("rkc,kx->rcx", found, np.array(fills)) + (1 - found.sum(axis=1))[..., None] * _rgb(IDLE)
-        axes.imshow(image.clip(0, 1), extent=(0.0, timeline.makespan, timeline.ranks, 0.0), aspect="auto", interpolation="nearest")
+        columns = max(int(self.timeline.makespan * self.unit_points * 3), 1)
+        image = spaced(mixed(self.timeline, self.boxes, columns), self.timeline.ranks, (_TOP, self._floor))
+        extent = (0.0, self.timeline.makespan, float(self.timeline.ranks), 0.0)
+        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest").set_gid(self._id("mixed"))
 
 
 @dataclass(frozen=True)
@@ -170,7 +159,3 @@ def _add(axes: Axes, boxes: tuple[Ints, Floats, Floats], bounds: tuple[Floats | 
     )
     made.set_gid(fill.name)
     axes.add_collection(made, autolim=False)
-
-
-def _rgb(colour: str) -> Floats:
-    return np.frombuffer(bytes.fromhex(colour.removeprefix("#")), dtype=np.uint8) / 255

@@ -29,8 +29,8 @@ NARROWEST, WIDEST = 7.2, 14.0
 LEAST_WIDTH, MOST_WIDTH = 3.0, 200.0
 """Inches that may be asked for."""
 _LEFT, _RIGHT, _EDGE = 0.5, 0.5, 0.1
-_HEADER, _GAP, _AXIS = 0.42, 0.16, 0.42
-"""Inches: margins, a timeline's two lines of text, the space between parts, and the time axis with its label; all are zoomed."""
+_HEADER, _LINE, _GAP, _AXIS = 0.42, 0.15, 0.16, 0.42
+"""Inches: margins; a timeline's first two lines of text and each further one, the space between parts, the time axis. All zoomed."""
 _TITLE, _TEXT, _SMALL = 10.0, 8.0, 7.0
 """Points, zoomed too."""
 
@@ -92,7 +92,7 @@ class _Sheet:
         needed = 0.0
         for timeline in self.timelines:
             lengths = (timeline.end - timeline.start)[timeline.computes & (timeline.end > timeline.start)]
-            label = text_width("0" * len(str(timeline.table.microbatches - 1)), LEAST_LABEL + 1.5) + 1.5 / POINTS
+            label = text_width("0" * len(str(timeline.table.microbatches - 1)), LEAST_LABEL + 1.5) + 2.0 / POINTS
             needed = max(needed, self.end / float(np.quantile(lengths, 0.05)) * label if len(lengths) else 0.0)
         return float(np.clip(needed + _LEFT + _RIGHT, NARROWEST, WIDEST))
 
@@ -152,14 +152,15 @@ class _Sheet:
         found: list[_Band] = []
         for panel, (name, timeline) in enumerate(zip(self.names, self.timelines, strict=True)):
             found += [_Band(_GAP * self.zoom)] if found else []
-            found += [_Band(_HEADER * self.zoom, self._header(name, timeline)), self._rows(panel, timeline), *self._memory(timeline)]
+            found += [self._header(name, timeline), self._rows(panel, timeline), *self._memory(timeline)]
         found.append(_Band(_AXIS * self.zoom))
         if self.legend:
             lines = legends.wrapped(legends.entries(self.timelines, self._memory_form), self.inner / self.zoom + _RIGHT - _EDGE)
             found.append(_Band(len(lines) * legends.LINE * self.zoom, lambda axes: legends.draw_legend(axes, lines, self.zoom)))
         return found
 
-    def _header(self, name: str, timeline: Timeline) -> Callable[[Axes], None]:
+    def _header(self, name: str, timeline: Timeline) -> _Band:
+        """The name, and the facts in as many lines as they take."""
         peak = fullest_rank(timeline)
         facts = [
             ", ".join(shape_of(timeline)),
@@ -167,12 +168,15 @@ class _Sheet:
             f"bubble {percent(timeline.bubble)}",
             f"peak memory {number(timeline.peak_memory[peak])} (rank {peak})",
         ]
+        room = self.inner / self.zoom + _RIGHT - _EDGE
+        lines = _flowed(facts, room)
 
         def draw(axes: Axes) -> None:
-            axes.text(0, 0.13, name, fontsize=_TITLE * self.zoom, fontweight="bold", color=INK, va="center_baseline")
-            axes.text(0, 0.3, "  ·  ".join(facts), fontsize=_TEXT * self.zoom, color=FAINT, va="center_baseline")
+            axes.text(0, 0.13, _cut(name, room), fontsize=_TITLE * self.zoom, fontweight="bold", color=INK, va="center_baseline")
+            for place, line in enumerate(lines):
+                axes.text(0, 0.3 + _LINE * place, line, fontsize=_TEXT * self.zoom, color=FAINT, va="center_baseline")
 
-        return draw
+        return _Band((_HEADER + _LINE * (len(lines) - 1)) * self.zoom, draw)
 
     def _rows(self, panel: int, timeline: Timeline) -> _Band:
         height = row_height(timeline.ranks, len(self.timelines))
@@ -190,7 +194,7 @@ class _Sheet:
         form = self._memory_form
         if not form:
             return []
-        height = {"curves": 0.24 * timeline.ranks, "map": max(0.045 * timeline.ranks, 1.0), "band": 0.5 * self.zoom}[form]
+        height = {"curves": 0.24 * timeline.ranks, "map": float(np.clip(0.045 * timeline.ranks, 1.0, 3.0)), "band": 0.5 * self.zoom}[form]
 
         def draw(axes: Axes) -> None:
             columns, size = max(int(self.inner * timeline.makespan / self.end * 150), 1), _SMALL * self.zoom
@@ -229,3 +233,24 @@ def row_height(ranks: int, timelines: int) -> float:
     """Inches: what labels take, less where there are many ranks."""
     room = 4.2 if timelines == 1 else 2.4
     return float(min(np.clip(room / ranks, 0.11, 0.32), 9.0 / ranks))
+
+
+def _flowed(facts: Sequence[str], room: float) -> list[str]:
+    """The facts in lines that fit into the inches."""
+    lines = [facts[0]]
+    for fact in facts[1:]:
+        longer = f"{lines[-1]}  ·  {fact}"
+        if text_width(longer, _TEXT) <= room:
+            lines[-1] = longer
+        else:
+            lines.append(fact)
+    return lines
+
+
+def _cut(name: str, room: float) -> str:
+    """A name that is too long for the inches, without its middle."""
+    shown, keep = name, len(name) // 2
+    while text_width(shown, _TITLE, bold=True) > room and keep > 1:
+        keep -= 1
+        shown = f"{name[:keep]}…{name[-keep:]}"
+    return shown

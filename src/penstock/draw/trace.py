@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.draw.boxes import collective_boxes, optimizer_boxes
 from penstock.draw.numbers import seconds
@@ -28,7 +29,6 @@ DEFAULT_UNIT = "ms"
 _TICKS = 8
 """Times are rounded to eighths of a microsecond: they are exact as binary fractions and as nanoseconds, so that
 slices that touch still touch wherever the trace is read."""
-_COMPUTE, _COLLECTIVE, _CHANNELS = 1, 2, 3
 
 
 def trace(timeline: Timeline, *, unit: str = DEFAULT_UNIT) -> dict[str, Any]:
@@ -65,11 +65,22 @@ class _Trace:
             yield _meta("thread_sort_index", rank, lane, sort_index=lane)
 
     def _lanes(self) -> Iterator[tuple[int, int, str]]:
-        yield from ((rank, _COMPUTE, "compute") for rank in range(self.timeline.ranks))
-        yield from ((rank, _COLLECTIVE, "collectives") for rank in np.unique(collective_boxes(self.timeline).rank).tolist())
+        yield from ((rank, self._compute(rank), "compute") for rank in range(self.timeline.ranks))
+        yield from ((rank, self._collective(rank), "collectives") for rank in np.unique(collective_boxes(self.timeline).rank).tolist())
         for channel, (source, target, kind) in enumerate(self.timeline.messages.channels):
             what = "activations" if kind is Kind.SEND_F else "gradients"
-            yield source, _CHANNELS + channel, f"{what} to rank {target}"
+            yield source, self._channel(channel), f"{what} to rank {target}"
+
+    # The threads' numbers, no two alike in all processes, as readers of traces expect; 0 would be the idle thread.
+
+    def _compute(self, rank: int) -> int:
+        return 1 + rank
+
+    def _collective(self, rank: int) -> int:
+        return 1 + self.timeline.ranks + rank
+
+    def _channel(self, channel: int) -> int:
+        return 1 + 2 * self.timeline.ranks + channel
 
     # Slices -----------------------------------------------------------------------------------------------------------
 
@@ -79,33 +90,33 @@ class _Trace:
             for span in self.timeline.spans(rank):
                 parts = span.action.parts
                 args = {"stage": [part.stage for part in parts], "microbatch": [part.microbatch for part in parts], "wait": span.wait}
-                yield self._slice(rank, _COMPUTE, " & ".join(map(str, parts)), (span.start, span.end), **args)
+                yield self._slice(rank, self._compute(rank), " & ".join(map(str, parts)), (span.start, span.end), **args)
 
     def optimizer(self) -> Iterator[Event]:
         for rank, start, end in zip(*(column.tolist() for column in optimizer_boxes(self.timeline)), strict=True):
-            yield self._slice(rank, _COMPUTE, "optimizer", (start, end))
+            yield self._slice(rank, self._compute(rank), "optimizer", (start, end))
 
     def collectives(self) -> Iterator[Event]:
         """Gathers of parameters and reductions of gradients."""
         boxes = collective_boxes(self.timeline)
         columns = (boxes.rank, boxes.kind, boxes.stage, boxes.start, boxes.end)
         for rank, kind, stage, start, end in zip(*(column.tolist() for column in columns), strict=True):
-            yield self._slice(rank, _COLLECTIVE, f"{stage}{Kind(kind).name}", (start, end), stage=stage)
+            yield self._slice(rank, self._collective(rank), f"{stage}{Kind(kind).name}", (start, end), stage=stage)
 
     def messages(self) -> Iterator[Event]:
         """Each message on its channel's lane where it takes time, and the arrow of it."""
         timeline, messages, group = self.timeline, self.timeline.messages, self.timeline.table.rows.group
         made, used = group[messages.maker].tolist(), group[messages.after].tolist()
         for number, transfer in enumerate(timeline.transfers()):
-            lane = _CHANNELS + int(messages.channel[number])
-            yield self._flow("s", number, transfer.source, _COMPUTE, self._inside(made[number]))
+            lane = self._channel(int(messages.channel[number]))
+            yield self._flow("s", number, transfer.source, self._compute(transfer.source), self._inside(made[number]))
             message = self._slice(
                 transfer.source, lane, str(transfer.sent), (transfer.start, transfer.end), size=transfer.size, used=str(transfer.used)
             )
             if message["dur"] > 0:
                 yield message
                 yield self._flow("t", number, transfer.source, lane, message["ts"])
-            yield self._flow("f", number, transfer.target, _COMPUTE, self._at(float(timeline.start[used[number]])))
+            yield self._flow("f", number, transfer.target, self._compute(transfer.target), self._at(float(timeline.start[used[number]])))
 
     def _inside(self, node: int) -> float:
         """The last moment of an action that is still inside it, so that an arrow from there belongs to it."""
@@ -122,17 +133,15 @@ class _Trace:
         """What each rank holds from each time on: all of it, and by use where there are several."""
         for rank in range(self.timeline.ranks):
             curve = self.timeline.memory(rank)
-            used = [name for name, held in curve.held.items() if held.any()]
+            total = _without_remainder(curve.static + curve.total, curve.peak)
+            held = {name: _without_remainder(values, curve.peak) for name, values in curve.held.items() if values.any()}
             times = [self._at(time) for time in curve.times.tolist()]
-            yield self._counter("memory", rank, 0.0, {"held": curve.static})
+            if not times or times[0] > 0:
+                yield _counter("memory", rank, 0.0, held=curve.static)
             for place in _last_of_each(times):
-                yield self._counter("memory", rank, times[place], {"held": curve.static + float(curve.total[place])})
-                if len(used) > 1:
-                    yield self._counter("memory by use", rank, times[place], {name: float(curve.held[name][place]) for name in used})
-
-    def _counter(self, name: str, rank: int, at: float, values: dict[str, float]) -> Event:
-        # sums of sizes in another order than they were added leave a remainder of rounding
-        return {"ph": "C", "pid": rank, "name": name, "ts": at, "args": {key: round(value, 9) for key, value in values.items()}}
+                yield _counter("memory", rank, times[place], held=total[place])
+                if len(held) > 1:
+                    yield _counter("memory by use", rank, times[place], **{name: values[place] for name, values in held.items()})
 
 
 def _meta(what: str, rank: int, lane: int = 0, **args: Any) -> Event:
@@ -143,3 +152,13 @@ def _last_of_each(times: Iterable[float]) -> Iterator[int]:
     """The last place of each run of equal times."""
     following = [*times, None]
     yield from (place for place, (one, other) in enumerate(pairwise(following)) if one != other)
+
+
+def _counter(name: str, rank: int, at: float, **values: float) -> Event:
+    return {"ph": "C", "pid": rank, "name": name, "ts": at, "args": values}
+
+
+def _without_remainder(values: NDArray[np.float64], peak: float) -> list[float]:
+    """Sizes that were added and taken away again may leave a trace of rounding: that is nothing."""
+    cleaned: list[float] = np.where(np.abs(values) < 1e-9 * peak, 0.0, values).tolist()
+    return cleaned

@@ -32,9 +32,12 @@ class Schedule(Table):
         graph: StageGraph | None = None,
         name: str = "",
         options: Mapping[str, Any] | None = None,
+        remake: Callable[[int], Schedule] | None = None,
     ) -> None:
         super().__init__(placement, microbatches, graph=graph, name=name)
         self._source = source
+        self.remake = remake
+        """The same schedule for another number of microbatches; None where it is known for this number only."""
         self.options = dict(options or {})
 
     @classmethod
@@ -69,7 +72,9 @@ class Schedule(Table):
 
     def with_graph(self, graph: StageGraph) -> Schedule:
         """The same order for a model whose stages are wired differently (edges that skip stages)."""
-        return Schedule(self.placement, self.microbatches, self.row, graph=graph, name=self.name, options=self.options)
+        again = self.remake
+        remake = None if again is None else lambda microbatches: again(microbatches).with_graph(graph)
+        return Schedule(self.placement, self.microbatches, self.row, graph=graph, name=self.name, options=self.options, remake=remake)
 
 
 def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-Accumulate = Callable[[nn.Parameter, Tensor], None]
+Fuse = Callable[[Tensor, Tensor, tuple[Any, ...]], bool]
+"""Add the first parameter's gradient in one operation; False where that cannot be."""
 Compute = Callable[[Tensor, Tensor, tuple[Any, ...], Any], tuple[Tensor | None, ...]]
 """The weight gradients from the output's gradient, the input, the parameters and what else the operator was given."""
 
@@ -29,10 +30,13 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 class Record:
     """One operator of one forward: what it was applied to, and the gradient of its output once the backward has been there."""
 
-    __slots__ = ("compute", "dtype", "extra", "grad", "input", "targets")
+    __slots__ = ("compute", "extra", "fuse", "grad", "input", "targets")
 
-    def __init__(self, compute: Compute, targets: tuple[nn.Parameter | None, ...], value: Tensor, extra: Any = None) -> None:
+    def __init__(
+        self, compute: Compute, targets: tuple[nn.Parameter | None, ...], value: Tensor, extra: Any = None, fuse: Fuse | None = None
+    ) -> None:
         self.compute = compute
+        self.fuse = fuse
         self.targets = targets
         self.input: Tensor | None = value
         self.extra = extra
@@ -42,7 +46,7 @@ class Record:
         """The hook before the operator's own backward."""
         self.grad = grads[0]
 
-    def run(self, accumulate: Accumulate) -> None:
+    def run(self, fused: bool) -> None:
         """Add the weight gradients; nothing where no gradient ever reached the operator."""
         grad, value = self.grad, self.input
         self.grad = self.input = None
@@ -50,9 +54,20 @@ class Record:
             return
         if value.dtype != grad.dtype and value.is_floating_point():  # autocast ran the operator in the output's type
             value = value.to(grad.dtype)
-        for target, found in zip(self.targets, self.compute(grad, value, self.targets, self.extra), strict=True):
+        targets = self.targets
+        if fused and self.fuse is not None and self.fuse(grad, value, targets):
+            targets = (None, *targets[1:])
+        for target, found in zip(targets, self.compute(grad, value, targets, self.extra), strict=True):
             if target is not None and found is not None:
-                accumulate(target, found if found.dtype == target.dtype else found.to(target.dtype))
+                _accumulate(target, found if found.dtype == target.dtype else found.to(target.dtype))
+
+
+def _accumulate(parameter: nn.Parameter, grad: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = grad
+    else:
+        parameter.grad.add_(grad)
 
 
 class Deferral:
@@ -74,11 +89,20 @@ class Deferral:
         out.grad_fn.register_prehook(record.take_grad)
         return out
 
-    def run(self, accumulate: Accumulate) -> None:
-        """The backward for the weights."""
+    @torch.no_grad()
+    def run(self, fused: bool = False) -> list[nn.Parameter]:
+        """The backward for the weights; the parameters that wait for a hook of theirs to be run.
+
+        `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own.
+        """
+        hooked: dict[int, nn.Parameter] = {}
         for record in self.records:
-            record.run(accumulate)
+            record.run(fused)
+            for target in record.targets:
+                if target is not None and target._post_accumulate_grad_hooks:
+                    hooked[id(target)] = target
         self.records.clear()
+        return list(hooked.values())
 
 
 def _packs_saved_tensors() -> bool:
@@ -128,18 +152,20 @@ class Deferrable:
     """The parameters of a stage whose gradients can wait, and how to run its two backwards."""
 
     def __init__(self, module: nn.Module) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.watched: list[nn.Parameter] = []
+        self.stand_ins: dict[int, Tensor] = {}
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Take the module as it is now; call it when parameters may have been replaced, frozen or given hooks, as between steps."""
         # A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd.
         able = [p for p in module.parameters() if type(p) is nn.Parameter and p.requires_grad and not p._backward_hooks]
         self.parameters = able
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Vectors are found beside their matrix; watching them would only make every normalisation slower.
         self.watched = [p for p in able if p.dim() > 1 and id(p) not in plain]
-        self.stand_ins: dict[int, Tensor] = {}
-        self.refresh()
-
-    def refresh(self) -> None:
-        """Take the parameters' present storage; call it when they may have been replaced, as between steps."""
-        self.stand_ins = {id(p): p.detach() for p in self.parameters}
+        self.stand_ins = {id(p): p.detach() for p in able}
 
     def forward(self, deferral: Deferral) -> _Recording:
         """A context in which operators on these parameters are recorded."""

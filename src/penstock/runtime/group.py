@@ -8,6 +8,7 @@ belongs to the rank. `parallel=True` drops the baton and those guarantees: ranks
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,6 +41,7 @@ class Group:
         self._change = threading.Condition()
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
+        self._back: set[int] = set()
         self._doing: dict[int, str] = {}
 
     # Taking turns -----------------------------------------------------------------------------------------------------
@@ -68,10 +70,7 @@ class Group:
             if not done:
                 self.fail(PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"))
         else:
-            state = torch.get_rng_state()
-            self._pass_on(rank)
-            self._gates[rank].acquire()
-            torch.set_rng_state(state)
+            self._idle(rank)
         del self._waiting[rank]
         if not ready():
             self.raise_failure(rank)
@@ -109,23 +108,40 @@ class Group:
         raise PipelineError(f"rank {rank} stopped because another rank failed: {error!r}") from error
 
     def enter_step(self, rank: int, step: int, deadline: float) -> None:
-        """Begin a step that all ranks take part in: fail if it already has, and clear up after an earlier one once all are here."""
+        """Begin a step that all ranks take part in: it fails if it has failed already; after an earlier failure all meet and clear up."""
         if self.failure is None:
             return
         if self.failure[0] in (step, -1):
             self.raise_failure(rank)
-        self._boards.setdefault(("recovered", step), {})[rank] = True
-        self.changed()
+        self._back.add(rank)
+        until = time.monotonic() + deadline
+        while self.failure is not None and not self._cleared():
+            if time.monotonic() > until:
+                raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
+            self._idle(rank)
 
-        def all_here() -> bool:
-            return len(self._boards.get(("recovered", step), range(self.ranks))) >= self.ranks - len(self._ended)
-
-        failure, self.failure = self.failure, None
+    def _cleared(self) -> bool:
+        """Once every rank that is left has come out of the failed step, nothing of it is left."""
+        if len(self._back | self._ended) < self.ranks:
+            return False
+        self.failure = None
+        self._back.clear()
         self._channels.clear()
-        kept = {("recovered", step): self._boards[("recovered", step)]}
-        self._boards, self._read = kept, {}
-        del failure
-        self.wait(rank, all_here, "the other ranks to begin again", deadline)
+        self._boards.clear()
+        self._read.clear()
+        self.changed()
+        return True
+
+    def _idle(self, rank: int) -> None:
+        """Let the others run once."""
+        if self.parallel:
+            with self._change:
+                self._change.wait(0.01)
+            return
+        state = torch.get_rng_state()
+        self._pass_on(rank)
+        self._gates[rank].acquire()
+        torch.set_rng_state(state)
 
     def report(self) -> str:
         """What each rank does."""

@@ -25,7 +25,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(input, weight, bias)
     bias_in = stand_ins.get(id(bias))
     out = _apply_linear(input, stand_in, bias if bias_in is None else bias_in)
-    return deferral.add(out, Record(_linear_grads, (weight, bias if bias_in is not None else None), input.detach()))  # type: ignore[arg-type]
+    targets: Any = (weight, bias if bias_in is not None else None)
+    return deferral.add(out, Record(_linear_grads, targets, input.detach(), fuse=_fuse_linear))
 
 
 def _apply_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -40,7 +41,15 @@ def _apply_linear(value: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _linear_grads(grad: Tensor, value: Tensor, targets: tuple[Any, ...], extra: Any) -> tuple[Tensor | None, ...]:
     if grad.dim() != 2:
         grad, value = grad.reshape(-1, grad.shape[-1]), value.reshape(-1, value.shape[-1])
-    return grad.t().mm(value), None if targets[1] is None else grad.sum(0)
+    return None if targets[0] is None else grad.t().mm(value), None if targets[1] is None else grad.sum(0)
+
+
+def _fuse_linear(grad: Tensor, value: Tensor, targets: tuple[Any, ...]) -> bool:
+    total = targets[0].grad
+    if total is None or total.dtype != grad.dtype:
+        return False
+    total.addmm_(grad.reshape(-1, grad.shape[-1]).t(), value.reshape(-1, value.shape[-1]))
+    return True
 
 
 def embedding(  # noqa: PLR0917 - the operator's own signature

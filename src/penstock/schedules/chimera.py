@@ -38,7 +38,14 @@ def chimera(shape: Shape, rank: int) -> Iterator[int]:
        rank 0  rank 1  rank 2  rank 3
     0  0F0                     0F1
     1  0F2     1F0     1F1     0F3
-    2          1F2     1F3
+    2          2F1     2F0
+    3  3F1     1F2     1F3     3F0
+    4  3B1     2F3     2F2     3B0
+    5  3F3     2B1     2B0     3F2
+    6  3B3     1B0     1B1     3B2
+    7  0B0     2B3     2B2     0B1
+    8          1B2     1B3
+    9  0B2                     0B3
     """
     slots: list[tuple[int, int]] = []
     for way, stage in enumerate((rank, shape.ranks - 1 - rank)):

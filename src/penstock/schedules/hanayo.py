@@ -27,6 +27,31 @@ def hanayo(shape: Shape) -> list[list[int]]:
 
     >>> import penstock as ps
     >>> print(ps.schedule("hanayo", ranks=4, microbatches=4, waves=1).grid())
+        rank 0  rank 1  rank 2  rank 3
+     0  0F0
+     1  0F1     1F0
+     2  0F2     1F1     2F0
+     3  0F3     1F2     2F1     3F0
+     4          1F3     2F2     4F0
+     5                  5F0     3F1
+     6          6F0     2F3     4F1
+     7  7F0             5F1     3F2
+     8  7B0     6F1             4F2
+     9  7F1     6B0     5F2     3F3
+    10  7B1     6F2             4F3
+    11  7F2     6B1     5F3
+    12  7B2     6F3     5B0
+    13  7F3     6B2     5B1     4B0
+    14  7B3             5B2     3B0
+    15          6B3     2B0     4B1
+    16          1B0     5B3     3B1
+    17  0B0             2B1     4B2
+    18          1B1             3B2
+    19  0B1             2B2     4B3
+    20          1B2             3B3
+    21  0B2             2B3
+    22          1B3
+    23  0B3
     """
     placement = Placement.wave(shape.ranks, shape.chunks // 2)
     # Waiting a slot for what is due earlier pays while the pipeline fills and drains, not in between.

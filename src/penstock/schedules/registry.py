@@ -142,7 +142,10 @@ class Algorithm:
         def source(rank: int) -> Ints:
             return pack_row(generated(rank), placement.stages_of(rank), shape.microbatches, built.microbatches)
 
-        return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options)
+        def remake(count: int) -> Schedule:
+            return self.build(shape.ranks, count, shape.chunks, graph, **options)
+
+        return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options, remake=remake)
 
     def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
         """The chunks asked for, by their number or in the layout's unit, which is taken out of the options."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.errors import MissingExtraError
+from penstock.errors import MissingExtraError, ScheduleError
 from penstock.simulator import loops
 from penstock.simulator.compiled import compiled_loops
 from penstock.simulator.loops import Durations, Graph, Times
@@ -38,7 +38,7 @@ def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -
 
 def _wants_compiled(engine: str) -> bool:
     if engine not in ("auto", "plain", "compiled"):
-        raise ValueError(f"engine must be auto, plain or compiled, got {engine!r}")
+        raise ScheduleError(f"engine must be auto, plain or compiled, got {engine!r}")
     installed = importlib.util.find_spec("numba") is not None
     if engine == "compiled" and not installed:
         raise MissingExtraError("the compiled engine", "numba", "fast")

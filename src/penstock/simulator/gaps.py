@@ -83,10 +83,14 @@ def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterato
         return
     message = arrivals[0]
     sender = int(graph.sender[message])
-    sent = float(timeline.end[sender])
-    reached = float(timeline.end[sender - 1]) if table.lowered else sent  # a send comes after what it sends
+    computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots alone
+    blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
     made, who = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
-    for until, cause, action in ((reached, "waiting", made), (sent, "memory", _action(timeline, sender)), (start, "communication", made)):
+    for until, cause, action in (
+        (float(timeline.end[computed]), "waiting", made),
+        (float(timeline.end[sender]), "memory", _action(timeline, blocked)),
+        (start, "communication", made),
+    ):
         if min(until, start) > clock:
             yield Gap(clock, min(until, start), cause, action, who)
             clock = min(until, start)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from os import PathLike
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from penstock.errors import FileFormatError
+from penstock.errors import CostsError, FileFormatError
 from penstock.ir import json_form
 from penstock.ir.costs import Costs
+from penstock.ir.table import Table
+from penstock.simulator.flat import Flat
 from penstock.simulator.timeline import Timeline
 
+_MOST = sys.float_info.max
 _COLUMNS = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
 
 
@@ -38,20 +43,46 @@ def encode(timeline: Timeline) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Timeline:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "timeline")
+    for name in ("source", "costs", "table", "held_by", *_COLUMNS):
+        if name not in data:
+            raise FileFormatError(file, f"there is no {name!r}")
+    table = json_form.decode(data["table"], file)
+    flat = Flat(table)
+    nodes, messages = flat.num_nodes, len(flat.messages.before)
+    counts = (nodes, nodes, messages, messages, nodes, nodes)
+    columns = {name: _times(data[name], name, count, file) for name, count in zip(_COLUMNS, counts, strict=True)}
+    for start, end in zip(_COLUMNS[::2], _COLUMNS[1::2], strict=True):
+        if (columns[end] < columns[start]).any():
+            raise FileFormatError(file, f"{end!r} has a time before its {start!r}")
+    if not isinstance(data["source"], str):
+        raise FileFormatError(file, f"'source' must be text, got {data['source']!r}")
+    held_by = _held_by(data["held_by"], messages, file)
+    return Timeline(table, _costs(data["costs"], table, file), **columns, held_by=held_by, source=data["source"])
+
+
+def _times(values: Any, name: str, count: int, file: str) -> NDArray[np.float64]:
+    if not isinstance(values, list) or not all(type(value) in (int, float) and abs(value) <= _MOST for value in values):
+        raise FileFormatError(file, f"{name!r} must be a list of times, finite numbers")
+    if len(values) != count:
+        raise FileFormatError(file, f"{name} has {len(values)} times, but there are {count} to time")
+    return np.array(values, dtype=np.float64)
+
+
+def _held_by(values: Any, messages: int, file: str) -> NDArray[np.int32]:
+    if not isinstance(values, list) or not all(type(value) is int and -1 <= value < messages for value in values):
+        raise FileFormatError(file, f"'held_by' must be a list of messages, -1 to {messages - 1}")
+    if len(values) not in (0, messages):
+        raise FileFormatError(file, f"'held_by' has {len(values)} values for {messages} messages: give none or one each")
+    return np.array(values, dtype=np.int32)
+
+
+def _costs(data: Any, table: Table, file: str) -> Costs:
     try:
-        table = json_form.decode(data["table"], file)
-        columns = {name: np.array(data[name], dtype=np.float64) for name in _COLUMNS}
-        held_by = np.array(data["held_by"], dtype=np.int32)
-        timeline = Timeline(table, Costs.from_json(data["costs"]), held_by=held_by, source=data["source"], **columns)
-    except KeyError as error:
-        raise FileFormatError(file, f"there is no {error.args[0]!r}") from None
-    except (TypeError, ValueError) as error:
-        raise error if isinstance(error, FileFormatError) else FileFormatError(file, str(error)) from None
-    nodes, messages = int(table.rows.group_offsets[-1]), len(timeline.messages.before)
-    for name, wanted in zip(_COLUMNS, (nodes, nodes, messages, messages, nodes, nodes), strict=True):
-        if getattr(timeline, name).shape != (wanted,):
-            raise FileFormatError(file, f"{name} has {len(getattr(timeline, name))} times, but there are {wanted} to time")
-    return timeline
+        costs = Costs.from_json(data)
+        costs.check(table.stages, table.microbatches)
+    except CostsError as error:
+        raise FileFormatError(file, f"'costs': {error}") from None
+    return costs
 
 
 def read(path: str | PathLike[str]) -> Timeline:
@@ -59,6 +90,6 @@ def read(path: str | PathLike[str]) -> Timeline:
     with open(path, encoding="utf-8") as stream:
         try:
             data = json.load(stream)
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
             raise FileFormatError(file, f"not a JSON file: {error}") from None
     return decode(data, file)

@@ -1,0 +1,188 @@
+"""`penstock compare`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.costs import Per
+from penstock.cli.options import AsJson, CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, Unit, file_or_stdout
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.source import Wanted
+    from penstock.draw.terminal import Line
+    from penstock.simulator.timeline import Timeline
+
+
+class By(StrEnum):
+    """The figure that timelines are ranked by, the least first."""
+
+    MAKESPAN = "makespan"
+    BUBBLE = "bubble"
+    PEAK = "peak"
+    MESSAGES = "messages"
+
+
+def compare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="Schedules by name, with options like 'interleaved-1f1b{chunks=4}', .csv or .json files, and saved timelines.",
+        ),
+    ],
+    *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    costs: CostsText = None,
+    per: Annotated[Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank.")] = Per.RANK,
+    by: Annotated[By, typer.Option("--by", help="What to rank by.")] = By.MAKESPAN,
+    lower: Lower = False,
+    fsdp: Fsdp = False,
+    merge_backward: MergeBackward = False,
+    receive: Receive = None,
+    unit: Unit = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            callback=file_or_stdout,
+            help="Draw the timelines too, below each other on one time axis: .svg, .png or .html.",
+        ),
+    ] = None,
+) -> None:
+    """Time several schedules and rank them.
+
+    So that schedules with one and with several stages a rank do the same work, the costs are those of a rank's share of the model,
+    divided among its stages; with --per stage every stage costs as much. Timelines that were saved stay as they are unless there
+    are --costs.
+
+    \b
+    Examples:
+      penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
+      penstock compare 1f1b "interleaved-1f1b{chunks=4}" -p 4 -m 16 --costs "f=1,i=1,w=1,latency=0.1" -o compare.png
+      penstock compare before.json after.json --by bubble
+    """
+    from penstock.cli.output import deliver
+    from penstock.cli.progress import progress
+    from penstock.cli.timed import Timed, check_output, check_unit, recipe
+    from penstock.draw.save import PICTURES, save_picture
+
+    check_unit(unit)
+    check_output(output, PICTURES)
+    how = recipe(lower, fsdp, merge_backward, receive)
+    wanted = _wanted(sources, ranks, microbatches)
+    timed = [Timed.read(each, costs, per, how) for each in wanted]
+    found: list[Entry] = []
+    with progress(len(timed) + 1) as step:
+        for name, each in zip(sources, timed, strict=True):
+            step(f"timing {name}")
+            found.append(Entry(name, each.timeline()))
+        step("drawing")
+        found.sort(key=lambda entry: (entry.value(by), entry.value(By.PEAK)))
+        said = {"by": by.value, "results": [_data(entry, found[0], by) for entry in found]}
+        if output is not None:
+            names = [entry.name for entry in found]
+            save_picture([entry.timeline for entry in found], output, names=names, **({} if unit is None else {"unit": unit}))
+    deliver(lambda _: _lines(found, by, unit), lambda: said, as_json=as_json, output=None)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One timeline under the name it was asked for by."""
+
+    name: str
+    timeline: Timeline
+
+    def value(self, by: By) -> float:
+        timeline = self.timeline
+        return {
+            By.MAKESPAN: timeline.makespan,
+            By.BUBBLE: timeline.bubble,
+            By.PEAK: max(timeline.peak_memory),
+            By.MESSAGES: float(timeline.num_messages),
+        }[by]
+
+
+def _wanted(sources: list[str], ranks: int | None, microbatches: int | None) -> list[Wanted]:
+    """Each source with its own options; the shape is for those that are names."""
+    found = [_one(source, ranks, microbatches) for source in sources]
+    if (ranks or microbatches) and all(each.is_file for each in found):
+        raise UsageError("--ranks and --microbatches are for schedules by name; files hold their own shape")
+    return found
+
+
+def _one(source: str, ranks: int | None, microbatches: int | None) -> Wanted:
+    """`NAME{OPTION=VALUE,...}`; ranks, microbatches and chunks may stand there too."""
+    from penstock.cli.source import Wanted
+
+    match = re.fullmatch(r"([^{}]+)\{([^{}]*)\}", source)
+    if match is None:
+        return Wanted(source) if Wanted(source).is_file else Wanted(source, ranks, microbatches)
+    shape: dict[str, Any] = {} if Wanted(match[1]).is_file else {"ranks": ranks, "microbatches": microbatches}
+    options = []
+    for text in filter(None, map(str.strip, match[2].split(","))):
+        key, _, value = text.partition("=")
+        if key in ("ranks", "microbatches", "chunks"):
+            shape[key] = _count(source, key, value)
+        else:
+            options.append(text)
+    return Wanted(match[1], **shape, options=options or None)
+
+
+def _count(source: str, key: str, value: str) -> int:
+    try:
+        return int(value)
+    except ValueError:
+        raise UsageError(f"{source}: {key}={value} is not a whole number") from None
+
+
+def _data(entry: Entry, best: Entry, by: By) -> dict[str, Any]:
+    from penstock.cli.simulate import data
+
+    return {"source": entry.name, "relative": _relative(entry, best, by), "timeline": data(entry.timeline)}
+
+
+def _relative(entry: Entry, best: Entry, by: By) -> float | None:
+    """How many times the best; None where the best is 0 and this is not."""
+    value, least = entry.value(by), best.value(by)
+    return value / least if least else 1.0 if not value else None
+
+
+def _lines(found: list[Entry], by: By, unit: str | None) -> Iterator[Line]:
+    """A row a timeline, the best first."""
+    from penstock.draw.numbers import number, percent
+
+    header = (
+        "",
+        "schedule",
+        "ranks",
+        "microbatches",
+        f"makespan{f' ({unit})' if unit else ''}",
+        "bubble",
+        "peak",
+        "messages",
+        f"{by} / best",
+    )
+    rows = [header]
+    for place, entry in enumerate(found, start=1):
+        timeline, relative = entry.timeline, _relative(entry, found[0], by)
+        shape = (str(timeline.ranks), str(timeline.table.microbatches))
+        said = (number(timeline.makespan), percent(timeline.bubble), number(max(timeline.peak_memory)), str(timeline.num_messages))
+        rows.append((str(place), entry.name, *shape, *said, "-" if relative is None else f"{relative:.3f}"))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [text.ljust(width) if at == 1 else text.rjust(width) for at, (text, width) in enumerate(zip(row, widths, strict=True))]
+        yield [("  ".join(cells), None)]
+    if len({(entry.timeline.ranks, entry.timeline.table.microbatches) for entry in found}) > 1:
+        yield [("the shapes differ: these makespans are not of the same work", None)]

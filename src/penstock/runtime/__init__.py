@@ -1,0 +1,18 @@
+"""Train a model with any program: stages, split backward, virtual ranks, and the executor. Needs torch."""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ImportError as error:
+    from penstock.errors import MissingExtraError
+
+    raise MissingExtraError("penstock.runtime", "torch", "torch") from error
+
+from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
+from penstock.runtime.launch import launch, rank
+from penstock.runtime.partition import Layers, Partition
+from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.result import StepResult
+
+__all__ = ["Layers", "Partition", "Pipeline", "StageOutput", "StepResult", "add_loss", "add_metric", "collect", "launch", "rank"]

@@ -1,0 +1,67 @@
+"""Losses and figures that a stage makes on the side."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass
+class Extras:
+    """What one forward of one stage made beside its output."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """What a stage may return in place of its output: the output, a side loss (a router's balance, say), and metrics."""
+
+    value: Any
+    side_loss: Tensor | None = None
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class _Here(threading.local):
+    extras: Extras | None = None
+
+
+_here = _Here()
+
+
+def add_loss(loss: Tensor) -> None:
+    """Add to the loss from anywhere inside a forward; it is weighted as the microbatch is. Outside a pipeline it does nothing."""
+    if _here.extras is not None:
+        _here.extras.losses.append(loss)
+
+
+def add_metric(name: str, value: Tensor) -> None:
+    """Report a figure of this microbatch from anywhere inside a forward. Outside a pipeline it does nothing."""
+    if _here.extras is not None:
+        _here.extras.metrics[name] = value.detach()
+
+
+class collect:  # noqa: N801 - used like a function
+    """Collect what forwards make on the side: `with collect() as extras: model(x)`."""
+
+    def __enter__(self) -> Extras:
+        self.before, _here.extras = _here.extras, Extras()
+        return _here.extras
+
+    def __exit__(self, *exc: object) -> None:
+        _here.extras = self.before
+
+
+def unwrap(made: Any) -> Any:
+    """A stage's plain output, once its extras are collected."""
+    if not isinstance(made, StageOutput):
+        return made
+    if made.side_loss is not None:
+        add_loss(made.side_loss)
+    for name, value in made.metrics.items():
+        add_metric(name, value)
+    return made.value

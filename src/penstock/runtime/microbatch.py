@@ -1,0 +1,78 @@
+"""A batch as microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ScheduleError
+
+Dims = Any
+"""The batch dimension of everything (an int), or a tree like the value's: an int for what is split, None for what stays whole."""
+
+
+def batch_size(value: Any, dims: Dims) -> int | None:
+    """The size along the batch dimension, None where nothing is split; refuses sizes that differ."""
+    sizes = {(leaf.shape[dim], dim) for leaf, dim in _split_leaves(value, dims)}
+    if len({size for size, _ in sizes}) > 1:
+        found = ", ".join(f"{size} along dimension {dim}" for size, dim in sorted(sizes))
+        raise ScheduleError(f"tensors of different batch sizes: {found}; say with batch_dims which ones are to stay whole")
+    return next(iter(sizes))[0] if sizes else None
+
+
+def sizes_of(total: int, count: int) -> list[int]:
+    """How many elements each microbatch gets: as even as can be, the larger ones first."""
+    if total < count:
+        raise ScheduleError(f"a batch of {total} cannot be cut into {count} microbatches: ask for at most {total}")
+    each, more = divmod(total, count)
+    return [each + (index < more) for index in range(count)]
+
+
+def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
+    """The value of each microbatch: tensors along their batch dimension, everything else as it is."""
+    leaves, spec = pytree.tree_flatten(value)
+    spread = _spread(dims, value)
+    columns = [
+        torch.split(leaf, list(sizes), dim) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
+        for leaf, dim in zip(leaves, spread, strict=True)
+    ]
+    if not columns:
+        return [value] * len(sizes)
+    return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
+
+
+def merge(values: Sequence[Any], dim: int) -> Any:
+    """One batch again: tensors joined along the dimension, scalars stacked, anything else as a list."""
+    flat = [pytree.tree_flatten(value) for value in values]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return list(values)
+    return pytree.tree_unflatten([_joined(list(parts), dim) for parts in zip(*(leaves for leaves, _ in flat), strict=True)], flat[0][1])
+
+
+def _joined(parts: list[Any], dim: int) -> Any:
+    if not all(isinstance(part, Tensor) for part in parts):
+        return parts
+    if parts[0].dim() == 0:
+        return torch.stack(parts)
+    others = {tuple(size for axis, size in enumerate(part.shape) if axis != dim % part.dim()) for part in parts}
+    return torch.cat(parts, dim) if len(others) == 1 else parts
+
+
+def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:
+    pairs = zip(pytree.tree_leaves(value), _spread(dims, value), strict=True)
+    return [(leaf, dim) for leaf, dim in pairs if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0]
+
+
+def _spread(dims: Dims, value: Any) -> list[int | None]:
+    """One dimension a leaf: a number holds for all below it, and so does None."""
+    if dims is None or isinstance(dims, int):
+        return [dims] * len(pytree.tree_leaves(value))
+    if isinstance(dims, dict) and isinstance(value, dict):
+        return [each for key in value for each in _spread(dims.get(key, 0), value[key])]
+    if isinstance(dims, (tuple, list)) and isinstance(value, (tuple, list)) and len(dims) == len(value):
+        return [each for one, part in zip(dims, value, strict=True) for each in _spread(one, part)]
+    raise ScheduleError(f"batch_dims {dims!r} do not fit a value of {type(value).__name__}: give a number, None, or a tree like the value")
