@@ -115,18 +115,21 @@ class Group:
             self.raise_failure(rank)
         self._back.add(rank)
         until = time.monotonic() + deadline
-        while self.failure is not None and not self._cleared():
+        while not self._cleared():
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
             self._idle(rank)
 
     def _cleared(self) -> bool:
         """Once every rank that is left has come out of the failed step, nothing of it is left."""
+        if self.failure is None:
+            return True
         if len(self._back | self._ended) < self.ranks:
             return False
         self.failure = None
         self._back.clear()
-        self._channels.clear()
+        for queue in self._channels.values():  # emptied, not dropped: executors hold on to them
+            queue.clear()
         self._boards.clear()
         self._read.clear()
         self.changed()

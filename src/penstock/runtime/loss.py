@@ -49,7 +49,8 @@ def warn_of_ignored(loss_fn: Any, targets: Sequence[Any]) -> None:
     for leaf in pytree.tree_leaves(list(targets)):
         if isinstance(leaf, Tensor) and not leaf.is_floating_point() and bool((leaf == ignored).any()):
             warnings.warn(
-                f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by their valid targets; "
+                f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, "
+                "not by their valid targets; "
                 f"give weight=lambda target: (target != {ignored}).sum()",
                 stacklevel=4,
             )

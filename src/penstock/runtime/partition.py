@@ -190,7 +190,7 @@ def _from_list(modules: list[nn.Module], stages: int) -> Partition:
 
 
 def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
-    wrong = [stage for stage in modules if not (isinstance(stage, int) and 0 <= stage < stages)]
+    wrong = [stage for stage in modules if stage not in range(stages)]
     if wrong:
         raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")
     return Partition(tuple(_part(modules[k], [str(k)], [modules[k]]) if k in modules else None for k in range(stages)))
