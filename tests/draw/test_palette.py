@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.color import Color, ColorSystem
 
-from penstock.draw.palette import TONES
-from penstock.ir.kind import Kind
+from penstock.draw.palette import BASIC_INK, OPTIMIZER, TONES, ink_on, shaded
+from penstock.ir.kind import COMPUTE, Kind
 
 ALL = list(dict.fromkeys(TONES.values()))
 
@@ -69,3 +69,32 @@ def test_fills_stay_apart_however_colours_are_seen(vision):
 def test_fills_stay_apart_with_few_colours():
     assert len({Color.parse(tone.fill).downgrade(ColorSystem.EIGHT_BIT).number for tone in ALL}) == len(ALL)
     assert len({Color.parse(tone.basic).number for tone in ALL}) == len(ALL)
+
+
+SHADES = {f"{kind.name}{chunk}": shaded(TONES[kind], chunk, 2) for kind in COMPUTE for chunk in (0, 1)}
+
+
+@pytest.mark.parametrize("vision", VISION)
+def test_kinds_and_two_chunks_stay_apart_however_colours_are_seen(vision):
+    seen = {name: lab(np.clip(np.array(VISION[vision]) @ linear(tone.fill), 0, 1)) for name, tone in SHADES.items()}
+    nearest = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
+    assert min(nearest.values()) > 10, min(nearest, key=nearest.__getitem__)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kind", COMPUTE)
+def test_shades_go_from_dark_to_light_with_ink_that_reads(kind, chunks):
+    shades = [shaded(TONES[kind], chunk, chunks) for chunk in range(chunks)]
+    light = [luminance(shade.fill) for shade in shades]
+    assert light == sorted(set(light))
+    for shade in shades:
+        inks = {ink: contrast(ink, shade.fill) for ink in ("#000000", "#ffffff")}
+        assert inks[shade.ink] == max(inks.values()) >= 4.5
+        assert shade.basic == TONES[kind].basic
+    assert shades == [TONES[kind]] or chunks > 1
+
+
+def test_the_optimizer_has_its_own_colours():
+    assert OPTIMIZER.ink == ink_on(OPTIMIZER.fill)
+    assert contrast(OPTIMIZER.ink, OPTIMIZER.fill) >= 4.5
+    assert len(BASIC_INK) == len(ALL) + 1

@@ -25,6 +25,8 @@ from penstock.runtime.stage import Stage
 from penstock.runtime.values import add_grads, as_list, cut, detached, roots, take_grads
 
 Operation = Callable[[], None]
+Overlap = Callable[[Action, list[Operation]], None]
+"""Runs the operations of actions that go together."""
 
 
 class _Empty:
@@ -81,7 +83,9 @@ class Inbox:
 class Executor:
     """One rank's operations for one program."""
 
-    def __init__(self, program: Program, rank: int, stages: dict[int, Stage], group: Group, deadline: float, overlap: Any = None) -> None:
+    def __init__(
+        self, program: Program, rank: int, stages: dict[int, Stage], *, group: Group, deadline: float, overlap: Overlap | None = None
+    ) -> None:
         self.program, self.rank, self.stages, self.group, self.deadline = program, rank, stages, group, deadline
         self.overlap = overlap
         self.cells: list[Any] = []

@@ -99,9 +99,8 @@ class Pipeline:
         found = self.gather("build", (mine, able))
         for rank, (theirs, _) in enumerate(found):
             if theirs != mine:
-                raise PipelineError(
-                    f"rank {rank} was given another schedule than rank {self.rank}: {theirs[:3]} against {mine[:3]} (ranks, stages, microbatches)"
-                )
+                what = f"{theirs[:3]} against {mine[:3]} (ranks, stages, microbatches)"
+                raise PipelineError(f"rank {rank} was given another schedule than rank {self.rank}: {what}")
         unsplit = tuple(sorted({stage for _, stages in found for stage in stages}))
         splits = self.table.rows.is_kind(Kind.I)
         merged = [stage for stage in unsplit if bool((self.table.rows.stage[splits] == stage).any())]
@@ -136,7 +135,7 @@ class Pipeline:
         found = self._executors.get((count, training))
         if found is None:
             program = self._lowered(count, training)
-            found = Executor(program, self.rank, self.stages, self.group, self.deadline, self.overlap)
+            found = Executor(program, self.rank, self.stages, group=self.group, deadline=self.deadline, overlap=self.overlap)
             self._executors[count, training] = found
         return found
 

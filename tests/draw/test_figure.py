@@ -1,0 +1,262 @@
+"""Figures: what is in the SVG, that text does not run into text, and that nothing outside is touched."""
+
+from __future__ import annotations
+
+import struct
+import subprocess
+import sys
+from itertools import combinations
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from draw.samples import SAMPLES
+from penstock.draw import bars
+from penstock.draw.boxes import collective_boxes, compute_boxes
+from penstock.draw.canvas import IDLE, rendered, style
+from penstock.draw.figure import figure
+from penstock.draw.mixed import mixed, spaced
+from penstock.draw.palette import TONES, shaded
+from penstock.errors import MissingExtraError, UsageError
+from penstock.ir.kind import Kind
+
+pytest.importorskip("matplotlib")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def tree(*timelines: ps.Timeline, **options: Any) -> ElementTree.Element:
+    return ElementTree.fromstring(rendered(figure(timelines, **options), "svg"))
+
+
+def group(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
+    """The boxes of a collection."""
+    found = [each for each in root.iter(f"{SVG}g") if each.get("id") == name]
+    assert len(found) <= 1
+    return [path for each in found for path in each.iter(f"{SVG}path")]
+
+
+def texts(root: ElementTree.Element) -> list[str]:
+    return ["".join(each.itertext()) for each in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_there_is_a_box_for_each_part_of_each_action(name):
+    timeline = SAMPLES[name]
+    root, boxes, chunks = tree(timeline), compute_boxes(timeline), timeline.table.chunks
+    seen = 0
+    for kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+        for chunk in range(chunks):
+            found = group(root, f"boxes-0-{kind.name}{chunk}")
+            assert len(found) == np.count_nonzero((boxes.kind == kind) & (boxes.chunk == chunk))
+            assert all(f"fill: {shaded(TONES[kind], chunk, chunks).fill}" in box.get("style", "") for box in found)
+            seen += len(found)
+    assert seen == len(boxes) > 0
+    assert len(group(root, "boxes-0-idle")) == timeline.ranks
+    assert len(group(root, "boxes-0-optimizer")) == np.count_nonzero(timeline.optimizer)
+    collective = sum(len(group(root, f"boxes-0-{kind.name}")) for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
+    assert collective == len(collective_boxes(timeline))
+
+
+def test_boxes_stand_where_their_times_are():
+    """The left and right of each F of 1f1b, to the scale of the idle row behind it."""
+    timeline = SAMPLES["1f1b"]
+    root, boxes = tree(timeline), compute_boxes(timeline)
+
+    def sides(path: ElementTree.Element) -> tuple[float, float]:
+        numbers = [float(word) for word in path.get("d", "").split() if word not in "MLz"]
+        return min(numbers[::2]), max(numbers[::2])
+
+    low, high = sides(group(root, "boxes-0-idle")[0])
+    scale = (high - low) / timeline.makespan
+    of = boxes.kind == Kind.F
+    for path, start, end in zip(group(root, "boxes-0-F0"), boxes.start[of], boxes.end[of], strict=True):
+        assert sides(path) == pytest.approx((low + start * scale, low + end * scale), abs=1e-3)
+
+
+def test_text_is_text_and_says_the_figures():
+    root = tree(SAMPLES["1f1b"], unit="ms")
+    said = texts(root)
+    assert "1f1b" in said
+    assert any("4 ranks, 8 microbatches" in text and "makespan 33 ms" in text and "bubble 27.3%" in text for text in said)
+    assert any("peak memory 4 (rank 0)" in text for text in said)
+    assert {"time (ms)", "rank", "memory", "forward", "full backward", "idle"} <= set(said)
+    labels = [text for text in said if text.isdecimal()]
+    assert labels.count("7") == 2 * 4  # microbatch 7, forward and backward on each rank; no tick and no rank has this number
+
+
+def test_labels_can_be_left_out_and_so_can_memory_and_legend():
+    bare = texts(tree(SAMPLES["1f1b"], labels=False, memory=False, legend=False))
+    assert "7" not in bare
+    assert not {"memory", "peak", "forward", "idle"} & set(bare)
+
+
+@pytest.mark.parametrize("width", [3.5, 7.2, 12.0])
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_text_runs_into_another_or_over_the_edge(name, width):
+    check_texts(figure(SAMPLES[name], width=width))
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_no_text_runs_into_another_at_the_usual_width(name):
+    check_texts(figure(SAMPLES[name]))
+
+
+def test_no_text_of_several_timelines_runs_into_another():
+    check_texts(figure([SAMPLES[name] for name in ("1f1b", "zbv", "zb-h1")], names=["one", "a name " * 40, "$x^2$ <&>"]))
+
+
+def check_texts(made: Any) -> None:
+    from matplotlib.axes import Axes
+    from matplotlib.text import Text
+
+    with style():
+        made.canvas.draw()
+        ticks = [
+            (tick, *sorted(axis.get_view_interval()))
+            for axes in made.findobj(Axes)
+            for axis in (axes.xaxis, axes.yaxis)
+            for tick in axis.get_major_ticks()
+        ]
+        outside = {label for tick, low, high in ticks if not low <= tick.get_loc() <= high for label in (tick.label1, tick.label2)}
+        shown = [text for text in made.findobj(Text) if text.get_visible() and text.get_text() and text not in outside]
+        extents = {text: text.get_window_extent() for text in shown}
+    for text, extent in extents.items():
+        assert extent.x0 >= 0, text
+        assert extent.y0 >= 0, text
+        assert extent.x1 <= made.bbox.x1, text
+        assert extent.y1 <= made.bbox.y1, text
+    for one, other in combinations(extents, 2):
+        a, b = extents[one], extents[other]
+        wide, tall = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
+        assert wide <= 0.5 or tall <= 0.35 * min(a.height, b.height), (one, other)  # an extent has room for letters that reach below
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "fsdp", "interleaved"])
+def test_labels_stand_inside_their_boxes(name):
+    from matplotlib.text import Annotation
+
+    timeline = SAMPLES[name]
+    made = figure(timeline)
+    boxes = compute_boxes(timeline)
+    middles = {(round((s + e) / 2, 9), r): e - s for s, e, r in zip(boxes.start, boxes.end, boxes.rank, strict=True)}
+    axes = made.axes[1]
+    with style():
+        made.canvas.draw()
+        labels = [text for text in axes.texts if isinstance(text, Annotation)]
+        assert labels
+        for label in labels:
+            x, y = label.xy
+            length = middles[round(float(x), 9), int(y)]
+            left, right = (axes.transData.transform((side, y))[0] for side in (x - length / 2, x + length / 2))
+            extent = label.get_window_extent()
+            assert left - 0.1 <= extent.x0 <= extent.x1 <= right + 0.1
+
+
+def test_several_timelines_share_one_axis():
+    timelines = [SAMPLES["1f1b"], SAMPLES["zbv"]]
+    made = figure(timelines)
+    rows = [axes for axes in made.axes if axes.get_ylabel() == "rank"]
+    assert len(rows) == 2
+    assert {axes.get_xlim() for axes in rows} == {(0.0, max(timeline.makespan for timeline in timelines))}
+    assert len({(axes.get_position().x0, axes.get_position().x1) for axes in rows}) == 1
+
+
+def test_ids_are_unique():
+    root = tree(SAMPLES["fsdp"], SAMPLES["dualpipe-v"], SAMPLES["zb-h1"])
+    ids = [each.get("id") for each in root.iter() if each.get("id")]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize("form", ["svg", "png"])
+def test_the_same_picture_is_the_same_file(form):
+    assert rendered(figure(SAMPLES["fsdp"]), form) == rendered(figure(SAMPLES["fsdp"]), form)
+
+
+@pytest.mark.parametrize(("width", "dpi"), [(7.2, 100), (5.0, 200)])
+def test_png_has_the_size_that_was_asked_for(width, dpi):
+    made = figure(SAMPLES["1f1b"], width=width)
+    data = rendered(made, "png", dpi)
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    wanted = [made.get_figwidth() * dpi, made.get_figheight() * dpi]
+    assert list(struct.unpack(">II", data[16:24])) == pytest.approx(wanted, abs=1)
+    assert wanted[0] == pytest.approx(width * dpi)
+
+
+def test_names_are_not_taken_for_formulas_or_markup():
+    name = "$\\frac{a$ <b>&amp;"
+    assert name in texts(tree(SAMPLES["1f1b"], names=[name]))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"names": ["a", "b"]}, "2 names"), ({"width": 1.0}, "1.0 inches"), ({"unit": "weeks"}, "'weeks'")],
+)
+def test_wrong_options_are_refused(options, said):
+    with pytest.raises(UsageError, match=said):
+        figure(SAMPLES["1f1b"], **options)
+    with pytest.raises(UsageError, match="at least one"):
+        figure([])
+
+
+def test_a_picture_leaves_no_trace(tmp_path):
+    """Neither pyplot nor changed settings, and the user's settings change nothing."""
+    code = """
+import sys, matplotlib, penstock as ps
+matplotlib.rcParams.update({"text.usetex": True, "font.size": 33, "axes.facecolor": "red"})
+before = dict(matplotlib.rcParams)
+ps.simulate(ps.schedule("1f1b", 2, 2)).save(sys.argv[1])
+assert dict(matplotlib.rcParams) == before
+assert "matplotlib.pyplot" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path / "a.svg"], check=True)
+    usual = rendered(figure(ps.simulate(ps.schedule("1f1b", 2, 2))), "svg")
+    assert (tmp_path / "a.svg").read_bytes() == usual
+
+
+def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'penstock\[plot\]'"):
+        figure(SAMPLES["1f1b"])
+
+
+# More boxes than can be seen apart ------------------------------------------------------------------------------------
+
+
+def test_many_boxes_become_an_image(monkeypatch):
+    monkeypatch.setattr(bars, "MOST_BOXES", 10)
+    root = tree(SAMPLES["dualpipe-v"])
+    assert not group(root, "boxes-0-F0")
+    assert any(each.get("id") == "boxes-0-mixed" for each in root.iter())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "interleaved"])
+def test_mixed_colours_are_averages(name):
+    """Each pixel against the boxes under it, one by one."""
+    timeline = SAMPLES[name]
+    boxes, chunks, columns = compute_boxes(timeline), timeline.table.chunks, 23
+    image = mixed(timeline, boxes, columns)
+    parts = int(boxes.parts.max())
+    edges = np.linspace(0.0, timeline.makespan, columns + 1)
+    wanted = np.zeros((timeline.ranks * parts, columns, 3))
+    left = np.ones((timeline.ranks * parts, columns))
+    for box in range(len(boxes)):
+        fill = np.frombuffer(bytes.fromhex(shaded(TONES[Kind(int(boxes.kind[box]))], int(boxes.chunk[box]), chunks).fill[1:]), np.uint8)
+        share = np.clip(np.minimum(boxes.end[box], edges[1:]) - np.maximum(boxes.start[box], edges[:-1]), 0, None) / np.diff(edges)
+        lines = range(parts) if boxes.parts[box] == 1 else [int(boxes.part[box])]
+        for line in lines:
+            wanted[boxes.rank[box] * parts + line] += share[:, None] * fill
+            left[boxes.rank[box] * parts + line] -= share
+    wanted += left[..., None] * np.frombuffer(bytes.fromhex(IDLE[1:]), np.uint8)
+    assert np.abs(image - wanted).max() <= 1.0
+
+
+def test_rows_are_set_apart_where_there_is_room():
+    image = np.arange(6, dtype=np.uint8).reshape(6, 1, 1).repeat(3, axis=2)  # three ranks of two parts each
+    apart = spaced(image, 3, (0.25, 0.75))
+    assert len(apart) == 3 * 24
+    assert [line[0, 0] for line in apart if line[0, 3]] == sorted([0, 1, 2, 3, 4, 5] * 6)
+    assert sum(line[0, 3] == 0 for line in apart) == 3 * 12
+    assert spaced(image.repeat(1000, axis=0), 3000, (0.25, 0.75)).shape == (6000, 1, 3)
