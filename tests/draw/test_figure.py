@@ -93,15 +93,10 @@ def test_labels_can_be_left_out_and_so_can_memory_and_legend():
     assert not {"memory", "peak", "forward", "idle"} & set(bare)
 
 
-@pytest.mark.parametrize("width", [3.5, 7.2, 12.0])
+@pytest.mark.parametrize("width", [3.5, None])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_no_text_runs_into_another_or_over_the_edge(name, width):
     check_texts(figure(SAMPLES[name], width=width))
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_no_text_runs_into_another_at_the_usual_width(name):
-    check_texts(figure(SAMPLES[name]))
 
 
 def test_no_text_of_several_timelines_runs_into_another():
@@ -136,8 +131,6 @@ def check_texts(made: Any) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "fsdp", "interleaved"])
 def test_labels_stand_inside_their_boxes(name):
-    from matplotlib.text import Annotation
-
     timeline = SAMPLES[name]
     made = figure(timeline)
     boxes = compute_boxes(timeline)
@@ -145,10 +138,9 @@ def test_labels_stand_inside_their_boxes(name):
     axes = made.axes[1]
     with style():
         made.canvas.draw()
-        labels = [text for text in axes.texts if isinstance(text, Annotation)]
-        assert labels
-        for label in labels:
-            x, y = label.xy
+        assert axes.texts
+        for label in axes.texts:
+            x, y = label.get_position()
             length = middles[round(float(x), 9), int(y)]
             left, right = (axes.transData.transform((side, y))[0] for side in (x - length / 2, x + length / 2))
             extent = label.get_window_extent()
@@ -206,9 +198,10 @@ def test_a_picture_leaves_no_trace(tmp_path):
     code = """
 import sys, matplotlib, penstock as ps
 matplotlib.rcParams.update({"text.usetex": True, "font.size": 33, "axes.facecolor": "red"})
-before = dict(matplotlib.rcParams)
+settings = lambda: {key: matplotlib.rcParams[key] for key in matplotlib.rcParams if key != "backend"}  # asking for it loads pyplot
+before = settings()
 ps.simulate(ps.schedule("1f1b", 2, 2)).save(sys.argv[1])
-assert dict(matplotlib.rcParams) == before
+assert settings() == before
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path / "a.svg"], check=True)

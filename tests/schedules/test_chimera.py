@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from schedules.test_formulas import TO_INPUT, makespan, peak, run
 
 import penstock as ps
 from penstock.errors import ScheduleError
+from schedules.test_formulas import TO_INPUT, makespan, peak, run
 
 RANKS = range(2, 13, 2)
 

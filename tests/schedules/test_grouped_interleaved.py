@@ -7,11 +7,11 @@ from itertools import product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules.test_formulas import EQUAL, TO_WEIGHTS, bubble, peak
 
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.testing import check_schedule
+from schedules.test_formulas import EQUAL, TO_WEIGHTS, bubble, peak
 
 SHAPES = [(p, v, g) for p, v in product(range(1, 8), range(1, 5)) for g in range((p + 1) // 2, p + 1)]
 

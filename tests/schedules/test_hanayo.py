@@ -6,10 +6,10 @@ from fractions import Fraction
 from typing import ClassVar
 
 import pytest
-from schedules.test_formulas import TO_INPUT, bubble, peak
 
 import penstock as ps
 from penstock.testing import ScheduleConformance
+from schedules.test_formulas import TO_INPUT, bubble, peak
 
 TIMES = (1, 1, 1)
 """A full backward is twice a forward."""

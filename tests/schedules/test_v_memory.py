@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-from schedules.test_formulas import EQUAL, TO_WEIGHTS, bubble, makespan, peak, run
 
 import penstock as ps
 from penstock.ir.kind import Kind
 from penstock.schedules._blocks import PERIOD, Cycle, Squeeze
+from schedules.test_formulas import EQUAL, TO_WEIGHTS, bubble, makespan, peak, run
 
 RANKS = [*range(1, 13), 16]
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules.test_formulas import longest_span, makespan, run
 
 import penstock as ps
 from penstock.errors import CostsError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.testing import check_schedule
+from schedules.test_formulas import longest_span, makespan, run
 
 PRINTED = list(csv.DictReader((Path(__file__).parents[1] / "data" / "zero_bubble.csv").read_text().splitlines()))
 Row = tuple[str, ...]
@@ -57,8 +57,8 @@ def test_three_times_the_memory_leaves_no_bubble() -> None:
     assert longest_span(spans) == pytest.approx(64 * (costs.f + costs.i + costs.w))
 
 
-def test_no_memory_is_below_the_bound() -> None:
-    """With k forwards before the first backward, rank 0 is idle for (p-1)(I+2c)+(p-k)F or more; at a limit of p, no more than zb-h1."""
+def test_never_below_the_bound() -> None:
+    """With k forwards before the first backward, rank 0 is idle for (p-1)(I+2c)+(p-k)F or more, and holds k activations."""
     for row in PRINTED[:3]:
         p, m, costs = 8, int(row["microbatches"]), costs_of(row)
         for limit in (2, 4, 6, 8, 10, 12):

@@ -116,10 +116,8 @@ class Bars:
         room = text_width(self._widest, size) * POINTS + 0.99 * _PAD
         for box in of[(boxes.length[of] * self.unit_points >= room) & ((bottom - top)[of] * self.row_points >= 1.24 * size)].tolist():
             middle = boxes.rank[box] + (top[box] + bottom[box]) / 2
-            place = ((boxes.start[box] + boxes.end[box]) / 2, middle)
-            axes.annotate(
-                str(boxes.microbatch[box]), place, color=tone.ink, fontsize=size, ha="center", va="center_baseline", annotation_clip=False
-            )
+            place, text = (boxes.start[box] + boxes.end[box]) / 2, str(boxes.microbatch[box])
+            axes.text(place, middle, text, color=tone.ink, fontsize=size, ha="center", va="center_baseline")
 
     def _draw_collectives(self, axes: Axes) -> None:
         boxes = self.collectives

@@ -47,13 +47,13 @@ def style() -> Iterator[None]:
 
 @cache
 def text_width(text: str, size: float, bold: bool = False) -> float:
-    """How wide a text is, in inches."""
+    """How wide a text is at most, in inches: letters are a little wider where there are few pixels for them."""
     from matplotlib.font_manager import FontProperties
     from matplotlib.textpath import text_to_path
 
     font = FontProperties(family="DejaVu Sans", size=size, weight="bold" if bold else "normal")
     width, _, _ = text_to_path.get_text_width_height_descent(text, font, ismath=False)
-    return float(width) / POINTS
+    return 1.05 * float(width) / POINTS
 
 
 def rendered(figure: Figure, form: str, dpi: float = 200.0) -> bytes:

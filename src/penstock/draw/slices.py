@@ -20,7 +20,7 @@ def shares(rows: Ints, classes: Ints, start: Floats, end: Floats, edges: Floats,
     `rows` and `classes` say where each box belongs, `shape` how many of both there are. Boxes of one row and class do not overlap.
     """
     lane = rows * shape[1] + classes
-    order = np.lexsort((start, lane))
+    order = np.lexsort((end, start, lane))
     lane, start, end = lane[order], start[order], end[order]
     bounds = np.searchsorted(lane, np.arange(shape[0] * shape[1] + 1))
     found = np.zeros((shape[0] * shape[1], len(edges) - 1))

@@ -11,8 +11,8 @@ from penstock.schedules.registry import Shape, register, v
 def one_f_one_b_v(shape: Shape) -> list[list[int]]:
     """Fold 1f1b into a V, with full backwards in two thirds of its memory.
 
-    Forwards pass on at once. A backward takes the first two slots together that every round leaves free: over three
-    ranks it waits for one slot pair down and one up. Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
+    Forwards pass on at once. A backward takes the first two slots together that every round leaves free, which makes it
+    wait three slots in three ranks, down and up. Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
     Bubble: at most (p-1)(F+B) where B = 2F
     Memory: 2p//3+1

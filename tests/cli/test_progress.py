@@ -1,0 +1,67 @@
+"""The bar: only after a second, only on a terminal, and gone at the end."""
+
+from __future__ import annotations
+
+import io
+import threading
+import time
+
+import pytest
+
+from penstock.cli import progress as module
+from penstock.cli.progress import progress
+
+
+class Terminal(io.StringIO):
+    """A stderr that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    return stderr
+
+
+def test_what_is_quick_shows_nothing(terminal):
+    with progress(2) as step:
+        step("one")
+        step("two")
+    assert terminal.getvalue() == ""
+    assert threading.active_count() == 1
+
+
+def test_what_takes_long_shows_how_far_it_is(terminal, monkeypatch):
+    monkeypatch.setattr(module, "PATIENCE", 0.01)
+    with progress(2) as step:
+        step("first part")
+        time.sleep(0.3)
+        step("second part")
+        time.sleep(0.3)
+    shown = terminal.getvalue()
+    assert "first part" in shown
+    assert "0/2" in shown
+    assert "1/2" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the line is taken away
+    assert threading.active_count() == 1
+
+
+def test_nothing_where_stderr_is_no_terminal(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    with progress(1) as step:
+        step("one")
+        time.sleep(0.05)
+    assert stderr.getvalue() == ""
+
+
+def test_an_error_passes_and_leaves_no_bar(terminal):
+    with pytest.raises(RuntimeError, match="broken"), progress(1) as step:
+        step("one")
+        raise RuntimeError("broken")
+    assert threading.active_count() == 1

@@ -1,0 +1,171 @@
+"""`penstock simulate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+import penstock as ps
+from penstock.draw.terminal import plain
+from penstock.draw.timeline import ASCII_BARS, timeline_lines
+from penstock.schedules.registry import algorithms
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A file in which each rank waits for the other's message first."""
+    program = ps.Program.from_actions(
+        [["0RECV_B0", "0F0", "0SEND_F0", "0B0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]], ps.Placement.linear(2)
+    )
+    schedule = ps.Schedule.from_actions([["0B0", "0F0"], ["1F0", "1B0"]], ps.Placement.linear(2))
+    path = tmp_path / "hanging.json"
+    path.write_text(json.dumps(schedule.to_json()))
+    assert program is not None
+    return path
+
+
+def test_prints_the_library_s_picture(run):
+    timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=1, i=1.1, latency=0.1))
+    result = run("simulate", "zbv", "-p", 4, "-m", 8, "--costs", "f=1,i=1.1,latency=0.1")
+    assert (result.code, result.err) == (0, "")
+    assert result.out == "".join(f"{line}\n" for line in plain(timeline_lines(timeline)))
+
+
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_every_schedule_is_timed(run, name):
+    said = json.loads(run("simulate", name, "--json").out)
+    assert said["name"] == name
+    assert said["makespan"] > 0
+
+
+def test_json_by_hand(run):
+    """gpipe with 2 ranks and 3 microbatches: (3 + 1) x (1 + 2) long, the whole batch held."""
+    said = json.loads(run("simulate", "gpipe", "-p", 2, "-m", 3, "--json").out)
+    assert (said["makespan"], said["bubble"], said["peak"], said["messages"]) == (12, 0.25, 3, 6)
+    assert said["busy"] == [9, 9]
+    assert sum(said["idle_by_cause"].values()) == 6
+
+
+def test_costs_files_and_costs_of_a_rank(run, tmp_path):
+    (tmp_path / "costs.toml").write_text("f = 2\ni = 2\nw = 2\nactivation = 6\n")
+    args = ("simulate", "zbv", "-p", 4, "-m", 8, "--costs", tmp_path / "costs.toml", "--json")
+    stage, rank = (json.loads(run(*args, "--per", per).out) for per in ("stage", "rank"))
+    assert stage["makespan"] == 2 * rank["makespan"]
+    assert stage["peak"] == 2 * rank["peak"]
+
+
+@pytest.mark.parametrize("options", [("--lower",), ("--fsdp",), ("--receive", "just-in-time"), ("--receive", 2), ("--merge-backward",)])
+def test_lowering_first(run, options):
+    costs = ps.Costs(latency=0.25, unshard=0.5, reduce=0.5)
+    keywords = {
+        "--lower": {},
+        "--fsdp": {"fsdp": True},
+        "--receive": {"receive": options[-1]},
+        "--merge-backward": {"merge_backward": True},
+    }[options[0]]
+    wanted = ps.simulate(ps.lower(ps.schedule("zb-h1", ranks=4, microbatches=8), **keywords), costs)
+    said = json.loads(run("simulate", "zb-h1", "--costs", "latency=0.25,unshard=0.5,reduce=0.5", "--json", *options).out)
+    assert said["makespan"] == wanted.makespan
+    assert said["idle_by_cause"] == wanted.idle_by_cause
+
+
+def test_files_of_schedules_and_programs(run, tmp_path):
+    schedule = ps.schedule("1f1b", ranks=3, microbatches=5)
+    schedule.to_csv(tmp_path / "schedule.csv")
+    ps.lower(schedule).to_csv(tmp_path / "program.csv")
+    for name in ("schedule.csv", "program.csv"):
+        said = json.loads(run("simulate", tmp_path / name, "--json").out)
+        assert said["makespan"] == (5 + 2) * 3
+
+
+def test_a_saved_timeline_is_shown_as_it_is_and_timed_anew_with_costs(run, tmp_path):
+    path = tmp_path / "saved.json"
+    args = ("simulate", "zbv", "--costs", "f=2,latency=0.5", "--json")
+    first = json.loads(run(*args, "-o", path).out)
+    assert json.loads(run("simulate", path, "--json").out) == first
+    anew = json.loads(run("simulate", path, "--costs", "f=3", "--json").out)
+    assert anew["makespan"] == ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=3)).makespan
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html", "json", "trace.json"])
+def test_output_files_beside_the_print(run, tmp_path, suffix):
+    path = tmp_path / f"out.{suffix}"
+    result = run("simulate", "1f1b", "-p", 2, "-m", 3, "--unit", "us", "-o", path)
+    assert result.code == 0
+    assert result.out == run("simulate", "1f1b", "-p", 2, "-m", 3, "--unit", "us").out
+    assert path.stat().st_size > 100
+
+
+def test_output_is_the_library_s(run, tmp_path):
+    run("simulate", "1f1b", "--unit", "s", "-o", tmp_path / "a.svg")
+    run("simulate", "1f1b", "--unit", "s", "-o", tmp_path / "a.trace.json")
+    timeline = ps.simulate(ps.schedule("1f1b", ranks=4, microbatches=8))
+    for name in ("svg", "trace.json"):
+        timeline.save(tmp_path / f"b.{name}", unit="s")
+        assert (tmp_path / f"a.{name}").read_bytes() == (tmp_path / f"b.{name}").read_bytes()
+    ElementTree.parse(tmp_path / "a.svg")
+
+
+def test_fitted_and_coloured_on_a_terminal(run, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "70")
+    out = run("simulate", "zbv").out
+    assert "\x1b[" in out
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    lines = run("simulate", "zbv").out.splitlines()
+    assert max(map(len, lines)) <= 70
+
+
+def test_ascii_where_stdout_has_no_more(run, monkeypatch):
+    monkeypatch.setattr(type(sys.stdout), "encoding", "ascii", raising=False)
+    timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8))
+    assert "\n".join(plain(timeline_lines(timeline, bars=ASCII_BARS))).isascii()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("zvb",), "did you mean 'zbv'"),
+        (("zbv", "--costs", "f=much"), "--costs: f must be a number"),
+        (("zbv", "--costs", "f=[1,2]"), "f has 2 values for 8 stages"),
+        (("zbv", "--costs", "gone.toml"), "there is no file gone.toml"),
+        (("zbv", "-o", "a.gif"), "not one of .trace.json, .json, .svg, .png, .html"),
+        (("zbv", "-o", "/no/such/folder/a.svg"), "no folder"),
+        (("zbv", "--unit", "weeks"), "--unit: unit must be one of s, ms, us, ns"),
+        (("zbv", "--receive", "later"), "--receive"),
+        (("zbv", "--per", "model"), "'stage', 'rank'"),
+        (("zbv", "-O", "chunks=2"), "use --chunks"),
+        (("gone.json",), "there is no file gone.json"),
+    ],
+)
+def test_wrong_usage_is_2(refused, args, said):
+    assert said in refused(2, "simulate", *args)
+
+
+def test_a_file_that_hangs_is_a_finding(refused, hanging):
+    assert "never get to their end" in refused(1, "simulate", hanging)
+
+
+def test_a_bad_file_is_a_finding(refused, tmp_path):
+    for name, text in (("a.json", "{"), ("b.json", '{"type": "timeline"}'), ("c.csv", "0F0junk\n"), ("costs.toml", "f = -1\n")):
+        (tmp_path / name).write_text(text)
+    for name in ("a.json", "b.json", "c.csv"):
+        assert name in refused(1, "simulate", tmp_path / name)
+    assert "costs.toml" in refused(1, "simulate", "zbv", "--costs", tmp_path / "costs.toml")
+
+
+def test_a_saved_timeline_has_its_own_shape(refused, run, tmp_path):
+    run("simulate", "zbv", "-o", tmp_path / "a.json")
+    assert "holds its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
+
+
+def test_without_matplotlib_a_picture_says_what_to_install(refused, run, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'penstock[plot]'" in refused(2, "simulate", "zbv", "-o", tmp_path / "a.svg")
+    assert run("simulate", "zbv", "-o", tmp_path / "a.trace.json").code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["a.trace.json"]
