@@ -32,8 +32,8 @@ def read_costs(text: str) -> Costs:
     from penstock.ir.costs import Costs
 
     path = Path(text)
-    if path.suffix.lower() in _FILES or ("=" not in text and path.exists()):
-        if not path.exists():
+    if path.suffix.lower() in _FILES or ("=" not in text and path.is_file()):
+        if not path.is_file():
             raise UsageError(f"--costs: there is no file {path}")
         return Costs.load(path)
     try:
@@ -55,7 +55,7 @@ def of_stages(costs: Costs, stages: int, ranks: int) -> Costs:
 
 def _written(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for part in re.split(r",(?![^\[]*\])", text):
+    for part in re.split(r",(?=[^\[\]]*(?:=|$))", text):
         name, equals, value = (each.strip() for each in part.partition("="))
         if not equals or not name.isidentifier():
             raise UsageError(f'--costs: {part.strip()!r} is not NAME=VALUE: write "f=1,i=1,w=1,latency=0.1", or name a .toml or .json file')

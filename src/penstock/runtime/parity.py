@@ -71,6 +71,10 @@ def parity(pipeline: Pipeline, feed: Feed) -> Parity:
     if len(parts) != pipeline.table.stages:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
     modules = copy.deepcopy(nn.ModuleList(part.module for part in parts))
+    held = {index: stage.module.state_dict() for index, stage in pipeline.stages.items()}
+    for theirs in reversed(pipeline.gather("states", held)):  # each rank trains its own stages only
+        for index, state in theirs.items():
+            modules[index].load_state_dict(state)
     again = copy.deepcopy(modules)
     backup = Backup.take(pipeline.parameters())
     states = [(buffer, buffer.clone()) for stage in pipeline.stages.values() for buffer in stage.module.buffers()]
