@@ -64,6 +64,10 @@ class PipelineError(PenstockError, RuntimeError):
     """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
 
 
+class SplitError(PenstockError, RuntimeError):
+    """A stage whose backward for the weights cannot be had apart from that for the input."""
+
+
 class MissingExtraError(PenstockError, ImportError):
     """An optional dependency that is not installed, named with the extra that brings it."""
 

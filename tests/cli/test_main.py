@@ -12,7 +12,7 @@ import pytest
 import penstock
 from penstock.cli.main import main
 
-COMMANDS = ("list", "show", "lower", "verify", "convert")
+COMMANDS = ("list", "show", "lower", "verify", "simulate", "compare", "convert")
 HEAVY = ("torch", "numba", "matplotlib", "ortools", "scipy", "pandas")
 
 
@@ -23,12 +23,12 @@ def loaded(*args: str) -> set[str]:
     return {name.partition(".")[0] for name in done.stderr.split()}
 
 
-@pytest.mark.parametrize("args", [("--help",), ("list",), ("show", "--help")])
+@pytest.mark.parametrize("args", [("--help",), ("list",), ("show", "--help"), ("simulate", "--help"), ("compare", "--help")])
 def test_help_and_list_load_nothing_heavy(args: tuple[str, ...]) -> None:
     assert not loaded(*args) & {"numpy", *HEAVY}
 
 
-@pytest.mark.parametrize("args", [("show", "zbv"), ("lower", "1f1b"), ("verify", "1f1b")])
+@pytest.mark.parametrize("args", [("show", "zbv"), ("lower", "1f1b"), ("verify", "1f1b"), ("simulate", "zbv"), ("compare", "zbv", "1f1b")])
 def test_work_loads_numpy_and_nothing_heavier(args: tuple[str, ...]) -> None:
     modules = loaded(*args)
     assert "numpy" in modules

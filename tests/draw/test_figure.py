@@ -223,6 +223,8 @@ def test_many_boxes_become_an_image(monkeypatch):
     root = tree(SAMPLES["dualpipe-v"])
     assert not group(root, "boxes-0-F0")
     assert any(each.get("id") == "boxes-0-mixed" for each in root.iter())
+    assert any(text.startswith("mixed colours") for text in texts(root))
+    check_texts(figure(SAMPLES["dualpipe-v"]))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "interleaved"])

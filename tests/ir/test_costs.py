@@ -1,17 +1,39 @@
-"""Costs: scalars or one value a stage, refused by name."""
+"""Costs: scalars, one value a stage or one a stage and microbatch; refused by name; the same through every file."""
 
 from __future__ import annotations
 
+import json
 import math
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.errors import CostsError
-from penstock.ir.costs import Costs, parse_size
+from penstock.errors import CostsError, FileFormatError
+from penstock.ir.costs import CONTENTION, Costs, parse_size
 
 amounts = st.floats(0, 1e12)
+PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
+ONE_NUMBER = ("latency", "overlap", "bandwidth")
+an_action = st.one_of(amounts, st.lists(st.one_of(amounts, st.lists(amounts, max_size=4)), max_size=4))
+any_costs = st.fixed_dictionaries(
+    {},
+    optional={
+        **dict.fromkeys(PER_ACTION, an_action),
+        **{name: st.one_of(amounts, st.lists(amounts, max_size=4)) for name in PER_STAGE},
+        **{name: st.floats(1e-9, 1e12) for name in ONE_NUMBER},
+        "contention": st.sampled_from(CONTENTION),
+    },
+).map(lambda given: Costs(**given))
+
+
+def test_every_field_is_of_one_form() -> None:
+    assert {field.name for field in fields(Costs)} == {*PER_ACTION, *PER_STAGE, *ONE_NUMBER, "contention"}
 
 
 @given(amounts, st.integers(1, 9))
@@ -33,16 +55,144 @@ def test_a_sequence_is_one_value_a_stage(values: list[float]) -> None:
         costs.of_stage("activation", len(values))
 
 
-@pytest.mark.parametrize("name", ["f", "i", "w", "b", "latency", "activation", "weight_stash"])
-@pytest.mark.parametrize("value", [-1, -0.5, math.nan, math.inf, "1", True, [1, 2], {}])
+WRONG = [-1, -0.5, math.nan, math.inf, -math.inf, "1", True, {}, b"1", np.float64("nan"), np.bool_(True)]
+
+
+@pytest.mark.parametrize("name", [*PER_ACTION, *PER_STAGE, *ONE_NUMBER])
+@pytest.mark.parametrize("value", WRONG, ids=repr)
 def test_a_wrong_value_is_refused_by_name(name: str, value: object) -> None:
-    if value == [1, 2] and name != "latency":
-        value = [1.0, -2.0]
-        name_in_message = rf"{name}\[1\]"
-    else:
-        name_in_message = name
-    with pytest.raises(CostsError, match=rf"^{name_in_message} "):
+    with pytest.raises(CostsError, match=rf"^{name}(\[0\])? "):
         Costs(**{name: value})  # type: ignore[arg-type]
+    if name not in ONE_NUMBER:
+        with pytest.raises(CostsError, match=rf"^{name}\[1\](\[0\])? "):
+            Costs(**{name: [1.0, value]})  # type: ignore[arg-type]
+    if name in PER_ACTION:
+        with pytest.raises(CostsError, match=rf"^{name}\[0\]\[1\] "):
+            Costs(**{name: [[1.0, value], 1.0]})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(name, [1.0]) for name in ONE_NUMBER] + [(name, [[1.0]]) for name in PER_STAGE] + [(name, [[[1.0]]]) for name in PER_ACTION],
+)
+def test_a_sequence_too_deep_is_refused_by_name(name: str, value: list[Any]) -> None:
+    with pytest.raises(CostsError, match=rf"^{name}"):
+        Costs(**{name: value})
+
+
+@pytest.mark.parametrize("value", ["ring", "", None, 1, "Pair"])
+def test_contention_is_one_of_three(value: object) -> None:
+    with pytest.raises(CostsError, match="contention must be one of independent, pair, rank, got"):
+        Costs(contention=value)  # type: ignore[arg-type]
+
+
+def test_a_link_that_carries_nothing_is_refused() -> None:
+    with pytest.raises(CostsError, match="bandwidth must be more than 0"):
+        Costs(bandwidth=0)
+    assert Costs().bandwidth is None
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 4))
+def test_the_table_of_a_field(data: st.DataObject, stages: int, microbatches: int) -> None:
+    """One row a stage and one column a microbatch, whatever the form."""
+    a_row = st.one_of(amounts, st.lists(amounts, min_size=microbatches, max_size=microbatches))
+    rows = data.draw(st.lists(a_row, min_size=stages, max_size=stages))
+    wanted = [row if isinstance(row, list) else [row] * microbatches for row in rows]
+    costs = Costs(i=rows, w=2)  # type: ignore[arg-type]
+    assert costs.table("i", stages, microbatches).tolist() == wanted
+    assert [[costs.of_stage("i", s, m) for m in range(microbatches)] for s in range(stages)] == wanted
+    assert costs.table("w", stages, microbatches).tolist() == [[2] * microbatches] * stages
+    assert costs.table("b", stages, microbatches).tolist() == [[value + 2 for value in row] for row in wanted]
+    given_b = Costs(b=rows)  # type: ignore[arg-type]
+    assert given_b.table("b", stages, microbatches).tolist() == wanted
+    costs.check(stages, microbatches)
+
+
+def test_lengths_are_checked_by_name() -> None:
+    for name in PER_ACTION + PER_STAGE:
+        Costs(**{name: [1.0, 2.0]}).check(2, 3)  # type: ignore[arg-type]
+        with pytest.raises(CostsError, match=rf"^{name} has 2 values for 3 stages"):
+            Costs(**{name: [1.0, 2.0]}).check(3, 3)  # type: ignore[arg-type]
+    for name in PER_ACTION:
+        costs = Costs(**{name: [1.0, [1.0, 2.0]]})  # type: ignore[arg-type]
+        costs.check(2, 2)
+        with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values for 3 microbatches"):
+            costs.check(2, 3)
+        with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values, one a microbatch, but microbatch 2"):
+            costs.of_stage(name, 1, 2)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    costs = Costs(f=np.float32(0.5), latency=np.int64(3), w=[np.float64(1), np.int32(2)])  # type: ignore[arg-type]
+    assert costs == Costs(f=0.5, latency=3, w=(1.0, 2.0))
+    assert type(costs.f) is float
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".json", ".toml", ".JSON"])
+@given(costs=any_costs)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_is_saved_is_loaded(suffix: str, tmp_path: Path, costs: Costs) -> None:
+    assert Costs.from_json(json.loads(json.dumps(costs.to_json()))) == costs
+    path = tmp_path / f"costs{suffix}"
+    costs.save(path)
+    assert Costs.load(path) == costs
+
+
+def test_only_what_is_not_the_default_is_written() -> None:
+    assert Costs().to_json() == {}
+    assert Costs(f=1.0, latency=0.5, w=[1, [2, 3]]).to_json() == {"latency": 0.5, "w": [1.0, [2.0, 3.0]]}  # type: ignore[list-item]
+
+
+def test_a_file_as_people_write_it(tmp_path: Path) -> None:
+    path = tmp_path / "costs.toml"
+    path.write_text('# milliseconds\nf = 18.5\nw = [9, 9.5]  # the last stage has the loss\nlatency = 6e-1\ncontention = "pair"\n')
+    assert Costs.load(path) == Costs(f=18.5, w=(9.0, 9.5), latency=0.6, contention="pair")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("costs.toml", "latencey = 1", "no cost 'latencey': did you mean 'latency'"),
+        ("costs.json", '{"F": 1}', "no cost 'F': did you mean 'f'"),
+        ("costs.json", '{"weight-stash": 1}', "did you mean 'weight_stash'"),
+        ("costs.toml", "f = -1", "f must be a finite number of at least 0, got -1"),
+        ("costs.toml", "f = nan", "f must be a finite number"),
+        ("costs.json", '{"f": NaN}', "f must be a finite number"),
+        ("costs.json", '{"i": [1, Infinity]}', "i[1] must be a finite number"),
+        ("costs.json", '{"i": 1' + "0" * 400 + "}", "i must be a finite number"),
+        ("costs.json", '{"f": null}', "f must be a number"),
+        ("costs.json", '{"latency": null}', "latency must be a number"),
+        ("costs.json", '{"f": "1"}', "f must be a number, got '1'"),
+        ("costs.toml", "f = true", "f must be a number, got True"),
+        ("costs.toml", 'contention = "ring"', "contention must be one of"),
+        ("costs.toml", "bandwidth = 0", "bandwidth must be more than 0"),
+        ("costs.toml", "[f]\nx = 1", "f must be a number"),
+        ("costs.json", "[]", "costs are a table of names and values, got list"),
+        ("costs.json", "{", "line 1"),
+        ("costs.json", "", "line 1"),
+        ("costs.toml", "f = = 1", "line 1"),
+        ("costs.csv", "f,1", "the suffix '.csv' is not one of .json, .toml"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(name: str, content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_text(content)
+    with pytest.raises(FileFormatError) as caught:
+        Costs.load(path)
+    assert str(path) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    for name in ("costs.json", "costs.toml"):
+        (tmp_path / name).write_bytes(b"\xff\xfe")
+        with pytest.raises(FileFormatError, match=name):
+            Costs.load(tmp_path / name)
+    with pytest.raises(FileFormatError, match=r"the suffix '\.yaml'"):
+        Costs().save(tmp_path / "costs.yaml")
 
 
 def test_whole_numbers_become_floats() -> None:

@@ -77,7 +77,7 @@ class Outcome:
     def span_bubbles(self) -> list[float]:
         """Of each rank with the longest span."""
         spans = [finish - first for finish, first in zip(self.finish, self.first, strict=True)]
-        return [(span - busy) / span for span, busy in zip(spans, self.busy, strict=True) if span == max(spans)]
+        return [(span - busy) / span if span else 0.0 for span, busy in zip(spans, self.busy, strict=True) if span == max(spans)]
 
     def held(self, rank: int) -> list[tuple[float, dict[str, float]]]:
         """What the rank holds of each category after each change."""

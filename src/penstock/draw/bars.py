@@ -13,7 +13,7 @@ from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, optimize
 from penstock.draw.canvas import IDLE, PAPER, POINTS, text_width
 from penstock.draw.mixed import mixed, spaced
 from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, shaded
-from penstock.ir.kind import Kind
+from penstock.ir.kind import COMPUTE, Kind
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,8 +28,15 @@ MOST_BOXES = 60_000
 LEAST_LABEL, MOST_LABEL = 4.5, 7.5
 _PAD = 1.6
 """Points: the sizes of labels, and what is left free beside them."""
-_TOP, _BOTTOM, _STRIP = 0.08, 0.92, 0.78
-"""Where in its row, of height 1, a rank's computation begins and ends; with collectives it ends above their strip."""
+_MARGIN, _STRIP = 0.08, 0.78
+"""Of a row's height of 1: what is free at its top and bottom, and where the strip of the collectives begins."""
+_THIN = 5.0
+"""Points: thinner rows stand without a gap."""
+
+
+def is_mixed(timeline: Timeline) -> bool:
+    """Whether there are too many boxes to draw each."""
+    return int(timeline.table.rows.is_kind(*COMPUTE).sum()) > MOST_BOXES
 
 
 @dataclass(frozen=True)
@@ -56,20 +63,25 @@ class Bars:
         return f"boxes-{self.panel}-{name}"
 
     @property
+    def _top(self) -> float:
+        """Where a rank's row begins."""
+        return _MARGIN if self.row_points >= _THIN else 0.0
+
+    @property
     def _floor(self) -> float:
         """Where a rank's computation ends in its row."""
-        return _STRIP - 0.06 if len(self.collectives) else _BOTTOM
+        return _STRIP - 0.06 if len(self.collectives) else 1 - self._top
 
     def draw(self, axes: Axes) -> None:
         """Fill the axes; row r reaches from r to r + 1."""
-        if len(self.boxes) > MOST_BOXES:
+        if is_mixed(self.timeline):
             self._draw_mixed(axes)
         else:
             ranks, none = np.arange(self.timeline.ranks), np.zeros(self.timeline.ranks)
-            _add(axes, (ranks, none, none + self.timeline.makespan), (_TOP, self._floor), _Fill(IDLE, self._id("idle")))
+            _add(axes, (ranks, none, none + self.timeline.makespan), (self._top, self._floor), _Fill(IDLE, self._id("idle")))
             self._draw_boxes(axes)
         self._draw_collectives(axes)
-        _add(axes, optimizer_boxes(self.timeline), (_TOP, self._floor), _Fill(OPTIMIZER.fill, self._id("optimizer")))
+        _add(axes, optimizer_boxes(self.timeline), (self._top, self._floor), _Fill(OPTIMIZER.fill, self._id("optimizer")))
 
     def _draw_boxes(self, axes: Axes) -> None:
         boxes, chunks = self.boxes, self.timeline.table.chunks
@@ -86,8 +98,8 @@ class Bars:
 
     def _bounds(self, boxes: Boxes) -> tuple[Floats, Floats]:
         """Top and bottom of each box in its row; what runs together shares the height."""
-        height = (self._floor - _TOP) / boxes.parts
-        return _TOP + boxes.part * height, _TOP + (boxes.part + 1) * height
+        height = (self._floor - self._top) / boxes.parts
+        return self._top + boxes.part * height, self._top + (boxes.part + 1) * height
 
     def _line_width(self, boxes: Boxes) -> float:
         """Lines between boxes, thinner where boxes are narrow, none where they would cover them."""
@@ -100,7 +112,7 @@ class Bars:
         if not self.labels or not len(self.boxes):
             return None
         boxes = self.boxes
-        heights = (self._floor - _TOP) / boxes.parts * self.row_points
+        heights = (self._floor - self._top) / boxes.parts * self.row_points
         widths = boxes.length * self.unit_points
         room = np.minimum(heights / 1.25, (widths - _PAD) / (text_width(self._widest, 1.0) * POINTS))
         roomy = room[room >= LEAST_LABEL]
@@ -125,11 +137,11 @@ class Bars:
             of = boxes.kind == kind
             if of.any():
                 fill = _Fill(shaded(SHARDING, place, 2).fill, self._id(kind.name))
-                _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (_STRIP, _BOTTOM), fill)
+                _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (_STRIP, 1 - self._top), fill)
 
     def _draw_mixed(self, axes: Axes) -> None:
         columns = max(int(self.timeline.makespan * self.unit_points * 3), 1)
-        image = spaced(mixed(self.timeline, self.boxes, columns), self.timeline.ranks, (_TOP, self._floor))
+        image = spaced(mixed(self.timeline, self.boxes, columns), self.timeline.ranks, (self._top, self._floor))
         extent = (0.0, self.timeline.makespan, float(self.timeline.ranks), 0.0)
         axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest").set_gid(self._id("mixed"))
 

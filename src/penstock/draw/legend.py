@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from penstock.draw.bars import is_mixed
 from penstock.draw.canvas import IDLE, INK, text_width
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def entries(timelines: Sequence[Timeline], memory: str) -> list[Entry]:
     found.append(Entry((IDLE,), "idle"))
     if chunks > 1:
         found.append(Entry((), f"shade: chunk 0 (dark) to {chunks - 1} (light)"))
+    if any(is_mixed(timeline) for timeline in timelines):
+        found.append(Entry((), "mixed colours: more boxes than can be seen"))
     return found + [Entry((fill,), means) for fill, means in _memory(timelines, memory)]
 
 

@@ -43,7 +43,7 @@ def spaced(image: Image, ranks: int, bounds: tuple[float, float]) -> Image:
     """RGBA with nothing outside the bounds of each row, where there are lines enough to show it."""
     parts = len(image) // ranks
     fine = min(24, MOST_LINES // ranks) // parts * parts
-    if fine < 8:
+    if fine < 8 or bounds == (0.0, 1.0):
         return image
     rank, height = np.divmod((np.arange(ranks * fine) + 0.5) / fine, 1)
     inside = (height >= bounds[0]) & (height < bounds[1])

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
+import sys
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -25,6 +25,7 @@ PerAction = float | tuple[float | tuple[float, ...], ...]
 CONTENTION = ("independent", "pair", "rank")
 
 _ONE_NUMBER = ("overlap", "latency", "bandwidth")
+_OPTIONAL = ("b", "bandwidth")
 _PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 _UNITS = {"": 1, "B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
@@ -79,7 +80,7 @@ class Costs:
             if field.name == "contention":
                 if value not in CONTENTION:
                     raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
-            elif value is not None:
+            elif value is not None or field.name not in _OPTIONAL:
                 object.__setattr__(self, field.name, _checked(field.name, value))
         if self.bandwidth == 0:
             raise CostsError("bandwidth must be more than 0, or None for unlimited")
@@ -178,7 +179,7 @@ def _lists(value: Any) -> Any:
 
 
 def _checked(name: str, value: Any, depth: int = 0) -> Any:
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if name in _ONE_NUMBER:
             raise CostsError(f"{name} is one number, not one a stage")
         if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{each}[" for each in _PER_ACTION))):
@@ -192,7 +193,7 @@ def _number(name: str, value: Any) -> float:
         value = value.item()  # a NumPy scalar
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise CostsError(f"{name} must be a number, got {value!r}")
-    if math.isnan(value) or math.isinf(value) or value < 0:
+    if not 0 <= value <= sys.float_info.max:
         raise CostsError(f"{name} must be a finite number of at least 0, got {value}")
     return float(value)
 

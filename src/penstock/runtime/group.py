@@ -11,7 +11,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -26,23 +27,38 @@ class _Waiting(NamedTuple):
     what: str
 
 
+@dataclass
+class _Failure:
+    """The first failure. Every rank raises it once; the group is whole again when all have, unless a rank was lost to it."""
+
+    error: BaseException
+    fatal: bool
+    raised: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Board:
+    """What ranks put together: the name and the value of each, and how many have read them."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    read: int = 0
+
+
 class Group:
     """The virtual ranks of one `launch`: the channels between them, what they share, and whose turn it is."""
 
     def __init__(self, ranks: int, *, parallel: bool = False) -> None:
         self.ranks = ranks
         self.parallel = parallel
-        self.failure: tuple[int, BaseException] | None = None
-        """The first failure and the number of the step that it was in."""
+        self.failure: _Failure | None = None
         self._channels: dict[Channel, deque[Any]] = {}
-        self._boards: dict[Any, dict[int, Any]] = {}
-        self._read: dict[Any, int] = {}
+        self._boards: dict[int, _Board] = {}
+        self._gathered = [0] * ranks
         self._gates = [threading.Semaphore(0) for _ in range(ranks)]
-        self._change = threading.Condition()
+        self._change = threading.Condition(threading.RLock())
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
-        self._back: set[int] = set()
-        self._doing: dict[int, str] = {}
 
     # Taking turns -----------------------------------------------------------------------------------------------------
 
@@ -55,7 +71,9 @@ class Group:
         """Leave for good."""
         with self._change:
             self._ended.add(rank)
-            self._change.notify_all()
+            if self.parallel:
+                self._look_for_deadlock()
+                self._change.notify_all()
         if not self.parallel:
             self._pass_on(rank)
 
@@ -63,28 +81,46 @@ class Group:
         """Let others run until `ready`; raises where another rank failed, all of them wait, or the deadline is over."""
         if ready():
             return
-        self._waiting[rank] = _Waiting(ready, what)
+        with self._change:
+            self._waiting[rank] = _Waiting(ready, what)
+            if self.parallel:
+                self._look_for_deadlock()
+        try:
+            if not self._sleep(rank, lambda: ready() or self.failure is not None, deadline):
+                self.fail(rank, PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"), fatal=True)
+        finally:
+            with self._change:
+                del self._waiting[rank]
+        if not ready():
+            self._raise(rank)
+
+    def _sleep(self, rank: int, done: Callable[[], bool], deadline: float) -> bool:
+        """Let the others run; False where the deadline was over first."""
         if self.parallel:
             with self._change:
-                done = self._change.wait_for(lambda: ready() or self.failure is not None, deadline)
-            if not done:
-                self.fail(PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"))
-        else:
-            self._idle(rank)
-        del self._waiting[rank]
-        if not ready():
-            self.raise_failure(rank)
+                return self._change.wait_for(done, deadline)
+        state = torch.get_rng_state()
+        self._pass_on(rank)
+        in_time = self._gates[rank].acquire(timeout=deadline)
+        torch.set_rng_state(state)
+        return in_time
 
     def _pass_on(self, rank: int) -> None:
         """Give the turn to the next rank that can use it; where none can, all wait for each other."""
+        self._look_for_deadlock()
         order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
-        alive = [other for other in order if other not in self._ended]
-        able = [other for other in alive if self.failure or other not in self._waiting or self._waiting[other].ready()]
-        if not able and alive:
-            self.fail(PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
-            able = alive
-        if able:
-            self._gates[able[0]].release()
+        able = next((other for other in order if other not in self._ended and self._is_able(other)), None)
+        if able is not None:
+            self._gates[able].release()
+
+    def _is_able(self, rank: int) -> bool:
+        waits = self._waiting.get(rank)
+        return self.failure is not None or waits is None or waits.ready()
+
+    def _look_for_deadlock(self) -> None:
+        alive = [rank for rank in range(self.ranks) if rank not in self._ended]
+        if alive and not any(map(self._is_able, alive)):
+            self.fail(None, PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
 
     def changed(self) -> None:
         """Something that ranks may wait for has changed; only parallel ranks need to be told."""
@@ -94,88 +130,89 @@ class Group:
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
-    def fail(self, error: BaseException, step: int = -1) -> None:
-        """Make the first failure known to all."""
-        if self.failure is None:
-            self.failure = (step, error)
-        self.changed()
+    def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
+        """Make a failure known to all, if it is the first; the rank, if any, raises it by itself. A fatal one is never got over."""
+        with self._change:
+            if self.failure is None:
+                self.failure = _Failure(error, fatal)
+            self.failure.fatal |= fatal
+            if rank is not None:
+                self.failure.raised.add(rank)
+            self._change.notify_all()
 
-    def raise_failure(self, rank: int) -> None:
+    def _raise(self, rank: int) -> NoReturn:
         assert self.failure is not None
-        error = self.failure[1]
+        self.failure.raised.add(rank)
+        error = self.failure.error
         if isinstance(error, PipelineError):
             raise PipelineError(*error.args) from error.__cause__
         raise PipelineError(f"rank {rank} stopped because another rank failed: {error!r}") from error
 
-    def enter_step(self, rank: int, step: int, deadline: float) -> None:
-        """Begin a step that all ranks take part in: it fails if it has failed already; after an earlier failure all meet and clear up."""
+    def enter(self, rank: int, deadline: float) -> None:
+        """Begin what all ranks take part in. Who has not raised a failure yet raises it now; who has waits until all have."""
         if self.failure is None:
             return
-        if self.failure[0] in (step, -1):
-            self.raise_failure(rank)
-        self._back.add(rank)
+        if self.failure.fatal or rank not in self.failure.raised:
+            self._raise(rank)
         until = time.monotonic() + deadline
-        while not self._cleared():
+        while not self._recovered():
+            if self.failure.fatal:
+                self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
-            self._idle(rank)
+            self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
 
-    def _cleared(self) -> bool:
-        """Once every rank that is left has come out of the failed step, nothing of it is left."""
-        if self.failure is None:
+    def _recovered(self) -> bool:
+        """Once every rank that is left has come out of what failed, nothing of it is left."""
+        with self._change:
+            if self.failure is None:
+                return True
+            if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
+                return False
+            self.failure = None
+            for queue in self._channels.values():  # emptied, not dropped: executors hold on to them
+                queue.clear()
+            self._boards.clear()
+            self._gathered = [0] * self.ranks
             return True
-        if len(self._back | self._ended) < self.ranks:
-            return False
-        self.failure = None
-        self._back.clear()
-        for queue in self._channels.values():  # emptied, not dropped: executors hold on to them
-            queue.clear()
-        self._boards.clear()
-        self._read.clear()
-        self.changed()
-        return True
-
-    def _idle(self, rank: int) -> None:
-        """Let the others run once."""
-        if self.parallel:
-            with self._change:
-                self._change.wait(0.01)
-            return
-        state = torch.get_rng_state()
-        self._pass_on(rank)
-        self._gates[rank].acquire()
-        torch.set_rng_state(state)
 
     def report(self) -> str:
         """What each rank does."""
         lines = []
         for rank in range(self.ranks):
             waits = self._waiting.get(rank)
-            now = "has ended" if rank in self._ended else f"waits for {waits.what}" if waits else "runs"
-            lines.append(f"  rank {rank} {now}" + (f", in {self._doing[rank]}" if self._doing.get(rank) else ""))
+            lines.append(f"  rank {rank} " + ("has ended" if rank in self._ended else f"waits for {waits.what}" if waits else "runs"))
         return "\n".join(lines)
-
-    def note(self, rank: int, doing: str) -> None:
-        """Say what a rank is at, for reports."""
-        self._doing[rank] = doing
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def channel(self, channel: Channel) -> deque[Any]:
         """Messages on their way, in order."""
-        found = self._channels.get(channel)
-        if found is None:
-            found = self._channels.setdefault(channel, deque())
-        return found
+        return self._channels.setdefault(channel, deque())
 
-    def gather(self, rank: int, key: Any, value: Any, deadline: float) -> list[Any]:
-        """Everyone's value, in the order of ranks."""
-        board = self._boards.setdefault(key, {})
-        board[rank] = value
-        self.changed()
-        self.wait(rank, lambda: len(board) == self.ranks, f"all ranks to reach {key!r}", deadline)
-        values = [board[other] for other in range(self.ranks)]
-        self._read[key] = self._read.get(key, 0) + 1
-        if self._read[key] == self.ranks:
-            del self._boards[key], self._read[key]
+    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
+        """Everyone's value, in the order of ranks. All ranks gather the same things in the same order, or are told that they do not."""
+        self.enter(rank, deadline)
+        with self._change:
+            number = self._gathered[rank]
+            self._gathered[rank] += 1
+            board = self._boards.setdefault(number, _Board())
+            board.names[rank], board.values[rank] = name, value
+            self._change.notify_all()
+        self._refuse_others(rank, name, board)
+        self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
+        values = [board.values[other] for other in range(self.ranks)]
+        with self._change:
+            board.read += 1
+            if board.read == self.ranks:
+                del self._boards[number]
         return values
+
+    def _refuse_others(self, rank: int, name: str, board: _Board) -> None:
+        for other, theirs in list(board.names.items()):
+            if theirs != name:
+                error = PipelineError(
+                    f"rank {rank} is at {name!r}, but rank {other} at {theirs!r}: every rank must make the same calls in the same order"
+                )
+                self.fail(rank, error)
+                raise error

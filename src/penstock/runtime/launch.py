@@ -38,29 +38,42 @@ def launch(fn: Callable[..., Any], ranks: int, backend: str = "threads", args: S
     """Call `fn(*args)` on every rank; the results by rank.
 
     `threads` runs virtual ranks in this process, one at a time unless `parallel`. The first failure is raised, after every
-    rank has ended.
+    rank has ended. Each rank starts from the caller's random state, which is left as it was.
     """
     if backend != "threads":
         raise ScheduleError(f"backend {backend!r}: only 'threads', virtual ranks in one process, is there")
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
     group = Group(ranks, parallel=parallel)
-    runs = [_Run(group, each, fn, args) for each in range(ranks)]
-    for run in runs:
-        run.start()
-    for run in runs:
-        run.join()
-    _raise_first(group, runs)
+    state = torch.get_rng_state()
+    failed: list[_Run] = []
+    runs = [_Run(group, each, lambda: fn(*args), state, failed) for each in range(ranks)]
+    try:
+        for run in runs:
+            run.start()
+        for run in runs:
+            run.join()
+    except BaseException as error:  # an interrupt: ranks stop where they next wait, and one that does not is left behind
+        group.fail(None, error, fatal=True)
+        for run in runs:
+            run.join(_GRACE / ranks)
+        raise
+    finally:
+        torch.set_rng_state(state)
+    _raise_first(failed)
     return [run.result for run in runs]
 
 
-class _Run(threading.Thread):
-    """One rank's thread; its random state starts as that of the caller."""
+_GRACE = 2.0
+"""Seconds that an interrupted launch waits for its ranks."""
 
-    def __init__(self, group: Group, rank: int, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+
+class _Run(threading.Thread):
+    """One rank's thread."""
+
+    def __init__(self, group: Group, rank: int, body: Callable[[], Any], state: torch.Tensor, failed: list[_Run]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
-        self.group, self.rank, self.fn, self.args = group, rank, fn, args
-        self.state = torch.get_rng_state()
+        self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -70,20 +83,18 @@ class _Run(threading.Thread):
         try:
             if not self.group.parallel:
                 torch.set_rng_state(self.state)
-            self.result = self.fn(*self.args)
+            self.result = self.body()
         except BaseException as error:
             self.error = error
-            self.group.fail(error)
+            self.failed.append(self)
+            self.group.fail(self.rank, error, fatal=True)
         finally:
             self.group.end(self.rank)
 
 
-def _raise_first(group: Group, runs: Sequence[_Run]) -> None:
-    """The failure that came first, or a rank's own error rather than the report of another's."""
-    failed = [run for run in runs if run.error is not None]
-    if not failed:
-        return
-    first = next((run for run in failed if not isinstance(run.error, PipelineError)), failed[0])
-    assert first.error is not None
-    first.error.add_note(f"raised on rank {first.rank} of {group.ranks}")
-    raise first.error
+def _raise_first(failed: Sequence[_Run]) -> None:
+    """The failure that came first, and a rank's own error rather than the report of another's."""
+    first = next((run for run in failed if not isinstance(run.error, PipelineError)), failed[0] if failed else None)
+    if first is not None and first.error is not None:
+        first.error.add_note(f"raised on rank {first.rank} of {first.group.ranks}")
+        raise first.error

@@ -1,12 +1,14 @@
-"""How much each microbatch counts."""
+"""The loss of a microbatch, and how much each counts."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
 
@@ -15,43 +17,105 @@ from penstock.errors import ScheduleError
 REDUCTIONS = ("mean", "sum")
 
 
-def scales(
-    reduction: str, weight: Callable[[Any], Any] | None, sizes: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-) -> list[float]:
-    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
-    if weight is not None:
-        if targets is None:
-            raise ScheduleError("weight= is a function of the target, but the step was given none")
-        each = [float(weight(target)) for target in targets]
-        total = sum(each)
-        if total <= 0:
-            raise ScheduleError(f"the weights of the microbatches sum to {total}: there is nothing to average over")
-        return [one / total for one in each]
-    if reduction == "sum":
-        return [1.0] * count
-    if sizes is None:
-        return [1.0 / count] * count
-    return [size / sum(sizes) for size in sizes]
+class Loss:
+    """The loss function, called with the output and, where there is one and it takes one, the target."""
 
-
-def check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
-        raise ScheduleError(
-            f"loss_reduction must be {' or '.join(map(repr, REDUCTIONS))}, got {reduction!r}; other weights go into weight="
-        )
-
-
-def warn_of_ignored(loss_fn: Any, targets: Sequence[Any]) -> None:
-    """A mean over the targets that are not ignored is not the mean of the microbatches' means."""
-    ignored = getattr(loss_fn, "ignore_index", -100 if loss_fn in (functional.cross_entropy, functional.nll_loss) else None)
-    if not isinstance(ignored, int) or getattr(loss_fn, "reduction", "mean") != "mean":
-        return
-    for leaf in pytree.tree_leaves(list(targets)):
-        if isinstance(leaf, Tensor) and not leaf.is_floating_point() and bool((leaf == ignored).any()):
-            warnings.warn(
-                f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, "
-                "not by their valid targets; "
-                f"give weight=lambda target: (target != {ignored}).sum()",
-                stacklevel=4,
+    def __init__(self, fn: Callable[..., Any] | None, reduction: str) -> None:
+        self.fn = fn
+        self.alone, self.paired = (True, False) if fn is None else _takes(fn)
+        self._warned = False
+        if reduction not in REDUCTIONS:
+            raise ScheduleError(
+                f"loss_reduction must be {' or '.join(map(repr, REDUCTIONS))}, got {reduction!r}; other weights go into weight="
             )
+        self.reduction = reduction
+
+    def check_own_reduction(self) -> None:
+        """A loss function that says how it reduces must reduce as the pipeline was told."""
+        own = _setting(self.fn, "reduction", self.reduction)
+        if own != self.reduction:
+            raise ScheduleError(
+                f"the loss function has reduction={own!r}, but loss_reduction is {self.reduction!r}: the gradients would be scaled "
+                "wrongly, so give both the same"
+            )
+
+    def can_run(self, targets: Sequence[Any] | None) -> bool:
+        """Whether what was given is enough to call it."""
+        return self.alone or targets is not None
+
+    def __call__(self, output: Any, targets: Sequence[Any] | None, microbatch: int) -> Tensor:
+        fn = self.fn
+        if fn is None:
+            loss = output
+        elif targets is None or (not self.paired and targets[microbatch] is None):
+            loss = fn(output)
+        else:
+            loss = fn(output, targets[microbatch])
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise ScheduleError(
+                f"the {'last stage' if fn is None else 'loss function'} gave {what}: a loss is a tensor of one number"
+                + ("; give loss_fn= to compute one from the output" if fn is None else "")
+            )
+        return loss
+
+    def scales(
+        self, weight: Callable[[Any], Any] | None, sizes: Sequence[int] | None, targets: Sequence[Any] | None, count: int
+    ) -> list[float]:
+        """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
+        if weight is not None and targets is not None:
+            each = [float(weight(target)) for target in targets]
+            total = sum(each)
+            if total <= 0 or min(each) < 0:
+                raise ScheduleError(f"the weights of the microbatches are {each}: they must not be negative, and not all be zero")
+            return [one / total for one in each]
+        if self.reduction == "sum":
+            return [1.0] * count
+        if sizes is None or not sum(sizes):
+            return [1.0 / count] * count
+        return [size / sum(sizes) for size in sizes]
+
+    def warn_of_ignored(self, targets: Sequence[Any]) -> None:
+        """A mean over the targets that are not ignored is not the mean of the microbatches' means. Said once."""
+        ignored = _setting(self.fn, "ignore_index", -100 if _plain(self.fn) in _IGNORING else None)
+        if self._warned or self.reduction != "mean" or not isinstance(ignored, int):
             return
+        for leaf in pytree.tree_leaves(list(targets)):
+            if isinstance(leaf, Tensor) and not leaf.is_floating_point() and bool((leaf == ignored).any()):
+                self._warned = True
+                warnings.warn(
+                    f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
+                    f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
+                    stacklevel=5,
+                )
+                return
+
+
+_IGNORING = (functional.cross_entropy, functional.nll_loss)
+
+
+def _plain(fn: Any) -> Any:
+    return fn.func if isinstance(fn, functools.partial) else fn
+
+
+def _setting(fn: Any, name: str, default: Any) -> Any:
+    """An option that the loss function was made with: a module's attribute, or a keyword bound beforehand."""
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    return bound.get(name, getattr(fn, name, default))
+
+
+def _takes(fn: Callable[..., Any]) -> tuple[bool, bool]:
+    """Whether a function can be called with one argument, and with two."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except (TypeError, ValueError):  # some builtins do not say
+        return True, True
+
+    def binds(count: int) -> bool:
+        try:
+            signature.bind(*[None] * count)
+        except TypeError:
+            return False
+        return True
+
+    return binds(1), binds(2)

@@ -12,12 +12,13 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 
 Dims = Any
-"""The batch dimension of everything (an int), or a tree like the value's: an int for what is split, None for what stays whole."""
+"""The batch dimension of everything (an int), or a tree like the value's: an int for what is split, None for what stays whole.
+A name that a dict of dimensions lacks is split along dimension 0."""
 
 
 def batch_size(value: Any, dims: Dims) -> int | None:
     """The size along the batch dimension, None where nothing is split; refuses sizes that differ."""
-    sizes = {(leaf.shape[dim], dim) for leaf, dim in _split_leaves(value, dims)}
+    sizes = {(_size(leaf, dim), dim) for leaf, dim in _split_leaves(value, dims)}
     if len({size for size, _ in sizes}) > 1:
         found = ", ".join(f"{size} along dimension {dim}" for size, dim in sorted(sizes))
         raise ScheduleError(f"tensors of different batch sizes: {found}; say with batch_dims which ones are to stay whole")
@@ -37,12 +38,18 @@ def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     leaves, spec = pytree.tree_flatten(value)
     spread = _spread(dims, value)
     columns = [
-        torch.split(leaf, list(sizes), dim) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
+        _slices(leaf, dim, sizes) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
         for leaf, dim in zip(leaves, spread, strict=True)
     ]
     if not columns:
         return [value] * len(sizes)
     return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
+
+
+def _slices(leaf: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
+    """Slices that are tensors of their own, not views that torch would not let a stage change in place."""
+    parts = torch.split(leaf, list(sizes), dim)
+    return list(parts) if leaf.requires_grad else [part.detach() for part in parts]
 
 
 def merge(values: Sequence[Any], dim: int) -> Any:
@@ -56,10 +63,41 @@ def merge(values: Sequence[Any], dim: int) -> Any:
 def _joined(parts: list[Any], dim: int) -> Any:
     if not all(isinstance(part, Tensor) for part in parts):
         return parts
-    if parts[0].dim() == 0:
+    if all(part.dim() == 0 for part in parts):
         return torch.stack(parts)
-    others = {tuple(size for axis, size in enumerate(part.shape) if axis != dim % part.dim()) for part in parts}
-    return torch.cat(parts, dim) if len(others) == 1 else parts
+    return torch.cat(parts, dim) if _fit(parts, dim) else parts
+
+
+def _fit(parts: Sequence[Tensor], dim: int) -> bool:
+    """Whether tensors can be joined along the dimension."""
+    dims = parts[0].dim()
+    if not -dims <= dim < dims:
+        return False
+    return len({(part.dim(), *(size for axis, size in enumerate(part.shape) if axis != dim % dims)) for part in parts}) == 1
+
+
+def unsplit(values: Sequence[Any], dims: Dims) -> tuple[Any] | None:
+    """What `split` would give these values for, in a tuple of one; None where nothing would."""
+    flat = [pytree.tree_flatten(value) for value in values]
+    if any(spec != flat[0][1] for _, spec in flat):
+        return None
+    whole = []
+    for parts, dim in zip(zip(*(leaves for leaves, _ in flat), strict=True), _spread(dims, values[0]), strict=True):
+        if dim is not None and all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
+            if not _fit(parts, dim):
+                return None
+            whole.append(torch.cat(parts, dim))
+        elif all(part is parts[0] for part in parts):
+            whole.append(parts[0])
+        else:
+            return None
+    return (pytree.tree_unflatten(whole, flat[0][1]),)
+
+
+def _size(leaf: Tensor, dim: int) -> int:
+    if not -leaf.dim() <= dim < leaf.dim():
+        raise ScheduleError(f"a tensor of shape {list(leaf.shape)} has no dimension {dim} to be split along: say so with batch_dims")
+    return leaf.shape[dim]
 
 
 def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ class StepResult:
     """Loss, losses, metrics and outputs of a step, microbatches in their own order."""
 
     loss: Tensor | None
-    """The loss of the whole batch, side losses included; None without a loss function."""
+    """The loss of the whole batch, side losses included; None where none was computed."""
     losses: list[Tensor] = field(default_factory=list)
     """Each microbatch's loss as the loss function gave it."""
     metrics: dict[str, list[Tensor]] = field(default_factory=dict)
@@ -30,19 +31,21 @@ class StepResult:
 class Share:
     """What one rank adds to the result: values by microbatch."""
 
-    losses: dict[int, Tensor] = field(default_factory=dict)
+    microbatches: int = 0
+    losses: dict[int, tuple[Tensor, float]] = field(default_factory=dict)
+    """Each loss and how much it counts."""
     side: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """Weighted side losses by stage and microbatch."""
     metrics: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
-def combine(shares: list[Share], scales: list[float], merge: Any) -> StepResult:
+def combine(shares: list[Share], merge: Callable[[list[Any]], Any]) -> StepResult:
     """The whole result, summed in the order of microbatches and stages so that every rank gets the same."""
     losses = _in_order({k: v for share in shares for k, v in share.losses.items()})
     side = _in_order({(m, s): v for share in shares for (s, m), v in share.side.items()})
     total: Tensor | None = None
-    for value in (*(loss * scale for loss, scale in zip(losses, scales, strict=False)), *side):
+    for value in (*(loss * scale for loss, scale in losses if scale), *side):
         total = value if total is None else total + value
     metrics: dict[str, dict[tuple[int, int], Tensor]] = {}
     for share in shares:
@@ -51,7 +54,7 @@ def combine(shares: list[Share], scales: list[float], merge: Any) -> StepResult:
     outputs = _in_order({k: v for share in shares for k, v in share.outputs.items()})
     return StepResult(
         total,
-        losses,
+        [loss for loss, _ in losses],
         {name: _in_order(metrics[name]) for name in sorted(metrics)},
         merge(outputs) if outputs else None,
     )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from penstock.runtime.deferred import Deferrable, Deferral
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.recording import Deferrable
 
 
 class Stage:

@@ -1,0 +1,140 @@
+"""Recording a stage's operators: who sees that a weight is applied.
+
+`torch.nn.functional`'s operators are seen by a wrapper that stands in their place while any thread records; all others (`x @ w`,
+`torch.bmm`) by the class of the parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from penstock.runtime.deferred import Deferral, activate
+from penstock.runtime.operators import FUNCTIONAL, WATCHED
+
+_PLAIN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+"""Modules that apply their weights by `torch.nn.functional` and nothing else."""
+
+
+class Deferrable:
+    """The parameters of a stage whose gradients can wait, and how to run its two backwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.watched: list[nn.Parameter] = []
+        self.hooked: list[nn.Parameter] = []
+        self.stand_ins: dict[int, Tensor] = {}
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Take the module as it is now; call it when parameters may have been replaced, frozen or given hooks, as between steps."""
+        every = [p for p in module.parameters() if p.requires_grad]
+        self.parameters = [p for p in every if _can_wait(p)]
+        plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
+        # Vectors are found beside their matrix; watching them would only make every normalisation slower.
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain]
+        self.hooked = [p for p in every if p._post_accumulate_grad_hooks]
+        self.stand_ins = {id(p): p.detach() for p in self.parameters}
+
+    def forward(self, deferral: Deferral) -> _Recording:
+        """A context in which operators on these parameters are recorded."""
+        deferral.stand_ins = self.stand_ins
+        return _Recording(deferral, self.watched)
+
+    def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
+        deferral.backward = True
+        with _Recording(deferral, self.watched):  # a checkpoint runs its part of the forward again
+            if self.hooked:
+                with _HeldBack(self.hooked, deferral):
+                    torch.autograd.backward(roots, grads)
+            else:
+                torch.autograd.backward(roots, grads)
+
+
+def _can_wait(parameter: nn.Parameter) -> bool:
+    """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
+    return type(parameter) in (nn.Parameter, _Watched) and parameter.is_floating_point() and not parameter._backward_hooks
+
+
+class _Recording:
+    __slots__ = ("before", "deferral", "watched")
+
+    def __init__(self, deferral: Deferral, watched: list[nn.Parameter]) -> None:
+        self.deferral, self.watched = deferral, watched
+
+    def __enter__(self) -> None:
+        self.before = activate(self.deferral)
+        _wrappers.enter()
+        for parameter in self.watched:
+            parameter.__class__ = _Watched
+
+    def __exit__(self, *exc: object) -> None:
+        for parameter in self.watched:
+            parameter.__class__ = nn.Parameter
+        _wrappers.exit()
+        activate(self.before)
+
+
+class _Watched(nn.Parameter):
+    """A parameter while a stage is being recorded: it sees the operators that it is an argument of."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return WATCHED.get(func, func)(*args, **(kwargs or {}))
+
+
+class _HeldBack:
+    """Hooks that run once a parameter's gradient is complete are put aside: it is not before the backward for the weights."""
+
+    _one_at_a_time = threading.RLock()
+
+    def __init__(self, parameters: list[nn.Parameter], deferral: Deferral) -> None:
+        self.parameters, self.deferral = parameters, deferral
+
+    def __enter__(self) -> None:
+        self._one_at_a_time.acquire()
+        self.kept = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks or {})) for p in self.parameters]
+        for hooks, _ in self.kept:
+            hooks.clear()
+            hooks[0] = self._note
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        self.deferral.hooked[parameter] = None
+
+    def __exit__(self, *exc: object) -> None:
+        for hooks, kept in self.kept:
+            hooks.clear()
+            hooks.update(kept)
+        self._one_at_a_time.release()
+
+
+class _Wrappers:
+    """The wrappers in place of `torch.nn.functional`'s operators, while any thread records."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                for name, (_, wrapper) in FUNCTIONAL.items():
+                    setattr(functional, name, wrapper)
+
+    def exit(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                for name, (original, _) in FUNCTIONAL.items():
+                    setattr(functional, name, original)
+
+
+_wrappers = _Wrappers()
