@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pytest
@@ -44,14 +43,13 @@ def test_listing_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CORE - {"data-parallel"}))
-def test_one_rank_of_many_is_quick(name: str) -> None:
+def test_one_rank_of_many_is_made_alone(name: str) -> None:
     """Closed form: the row of one of 1024 ranks does not need the others'."""
     algorithm = algorithms()[name]
     options = {} if algorithm.layout.fixed else {"chunks": 2}
     schedule = ps.schedule(name, ranks=1024, microbatches=4096, **options)
-    begin = time.perf_counter()
     row = schedule.row(512)
-    assert time.perf_counter() - begin < 0.3
+    assert "rows" not in vars(schedule)
     forwards = np.count_nonzero(codes.kind_of(row) == Kind.F)
     assert forwards == 4096 * len(schedule.placement.stages_of(512)) // len(schedule.placement.copies)
 

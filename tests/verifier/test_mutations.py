@@ -117,7 +117,7 @@ def schedules_of(name: str) -> list[Schedule]:
     """Two shapes of each name, small enough to interpret."""
     if name == "data-parallel":
         return [ps.schedule(name, 1, 2), ps.schedule(name, 1, 4)]
-    if name == "dualpipe":
+    if name in ("dualpipe", "chimera"):
         return [ps.schedule(name, 2, 4), ps.schedule(name, 4, 3)]
     return [ps.schedule(name, 2, 4), ps.schedule(name, 3, 3)]
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -40,11 +39,17 @@ _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Record:
-    """One operator of one forward: what it was applied to, and the gradient of its output once the backward has been there."""
+    """One operator of one forward: what it was applied to, and the gradient of its output once the backward has been there.
 
-    __slots__ = ("compute", "extra", "fuse", "grad", "targets", "value", "version")
+    It is itself the hook that the backward calls.
+    """
 
-    def __init__(self, compute: Compute, targets: Targets, value: Tensor, extra: Any = None, fuse: Fuse | None = None) -> None:
+    __slots__ = ("compute", "deferral", "extra", "fuse", "grad", "targets", "value", "version")
+
+    def __init__(
+        self, deferral: Deferral, compute: Compute, targets: Targets, value: Tensor, extra: Any = None, fuse: Fuse | None = None
+    ) -> None:
+        self.deferral: Deferral | None = deferral
         self.compute = compute
         self.targets = targets
         self.value: Tensor | None = value
@@ -52,6 +57,25 @@ class Record:
         self.extra = extra
         self.fuse = fuse
         self.grad: Tensor | None = None
+
+    def __call__(self, grads: Sequence[Tensor | None]) -> None:
+        """The hook before the operator's own backward."""
+        self.arrive(grads[0])
+
+    def arrive(self, grad: Tensor | None) -> None:
+        """Take the gradient of the operator's output."""
+        if _is_grad_enabled():
+            raise SplitError(
+                "a stage differentiates a gradient of its own (create_graph=True), which a weight that waits has no part in: "
+                "run its backward whole, with lower(schedule, merge_backward=True)"
+            )
+        deferral = self.deferral
+        if grad is None or (deferral is not None and not deferral.backward):  # a gradient that the forward asked for itself
+            return
+        self.grad = grad
+        if deferral is not None:
+            deferral.records.append(self)
+            self.deferral = None  # no cycle, so that all of it goes as soon as it has been used
 
     def take(self) -> tuple[Tensor, Tensor]:
         """The output's gradient and the input, which the record then no longer holds."""
@@ -80,80 +104,80 @@ class Deferral:
         self.hooked: dict[nn.Parameter, None] = {}
         """Parameters that have got a gradient and wait for a hook of theirs to be run."""
 
-    def add(self, out: Tensor, record: Record) -> Tensor:
-        """Tie a record to its operator's output, which must not be a view; the output to go on with."""
-        node = out.grad_fn
-        if node is None or _saved_tensor_hooks(False) is not None:
-            tapped: Tensor = _Tap.apply(out, record.value, record, self, _ANCHOR)  # type: ignore[no-untyped-call]
-            return tapped
-        node.register_prehook(partial(self.arrive, record))
-        return out
-
-    def arrive(self, record: Record, grads: Sequence[Tensor | None]) -> None:
-        """The hook before an operator's own backward."""
-        if _is_grad_enabled():
-            raise SplitError(
-                "a stage differentiates a gradient of its own (create_graph=True), which a weight that waits has no part in: "
-                "run its backward whole, with lower(schedule, merge_backward=True)"
-            )
-        grad = grads[0]
-        if grad is None or not self.backward:  # nothing comes here, or a forward asks for a gradient itself
-            return
-        if record.grad is None:
-            self.records.append(record)
-        record.grad = grad
-
     @torch.no_grad()
     def run(self, fused: bool = False) -> list[nn.Parameter]:
         """The backward for the weights; the parameters that wait for a hook of theirs to be run.
 
         `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own.
         """
-        uses = Counter(target for record in self.records for target in record.targets)
-        sums: dict[nn.Parameter, Tensor] = {}
+        sums = _Sums(self.records)
         for record in self.records:
             grad, value = record.take()
             targets = record.targets
-            if fused and record.fuse is not None and _can_fuse(targets[0], uses, grad):
+            if fused and record.fuse is not None and sums.can_fuse(targets[0], grad):
                 record.fuse(grad, value, targets[0].grad)  # type: ignore[union-attr, arg-type]
-                self._note(targets[0])
                 targets = (None, *targets[1:])
             for target, found in zip(targets, record.compute(grad, value, targets, record.extra), strict=True):
-                if target is not None and found is not None:
-                    self._add(target, found, uses, sums)
+                if found is not None:
+                    sums.add(target, found)  # type: ignore[arg-type]
+            for target in record.targets:
+                if target is not None and target._post_accumulate_grad_hooks:
+                    self.hooked[target] = None
         self.records.clear()
         return list(self.hooked)
 
-    def _add(self, target: nn.Parameter, found: Tensor, uses: Counter[nn.Parameter | None], sums: dict[nn.Parameter, Tensor]) -> None:
-        """Add to a parameter's gradient as autograd does: what several operators gave is summed first."""
+
+class _Sums:
+    """Adds to parameters' gradients as autograd does: what several operators gave is summed first."""
+
+    def __init__(self, records: Sequence[Record]) -> None:
+        targets = [id(target) for record in records for target in record.targets if target is not None]
+        self.left = Counter(targets) if len(set(targets)) < len(targets) else None
+        """How many operators have yet to give theirs; None where each parameter has but one."""
+        self.sums: dict[int, Tensor] = {}
+
+    def can_fuse(self, target: nn.Parameter | None, grad: Tensor) -> bool:
+        """Where there is a sum of the same kind to add to, and nothing else to be added first."""
+        if target is None or target.grad is None or (self.left is not None and (self.left[id(target)] > 1 or id(target) in self.sums)):
+            return False
+        return target.grad.dtype == grad.dtype and target.grad.layout == torch.strided
+
+    def add(self, target: nn.Parameter, found: Tensor) -> None:
         if found.dtype != target.dtype:
             found = found.to(target.dtype)
-        uses[target] -= 1
-        if target in sums:
-            found = sums.pop(target).add_(found)
-        if uses[target]:
-            sums[target] = found
-            return
+        if self.left is not None:
+            if id(target) in self.sums:
+                found = self.sums.pop(id(target)).add_(found)
+            self.left[id(target)] -= 1
+            if self.left[id(target)]:
+                self.sums[id(target)] = found
+                return
         total = target.grad
         if total is None:
             target.grad = found
-        elif total.is_sparse:
-            target.grad = found + total
-        else:
+        elif total.layout == torch.strided:
             total.add_(found)
-        self._note(target)
-
-    def _note(self, target: nn.Parameter | None) -> None:
-        if target is not None and target._post_accumulate_grad_hooks:
-            self.hooked[target] = None
+        else:  # sparse, from an operator that was left to autograd
+            target.grad = found + total
 
 
-def _can_fuse(target: nn.Parameter | None, uses: Counter[nn.Parameter | None], grad: Tensor) -> bool:
-    """Where there is a sum of the same kind to add to, and nothing else to be added first."""
-    if target is None or uses[target] != 1 or target.grad is None:
-        return False
-    total = target.grad
-    return total.dtype == grad.dtype and total.layout == torch.strided
+def tie(out: Tensor, record: Record) -> Tensor:
+    """Tie a record to its operator's output, which must not be a view; the output to go on with."""
+    node = out.grad_fn
+    if node is None or _saved_tensor_hooks(False) is not None:
+        tapped: Tensor = _Tap.apply(out, record.value, record, _ANCHOR)  # type: ignore[no-untyped-call]
+        return tapped
+    node.register_prehook(record)
+    return out
+
+
+def tie_inner(out: Tensor, record: Record) -> Tensor:
+    """The same for an output that only views of are handed on, so that no one else has hooks on it: at a third of the price."""
+    if out.grad_fn is None or _saved_tensor_hooks(False) is not None:
+        tapped: Tensor = _Tap.apply(out, record.value, record, _ANCHOR)  # type: ignore[no-untyped-call]
+        return tapped
+    out._backward_hooks = {0: record.arrive}  # type: ignore[assignment]
+    return out
 
 
 def active() -> Deferral | None:
@@ -185,8 +209,8 @@ class _Tap(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, value: Tensor, record: Record, deferral: Deferral, anchor: Tensor) -> Tensor:
-        ctx.record, ctx.deferral = record, deferral
+    def forward(ctx: Any, out: Tensor, value: Tensor, record: Record, anchor: Tensor) -> Tensor:
+        ctx.record = record
         ctx.mark_dirty(out)  # rather than a view, which nothing could then change in place
         if packs_saved_tensors():
             ctx.save_for_backward(value)
@@ -194,10 +218,10 @@ class _Tap(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         record: Record = ctx.record
         saved = ctx.saved_tensors  # may be read but once: it makes checkpointing recompute
         if saved:
             record.value, record.version = saved[0], saved[0]._version
-        ctx.deferral.arrive(record, (grad,))
-        return grad, None, None, None, None
+        record.arrive(grad)
+        return grad, None, None, None

@@ -6,98 +6,59 @@ to, which stage and microbatch an operation is for. A step walks the list.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
+from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.runtime.cells import EMPTY, NOTHING, Context, Feed, Inbox
 from penstock.runtime.deferred import Deferral
-from penstock.runtime.extras import collect, unwrap
+from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group
+from penstock.runtime.loss import Loss
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
-from penstock.runtime.values import add_grads, as_list, cut, detached, roots, take_grads
+from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
 
 Operation = Callable[[], None]
 Overlap = Callable[[Action, list[Operation]], None]
 """Runs the operations of actions that go together."""
 
-
-class _Empty:
-    """What is in a cell that nothing has been put into."""
-
-    def __repr__(self) -> str:
-        return "empty"
-
-
-EMPTY = _Empty()
-
-
-@dataclass
-class Feed:
-    """What one step is fed with: inputs, keyword arguments and targets by microbatch, and how much each counts."""
-
-    args: list[tuple[Any, ...]]
-    kwargs: dict[int, list[dict[str, Any]]]
-    targets: list[Any] | None
-    scales: list[float]
-    seed: int | None = None
-    outputs: bool = False
-    share: Share = field(default_factory=Share)
-
-
-@dataclass
-class Context:
-    """What a forward leaves for the backward."""
-
-    leaves: list[Any]
-    roots: list[Tensor]
-    grads: list[Tensor | None] | None
-    """What the roots' gradients start from where the loss is made here; None where they come from the readers."""
-    side: list[Tensor]
-    deferral: Deferral | None
-
-
-class Inbox:
-    """The receiving end of a channel: receives are posted in order, and messages go to them in order."""
-
-    def __init__(self, queue: deque[Any], wait: Callable[[Callable[[], bool], str], None], name: str) -> None:
-        self.queue, self.wait, self.name = queue, wait, name
-        self.posted: deque[int] = deque()
-
-    def pull(self, cells: list[Any], cell: int) -> Any:
-        """The message that was posted for the cell."""
-        while cells[cell] is EMPTY:
-            if not self.queue:
-                self.wait(lambda: bool(self.queue), self.name)
-            cells[self.posted.popleft()] = self.queue.popleft()
-        return cells[cell]
+_run_backward = Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+"""What `torch.autograd.backward` calls once it has checked its arguments, which takes longer than the backward of a small layer."""
 
 
 class Executor:
     """One rank's operations for one program."""
 
     def __init__(
-        self, program: Program, rank: int, stages: dict[int, Stage], *, group: Group, deadline: float, overlap: Overlap | None = None
+        self,
+        program: Program,
+        rank: int,
+        stages: dict[int, Stage],
+        *,
+        loss: Loss,
+        group: Group,
+        deadline: float,
+        overlap: Overlap | None = None,
     ) -> None:
-        self.program, self.rank, self.stages, self.group, self.deadline = program, rank, stages, group, deadline
+        self.program, self.rank, self.stages, self.loss, self.group, self.deadline = program, rank, stages, loss, group, deadline
         self.overlap = overlap
         self.cells: list[Any] = []
-        self.feed: Feed = Feed([], {}, None, [])
-        self.training = program.training
+        self.feed = NOTHING
+        self.extras = Extras()
+        self.failed_at: Action | None = None
+        """The action that raised, where the step failed on this rank."""
         self._places: dict[Any, int] = {}
         self._inboxes: dict[Any, Inbox] = {}
         self.actions = program[rank]
-        kinds = {
-            (part.stage, part.microbatch): part.kind for action in self.actions for part in action.parts if part.kind in (Kind.B, Kind.I)
-        }
-        self._split = {key for key, kind in kinds.items() if kind is Kind.I}
+        self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
         self.operations: list[Operation] = [self._operation(action) for action in self.actions]
         self._blank = [EMPTY] * len(self._places)
         self.cells[:] = self._blank
@@ -106,18 +67,17 @@ class Executor:
 
     def run(self, feed: Feed, observe: Callable[[int], None] | None = None) -> Share:
         """Walk the list once."""
-        self.feed = feed
+        self.feed, self.failed_at = feed, None
+        feed.share.microbatches = self.program.microbatches
         at = 0
         try:
-            if observe is None:
+            with collect() as self.extras:
                 for at, operation in enumerate(self.operations):  # noqa: B007 - `at` names the place of a failure
                     operation()
-            else:
-                for at, operation in enumerate(self.operations):
-                    operation()
-                    observe(at)
-        except Exception as error:
-            error.__penstock_action__ = self.actions[at]  # type: ignore[attr-defined]
+                    if observe is not None:
+                        observe(at)
+        except Exception:
+            self.failed_at = self.failed_at or self.actions[at]
             raise
         finally:
             self.clear()
@@ -126,9 +86,9 @@ class Executor:
     def clear(self) -> None:
         """Let go of everything a step held."""
         self.cells[:] = self._blank
-        self.feed = Feed([], {}, None, [])
+        self.feed = NOTHING
         for inbox in self._inboxes.values():
-            inbox.posted.clear()
+            inbox.channel.posted.clear()
 
     def held(self) -> dict[str, int]:
         """How many forward contexts, weight stashes and received messages are held now."""
@@ -137,7 +97,7 @@ class Executor:
         for key, cell in self._places.items():
             if key[0] in names and self.cells[cell] is not EMPTY:
                 counts[names[key[0]]] += 1
-        counts["received"] += sum(len(inbox.posted) for inbox in self._inboxes.values())
+        counts["received"] += sum(len(inbox.channel.posted) for inbox in self._inboxes.values())
         return counts
 
     # Cells and channels -----------------------------------------------------------------------------------------------
@@ -155,10 +115,10 @@ class Executor:
     def _rank_of(self, stage: int, microbatch: int) -> int:
         return self.program.placement.rank_of(stage, microbatch)
 
-    def _inbox(self, source: int, kind: str) -> Inbox:
-        key = (source, self.rank, kind)
+    def _inbox(self, source: int, what: str) -> Inbox:
+        key = (source, self.rank, what)
         if key not in self._inboxes:
-            self._inboxes[key] = Inbox(self.group.channel(key), self._wait, f"{kind} from rank {source}")
+            self._inboxes[key] = Inbox(self.group, key, self._wait)
         return self._inboxes[key]
 
     def _source(self, what: str, stage: int, other: int, microbatch: int) -> Callable[[], Any]:
@@ -191,14 +151,13 @@ class Executor:
 
     # Operations -------------------------------------------------------------------------------------------------------
 
-    def _operation(self, action: Action) -> Operation:  # noqa: PLR0911 - one a kind
+    def _operation(self, action: Action) -> Operation:
         if action.sub_actions:
-            parts = [self._operation(part) for part in action.sub_actions]
-            return self._together(action, parts)
+            return self._together(action)
         stage, microbatch = action.stage, action.microbatch or 0
         match action.kind:
             case Kind.F:
-                return self._forward(stage, microbatch) if self.training else self._infer(stage, microbatch)
+                return self._forward(stage, microbatch) if self.program.training else self._infer(stage, microbatch)
             case Kind.B | Kind.I:
                 return self._backward(stage, microbatch)
             case Kind.W:
@@ -210,19 +169,12 @@ class Executor:
             case _:
                 return _nothing  # sharding and reduction are data parallelism's, and there is none here
 
-    def _together(self, action: Action, parts: list[Operation]) -> Operation:
+    def _together(self, action: Action) -> Operation:
         """Parts that run together: by the overlap executor if there is one, else one after the other, with the same numbers."""
+        parts = [self._named(part, self._operation(part)) for part in action.sub_actions]
         overlap = self.overlap
         if overlap is not None:
             return lambda: overlap(action, parts)
-        if len(parts) == 2:
-            one, two = parts
-
-            def both() -> None:
-                one()
-                two()
-
-            return both
 
         def all_parts() -> None:
             for part in parts:
@@ -230,39 +182,72 @@ class Executor:
 
         return all_parts
 
+    def _named(self, part: Action, operation: Operation) -> Operation:
+        """The operation, which says of a failure that it was in this part."""
+
+        def named() -> None:
+            try:
+                operation()
+            except Exception:
+                self.failed_at = part
+                raise
+
+        return named
+
     def _send(self, action: Action) -> Operation:
         microbatch = action.microbatch or 0
         what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
         other = action.stage + step if action.peer is None else action.peer
         cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        group = self.group
-        queue = group.channel((self.rank, self._rank_of(other, microbatch), what))
-        parallel = group.parallel
+        group, target = self.group, self._rank_of(other, microbatch)
+        channel, parallel = group.channel((self.rank, target, what)), group.parallel
+        messages, slots = channel.messages, self._slots(target, action.kind)
 
         def send() -> None:
-            queue.append(cells[cell])
+            if len(messages) >= slots and not channel.has_room(slots):
+                self._wait(lambda: channel.has_room(slots), f"rank {target} to take {what}")
+            messages.append(cells[cell])
             cells[cell] = EMPTY
             if parallel:
                 group.changed()
 
         return send
 
+    def _slots(self, target: int, kind: Kind) -> int:
+        """How many messages may be under way to another rank at once."""
+        buffers = self.program.buffers
+        return self.program.microbatches * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
+
     def _receive(self, action: Action) -> Operation:
         microbatch = action.microbatch or 0
         what, step = ("activations", -1) if action.kind is Kind.RECV_F else ("gradients", 1)
         other = action.stage + step if action.peer is None else action.peer
         cell = self._cell("received", what, other, action.stage, microbatch)
-        posted = self._inbox(self._rank_of(other, microbatch), what).posted
+        posted = self._inbox(self._rank_of(other, microbatch), what).channel.posted
+        group, parallel = self.group, self.group.parallel
 
         def receive() -> None:
             posted.append(cell)
+            if parallel:
+                group.changed()
 
         return receive
+
+    # Forward ----------------------------------------------------------------------------------------------------------
 
     def _inputs(self, stage: int, microbatch: int) -> list[Callable[[], Any]]:
         """Where a stage's inputs come from: its neighbour first, then stages farther off."""
         lower = self.program.graph.inputs_of(stage)
         return [self._source("activations", stage, other, microbatch) for other in sorted(lower, reverse=True)]
+
+    def _readers(self, stage: int, microbatch: int) -> list[int]:
+        """The cells of those who read a stage's output."""
+        return [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
+
+    def _fellow_readers(self, stage: int) -> list[int]:
+        """Other stages that read what this one reads."""
+        graph = self.program.graph
+        return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
     def _apply(self, stage: int, microbatch: int) -> Callable[[list[Any]], Any]:
         """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere."""
@@ -275,92 +260,112 @@ class Executor:
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
             if feed.seed is not None:
                 part.seed(feed.seed, microbatch)
-            if front:
-                return module(*feed.args[microbatch], **kwargs)
-            if len(inputs) == 1 and type(inputs[0]) is not tuple:
-                return module(inputs[0], **kwargs)
-            first = inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
-            return module(*first, *inputs[1:], **kwargs)
+            made = module(*feed.args[microbatch], **kwargs) if front else part.run(inputs, kwargs)
+            return made if type(made) is Tensor else unwrap(made)
 
         return apply
 
     def _forward(self, stage: int, microbatch: int) -> Operation:
-        cells, part = self.cells, self.stages[stage]
-        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
-        readers = [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
+        cells, part, extras = self.cells, self.stages[stage], self._extras
+        takes, apply = self._inputs(stage, microbatch), self._guarded(stage, microbatch)
+        readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
         last = not readers
-        loss_fn = part.loss_fn if last else None
 
         def forward() -> None:
             leaves = [take() for take in takes]
-            with collect() as extras:
-                if deferrable is None:
-                    deferral = None
-                    made = unwrap(apply(leaves))
-                else:
-                    deferral = Deferral()
-                    with deferrable.forward(deferral):
-                        made = unwrap(apply(leaves))
-                if last:
-                    ends, grads = self._finish(made, microbatch, loss_fn)
-                else:
-                    ends, grads = roots(made), None
-            side = self._extras(stage, microbatch, extras) if extras.losses or extras.metrics else []
-            cells[context] = Context(leaves, ends, grads, side, deferral)
+            if deferrable is None:
+                deferral = None
+                made = apply(leaves)
+            else:
+                deferral = Deferral()
+                with deferrable.forward(deferral):
+                    made = apply(leaves)
+            if last:
+                ends, grads = self._finish(made, microbatch)
+            else:
+                ends, grads = roots(made), None
+            cells[context] = Context(leaves, ends, grads, extras(stage, microbatch), deferral)
             for reader in readers:
                 cells[reader] = cut(made)
 
         return forward
 
-    def _finish(self, made: Any, microbatch: int, loss_fn: Any) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The loss of a microbatch, and where its backward starts."""
+    def _guarded(self, stage: int, microbatch: int) -> Callable[[list[Any]], Any]:
+        """Run the stage's module on leaves, which torch lets nobody change in place; on stand-ins for them where the module does."""
+        part, apply, others = self.stages[stage], self._apply(stage, microbatch), self._fellow_readers(stage)
+
+        def guarded(leaves: list[Any]) -> Any:
+            if part.changes_input is not False and leaves:
+                given = changeable(leaves)
+                made = apply(given)
+                part.look_for_changes(leaves, given, others)
+                return made
+            try:
+                return apply(leaves)
+            except RuntimeError as error:
+                if "leaf Variable that requires grad" in str(error):
+                    part.changes_input = True
+                    error.add_note(f"stage {stage} has changed its input in place for the first time, which the next step will allow")
+                raise
+
+        return guarded
+
+    def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
         feed = self.feed
         if feed.outputs:
             feed.share.outputs[microbatch] = detached(made)
-        if loss_fn is None:
-            return roots(made), [torch.ones_like(root) for root in roots(made)]
-        loss = loss_fn(made) if feed.targets is None else loss_fn(made, feed.targets[microbatch])
-        feed.share.losses[microbatch] = loss.detach()
-        if not loss.requires_grad:
+        if not feed.losses:
             return [], []
-        return [loss], [torch.full_like(loss, feed.scales[microbatch])]
+        loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
+        feed.share.losses[microbatch] = loss.detach(), scale
+        if not (loss.requires_grad and scale):
+            return [], []
+        return [loss], [torch.full_like(loss, scale)]
 
-    def _extras(self, stage: int, microbatch: int, extras: Any) -> list[Tensor]:
-        """Weighted side losses, to go backward from here, and metrics."""
+    def _extras(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What the forward has made on the side: weighted losses, to go backward from here, and metrics."""
+        extras = self.extras
+        if not (extras.losses or extras.metrics):
+            return []
         share, scale = self.feed.share, self.feed.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
             share.side[stage, microbatch] = torch.stack([loss.detach() for loss in side]).sum()
         for name, value in extras.metrics.items():
             share.metrics.setdefault(name, {})[stage, microbatch] = value
+        extras.losses, extras.metrics = [], {}
         return [loss for loss in side if loss.requires_grad]
 
     def _infer(self, stage: int, microbatch: int) -> Operation:
         """A forward that leaves nothing behind."""
         cells = self.cells
         takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
-        readers = [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
-        loss_fn = self.stages[stage].loss_fn
+        readers, others = self._readers(stage, microbatch), self._fellow_readers(stage)
 
         def infer() -> None:
-            with collect() as extras:
-                made = unwrap(apply([take() for take in takes]))
-                if not readers:
-                    self._finish(made, microbatch, loss_fn if self.feed.targets is not None else None)
-            if extras.losses or extras.metrics:
-                self._extras(stage, microbatch, extras)
+            inputs = [take() for take in takes]
+            before = versions(inputs) if others else None
+            made = apply(inputs)
+            if others and versions(inputs) != before:
+                raise ScheduleError(f"stage {stage} changes its input in place, but stage {others[0]} reads the same value: clone it")
+            if not readers:
+                self._finish(made, microbatch)
+            self._extras(stage, microbatch)
             for reader in readers:
                 cells[reader] = made
 
         return infer
 
+    # Backward ---------------------------------------------------------------------------------------------------------
+
     def _backward(self, stage: int, microbatch: int) -> Operation:
-        cells, part = self.cells, self.stages[stage]
-        takes = [self._source("gradients", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
-        lower = sorted(self.program.graph.inputs_of(stage), reverse=True)
-        writers = [self._target("gradients", stage, other, microbatch) for other in lower]
+        cells, part, graph = self.cells, self.stages[stage], self.program.graph
+        # The farthest reader's gradient first: the order in which autograd would come to them.
+        takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
+        writers = [self._target("gradients", stage, other, microbatch) for other in sorted(graph.inputs_of(stage), reverse=True)]
         context = self._cell("context", stage, microbatch)
         stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
         deferrable = None if stash is None else part.deferrable()
@@ -368,21 +373,13 @@ class Executor:
         def backward() -> None:
             held: Context = cells[context]
             cells[context] = EMPTY
-            if takes:
-                found = takes[0]()
-                for take in takes[1:]:
-                    found = add_grads(found, take())
-                grads = as_list(found)
-            else:
-                grads = held.grads or []
-            ends = held.roots
-            if None in grads or held.side:
-                pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
-                pairs += [(loss, torch.ones_like(loss)) for loss in held.side]
-                ends, grads = [end for end, _ in pairs], [grad for _, grad in pairs]
+            grads = held.grads
+            for number, take in enumerate(takes):
+                grads = take() if number == 0 else add_grads(grads or [], take())
+            ends, grads = _starts(held, grads or [])
             if ends:
                 if deferrable is None or held.deferral is None:
-                    torch.autograd.backward(ends, grads)
+                    _run_backward(tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
                 else:
                     deferrable.backward_input(held.deferral, ends, grads)
             if stash is not None:
@@ -401,6 +398,15 @@ class Executor:
             part.backward_weights(deferral)
 
         return weights
+
+
+def _starts(held: Context, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Where a backward starts: what got a gradient, and the side losses."""
+    if not held.side and all(grad is not None for grad in grads):
+        return held.roots, grads
+    pairs = [(end, grad) for end, grad in zip(held.roots, grads, strict=True) if grad is not None]
+    pairs += [(loss, torch.ones_like(loss)) for loss in held.side]
+    return [end for end, _ in pairs], [grad for _, grad in pairs]
 
 
 def _nothing() -> None:

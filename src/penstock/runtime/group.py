@@ -18,8 +18,20 @@ import torch
 
 from penstock.errors import PipelineError
 
-Channel = tuple[int, int, str]
+Route = tuple[int, int, str]
 """From rank, to rank, and what it carries."""
+
+
+@dataclass
+class Channel:
+    """One way from a rank to another: messages that were sent, and the cells of receives that were posted, each in order."""
+
+    messages: deque[Any] = field(default_factory=deque)
+    posted: deque[int] = field(default_factory=deque)
+
+    def has_room(self, slots: int) -> bool:
+        """Whether a message can be sent: one for which a receive is posted takes no slot."""
+        return len(self.messages) - len(self.posted) < slots
 
 
 class _Waiting(NamedTuple):
@@ -52,7 +64,7 @@ class Group:
         self.ranks = ranks
         self.parallel = parallel
         self.failure: _Failure | None = None
-        self._channels: dict[Channel, deque[Any]] = {}
+        self._channels: dict[Route, Channel] = {}
         self._boards: dict[int, _Board] = {}
         self._gathered = [0] * ranks
         self._gates = [threading.Semaphore(0) for _ in range(ranks)]
@@ -170,8 +182,9 @@ class Group:
             if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
                 return False
             self.failure = None
-            for queue in self._channels.values():  # emptied, not dropped: executors hold on to them
-                queue.clear()
+            for channel in self._channels.values():  # emptied, not dropped: executors hold on to them
+                channel.messages.clear()
+                channel.posted.clear()
             self._boards.clear()
             self._gathered = [0] * self.ranks
             return True
@@ -186,9 +199,9 @@ class Group:
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def channel(self, channel: Channel) -> deque[Any]:
-        """Messages on their way, in order."""
-        return self._channels.setdefault(channel, deque())
+    def channel(self, route: Route) -> Channel:
+        """The one channel of this route."""
+        return self._channels.setdefault(route, Channel())
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         """Everyone's value, in the order of ranks. All ranks gather the same things in the same order, or are told that they do not."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, Record, Targets, active
+from penstock.runtime.deferred import Deferral, Record, Targets, active, tie, tie_inner
 
 Grads = tuple[Tensor | None, ...]
 
@@ -34,22 +34,24 @@ def _kept(value: Tensor, out: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral = active()
-    stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
+    deferral, stand_in = _stand_in(weight)
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 2:
         return _linear(input, weight, bias)
     bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
     added = bias if bias_in is None else bias_in
     targets: Any = (weight, None if bias_in is None else bias)
+    if dims == 2:
+        out = _linear(input, stand_in, added)
+        return tie(out, Record(deferral, _linear_grads, targets, _kept(input, out), None, _fuse_linear))
     # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
-    whole = dims == 2 or (dims == 3 and added is not None and input.is_contiguous())
-    rows = input if dims == 2 else input.reshape(-1, input.shape[-1])
+    whole = dims == 3 and added is not None and input.is_contiguous()
+    rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = deferral.add(out, Record(_linear_grads, targets, _kept(rows, out), fuse=_fuse_linear))
+    out = tie_inner(out, Record(deferral, _linear_grads, targets, _kept(rows, out), None, _fuse_linear))
     if not whole and added is not None:
         out.add_(added if added.dtype == out.dtype else added.to(out.dtype))
-    return out if dims == 2 else out.view(*input.shape[:-1], -1)
+    return out.view(input.shape[0], input.shape[1], -1) if dims == 3 else out.view(*input.shape[:-1], -1)
 
 
 def _linear_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
@@ -75,7 +77,7 @@ def embedding(  # noqa: PLR0917 - the operator's own signature
     out = _embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
     rows = weight.shape[0]
     extra = (rows, -1 if padding_idx is None else padding_idx % rows, scale_grad_by_freq)
-    return deferral.add(out, Record(_embedding_grads, (weight,), input, extra))  # type: ignore[arg-type]
+    return tie(out, Record(deferral, _embedding_grads, (weight,), input, extra))  # type: ignore[arg-type]
 
 
 def _embedding_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
@@ -102,7 +104,7 @@ def _convolution(name: str) -> Callable[..., Tensor]:
         out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, dilation, groups)
         spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation)]
         targets: Any = (weight, None if bias_in is None else bias)
-        return deferral.add(out, Record(_convolution_grads, targets, _kept(input, out), (stand_in, *spread, groups)))
+        return tie(out, Record(deferral, _convolution_grads, targets, _kept(input, out), (stand_in, *spread, groups)))
 
     return convolution
 
@@ -134,13 +136,13 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(*args, **named)
         if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
             out = original(value, stand_in)
-            return deferral.add(out, Record(_batched_grads, (weight,), _kept(value, out)))
+            return tie(out, Record(deferral, _batched_grads, (weight,), _kept(value, out)))
         if weight.dim() != 2 or value.dim() < 2:
             return original(value, weight)
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
-        out = deferral.add(out, Record(_product_grads, (weight,), _kept(rows, out)))
-        return out if value.dim() == 2 else out.view(*value.shape[:-1], -1)
+        record = Record(deferral, _product_grads, (weight,), _kept(rows, out))
+        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], -1)
 
     return product
 
@@ -164,7 +166,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         bias_in = deferral.stand_ins.get(id(bias))
         out = original(bias if bias_in is None else bias_in, value, stand_in)
         targets = (weight,) if bias_in is None else (weight, bias)
-        return deferral.add(out, Record(_product_grads, targets, _kept(value, out)))
+        return tie(out, Record(deferral, _product_grads, targets, _kept(value, out)))
 
     return sum_product
 

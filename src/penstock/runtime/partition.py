@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +16,15 @@ from penstock.errors import PlacementError, nearest
 class Layers:
     """A model as a list of layers by name, with what runs before and after it: `Layers("blocks", head=["embed"], tail=["norm", "head"])`.
 
-    Each part takes what the one before it returned.
+    Each part takes what the one before it returned; the first takes the batch. `sizes` says how many parts each stage gets, head
+    and tail counted; otherwise they are balanced by parameters. Parts of the model that do not run are `unused`.
     """
 
     layers: str
     head: Sequence[str] = ()
     tail: Sequence[str] = ()
+    sizes: Sequence[int] | None = None
+    unused: Sequence[str] = ()
 
 
 Split = Sequence[int] | Layers | None
@@ -29,28 +33,55 @@ Split = Sequence[int] | Layers | None
 
 @dataclass(frozen=True)
 class Part:
-    """One stage's module, the names of its layers, and its parameters and buffers under the model's own names."""
+    """One stage's module, and the layers that it is made of with their names in the model."""
 
     module: nn.Module
     layers: tuple[str, ...]
-    parameters: tuple[tuple[str, nn.Parameter], ...] = field(repr=False)
+    modules: tuple[nn.Module, ...] = field(repr=False)
+    unpack: bool = False
+    """Whether a tuple from the stage before is several arguments, as for modules that were written as stages."""
+
+    @property
+    def parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """The parameters as they are now, under the model's own names; one that has several is there several times."""
+        return tuple(
+            (f"{prefix}.{name}", parameter)
+            for prefix, layer in zip(self.layers, self.modules, strict=True)
+            for name, parameter in layer.named_parameters(remove_duplicate=False)
+        )
 
     @property
     def size(self) -> int:
-        return sum(parameter.numel() for _, parameter in self.parameters)
+        return sum(parameter.numel() for parameter in {id(p): p for _, p in self.parameters}.values())
 
 
 class Run(nn.Module):
-    """Layers one after the other, each given what the one before returned."""
+    """Layers one after the other, each given what the one before returned; a keyword argument goes to every layer that has it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.ModuleList(layers)
 
-    def forward(self, value: Any, **kwargs: Any) -> Any:
-        for number, layer in enumerate(self.layers):
-            value = layer(value, **kwargs) if number == 0 and kwargs else layer(value)
-        return value
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            for layer in self.layers:
+                args = (layer(*args),)
+            return args[0]
+        taken = [_taken(layer, kwargs) for layer in self.layers]
+        lost = [name for name in kwargs if not any(name in each for each in taken)]
+        if lost:
+            raise TypeError(f"no layer of the stage takes the keyword argument {lost[0]!r}")
+        for layer, given in zip(self.layers, taken, strict=True):
+            args = (layer(*args, **given),)
+        return args[0]
+
+
+def _taken(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a layer has a name for."""
+    known = inspect.signature(layer.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in known}
 
 
 @dataclass(frozen=True)
@@ -93,7 +124,8 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     if not isinstance(model, nn.Module):
         raise PlacementError(f"a model is a module, a list of modules or a map of them by stage, got {type(model).__name__}")
     names, layers = _layers(model, split)
-    sizes = list(split) if isinstance(split, Sequence) else _balanced([_weight(layer) for layer in layers], stages, type(model).__name__)
+    wanted = split.sizes if isinstance(split, Layers) else split
+    sizes = _balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
     if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
         raise PlacementError(
             f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
@@ -102,11 +134,10 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     first = 0
     for size in sizes:
         chosen = range(first, first + size)
-        parts.append(_part(model, [names[k] for k in chosen], [layers[k] for k in chosen]))
+        parts.append(_part([names[k] for k in chosen], [layers[k] for k in chosen]))
         first += size
-    made = Partition(tuple(parts))
-    _check_coverage(model, made)
-    return made
+    _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
+    return Partition(tuple(parts))
 
 
 def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
@@ -115,14 +146,17 @@ def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
         inner = _find(model, split.layers)
         if not isinstance(inner, (nn.ModuleList, nn.Sequential)):
             raise PlacementError(f"{split.layers!r} is a {type(inner).__name__}, not a list of layers")
-        names = [*split.head, *(f"{split.layers}.{k}" for k in range(len(inner))), *split.tail]
+        names = [*split.head, *(f"{split.layers}.{name}" for name in inner._modules), *split.tail]
         return names, [_find(model, name) for name in names]
-    if not isinstance(model, nn.Sequential):
+    if split is not None and not isinstance(split, Sequence):
+        raise PlacementError(f"split is how many layers each stage gets, or Layers(...), got {type(split).__name__}")
+    if not isinstance(model, nn.ModuleList) and getattr(type(model), "forward", None) is not nn.Sequential.forward:
         raise PlacementError(
             f"a {type(model).__name__} does not say in which order its layers run: "
             'give split=Layers("blocks", head=[...], tail=[...]), an nn.Sequential, or a list with one module a stage'
         )
-    return [name for name, _ in model.named_children()], list(model.children())
+    # Not named_children(), which leaves out a layer that is there a second time.
+    return list(model._modules), [layer for layer in model._modules.values() if layer is not None]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module:
@@ -133,14 +167,8 @@ def _find(model: nn.Module, name: str) -> nn.Module:
         raise PlacementError(f"the model has no part {name!r}: {nearest(name, known)}") from None
 
 
-def _part(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module]) -> Part:
-    module = layers[0] if len(layers) == 1 else Run(layers)
-    parameters = [
-        (f"{prefix}.{name}", parameter)
-        for prefix, layer in zip(names, layers, strict=True)
-        for name, parameter in layer.named_parameters(remove_duplicate=False)
-    ]
-    return Part(module, tuple(names), tuple(parameters))
+def _part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool = False) -> Part:
+    return Part(layers[0] if len(layers) == 1 else Run(layers), tuple(names), tuple(layers), unpack)
 
 
 def _weight(layer: nn.Module) -> int:
@@ -173,14 +201,21 @@ def _balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
     return [end, *reversed(sizes)]
 
 
-def _check_coverage(model: nn.Module, made: Partition) -> None:
-    """Every parameter and buffer of the model is in some stage."""
-    inside = {id(each) for part in made.parts if part for each in (*part.module.parameters(), *part.module.buffers())}
-    for name, each in (*model.named_parameters(), *model.named_buffers()):
-        if id(each) not in inside:
-            raise PlacementError(
-                f"{name!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer or tail"
-            )
+def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module], unused: Sequence[str]) -> None:
+    """Every layer, parameter and buffer of the model is in a stage, and no layer is in two under one name."""
+    for name in names:
+        twice = [other for other in names if other == name or other.startswith(f"{name}.")]
+        if len(twice) > 1:
+            raise PlacementError(f"{twice[1]!r} of the model would run twice, as itself and in {twice[0]!r}: name it once in the split")
+    covered = [*layers, *(_find(model, name) for name in unused)]
+    inside = {id(module) for layer in covered for module in layer.modules()}
+    tensors = {id(each) for layer in covered for each in (*layer.parameters(), *layer.buffers())}
+    lost = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in tensors]
+    lost += [name for name, module in model.named_modules() if not module._modules and id(module) not in inside and module is not model]
+    if lost:
+        raise PlacementError(
+            f"{lost[0]!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer, tail or unused"
+        )
 
 
 def _from_list(modules: list[nn.Module], stages: int) -> Partition:
@@ -193,4 +228,4 @@ def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
     wrong = [stage for stage in modules if stage not in range(stages)]
     if wrong:
         raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")
-    return Partition(tuple(_part(modules[k], [str(k)], [modules[k]]) if k in modules else None for k in range(stages)))
+    return Partition(tuple(_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.errors import ScheduleError
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.recording import Deferrable
+from penstock.runtime.values import was_changed
 
 
 class Stage:
-    """A stage's module, its loss function where it is the last, and its way of splitting the backward."""
+    """A stage's module, and its way of splitting the backward."""
 
-    def __init__(self, index: int, module: nn.Module, loss_fn: Callable[..., Any] | None = None, fused: bool = False) -> None:
-        self.index, self.module, self.loss_fn, self.fused = index, module, loss_fn, fused
+    def __init__(self, index: int, module: nn.Module, *, unpack: bool = True, fused: bool = False) -> None:
+        self.index, self.module, self.unpack, self.fused = index, module, unpack, fused
+        self.changes_input: bool | None = None
+        """Whether the module changes its input in place; None until it has run once."""
         self._deferrable: Deferrable | None = None
 
     def deferrable(self) -> Deferrable:
@@ -36,10 +39,28 @@ class Stage:
         """Whether the backward can be split: a compiled module cannot be looked into."""
         return not any(hasattr(part, "_orig_mod") for part in self.module.modules())
 
-    def seed(self, seed: int, microbatch: int) -> None:
+    def run(self, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Run the module on what came in from other stages. A tuple is several arguments, if stages were written one by one."""
+        first, *more = inputs
+        if self.unpack and type(first) is tuple:
+            return self.module(*first, *more, **kwargs)
+        return self.module(first, *more, **kwargs)
+
+    def look_for_changes(self, leaves: Any, given: Any, others: list[int]) -> None:
+        """See whether the module has changed its input in place, which no other stage may be reading."""
+        self.changes_input = was_changed(leaves, given) or bool(self.changes_input)
+        if self.changes_input and others:
+            raise ScheduleError(
+                f"stage {self.index} changes its input in place, but stage {others[0]} reads the same value: clone it in stage {self.index}"
+            )
+
+    def seed(self, seed: str, microbatch: int) -> None:
         """Draw from the stream of this seed, stage and microbatch from here on."""
         digest = hashlib.blake2b(f"{seed}/{self.index}/{microbatch}".encode(), digest_size=8).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+        number = int.from_bytes(digest, "little") >> 1
+        torch.default_generator.manual_seed(number)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed(number)
 
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run the hooks that wait for a parameter's gradient, once each."""

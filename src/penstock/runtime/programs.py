@@ -1,0 +1,85 @@
+"""The programs that a pipeline runs: for training in the order of its schedule, for evaluation forwards alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir import codes
+from penstock.ir.kind import Kind
+from penstock.ir.program import Program
+from penstock.ir.rows import Rows
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
+from penstock.passes.buffers import Buffers
+from penstock.passes.lower import lower
+from penstock.passes.merge_backward import MergeBackward
+from penstock.passes.pass_list import PassList
+from penstock.passes.send_receive import SendReceive
+from penstock.verifier.verify import verify
+
+
+def find_table(given: Any, ranks: int, microbatches: int | None) -> Table:
+    """The schedule or program that was given, in whatever form."""
+    if isinstance(given, str):
+        from penstock.schedules.registry import schedule
+
+        if microbatches is None:
+            raise ScheduleError(f"schedule {given!r} by name needs microbatches=")
+        return schedule(given, ranks, microbatches)
+    table = given if isinstance(given, Table) else getattr(given, "schedule", None)
+    if not isinstance(table, Table):
+        raise ScheduleError(f"a pipeline needs a plan, a schedule or a program, got {type(given).__name__}")
+    if table.ranks != ranks:
+        raise ScheduleError(f"the schedule is for {table.ranks} ranks, but there are {ranks}: launch as many, or build it anew")
+    ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
+    if len(ends) > 1:
+        raise ScheduleError(f"stages {ends} are read by none: only the last one's output can be the model's")
+    return table if microbatches in (None, table.microbatches) else _remade(table, int(microbatches or 0))
+
+
+def training_program(table: Table, count: int, unsplit: Sequence[int]) -> Program:
+    """The program for so many microbatches, proved; `unsplit` stages run I and W as one B."""
+    if count != table.microbatches:
+        table = _remade(table, count)
+    if not table.training:
+        raise ScheduleError(f"{table.name or 'the schedule'} has no backward: use eval_step or infer, or another schedule")
+    program = Program.start(table)
+    if unsplit:
+        program = MergeBackward(tuple(unsplit), apart=True).apply(program)
+    if not program.lowered:
+        program = lower(program.schedule())
+    elif program.buffers is None:
+        verify(program)
+        program = Buffers().apply(program)
+    return program
+
+
+def _remade(table: Table, count: int) -> Table:
+    if not isinstance(table, Schedule) or table.remake is None:
+        raise ScheduleError(
+            f"{count} microbatches, but {table.name or 'the schedule'} was loaded or written for {table.microbatches}: "
+            "give a schedule by name for other counts"
+        )
+    return table.remake(count)
+
+
+def forward_program(table: Table, count: int) -> Program:
+    """Forwards in waves, for any count: each as soon as the one before it can have ended.
+
+    An edge needs room for what is under way and one more to be written into: two buffers where a rank has one stage.
+    """
+    placement, graph = table.placement, table.graph
+    stage, microbatch = (axis.ravel() for axis in np.meshgrid(np.arange(table.stages), np.arange(count), indexing="ij"))
+    rank = placement.ranks_of(stage, microbatch)
+    order = np.lexsort((-stage, stage + microbatch, rank))
+    entries = np.asarray(codes.pack(stage[order], int(Kind.F), microbatch[order]), dtype=np.int64)
+    rows = Rows.sorted_by(entries, rank[order], table.ranks)
+    schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=f"{table.name} forward".strip())
+    span = max((target - source for source, target in graph.edges), default=1)
+    program = PassList.of([SendReceive("just-in-time"), Buffers(slots=span * placement.chunks + 1)]).apply(schedule)
+    verify(program)
+    return program
