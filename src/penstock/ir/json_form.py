@@ -114,10 +114,13 @@ def write_json(table: Table, path: str | PathLike[str]) -> None:
 
 
 def read_json(path: str | PathLike[str]) -> Table:
-    file = os.fspath(path)
+    return decode(read_data(path), os.fspath(path))
+
+
+def read_data(path: str | PathLike[str]) -> Any:
+    """What a JSON file holds."""
     with open(path, encoding="utf-8") as stream:
         try:
-            data = json.load(stream)
+            return json.load(stream)
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileFormatError(file, f"not a JSON file: {error}") from None
-    return decode(data, file)
+            raise FileFormatError(os.fspath(path), f"not a JSON file: {error}") from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from os import PathLike
@@ -86,10 +85,4 @@ def _costs(data: Any, table: Table, file: str) -> Costs:
 
 
 def read(path: str | PathLike[str]) -> Timeline:
-    file = os.fspath(path)
-    with open(path, encoding="utf-8") as stream:
-        try:
-            data = json.load(stream)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileFormatError(file, f"not a JSON file: {error}") from None
-    return decode(data, file)
+    return decode(json_form.read_data(path), os.fspath(path))
