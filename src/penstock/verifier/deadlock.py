@@ -103,15 +103,23 @@ def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
 
 
 def _way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
-    """Let the second rank of the chain run what the first waits for."""
-    before, stop = int(stuck.waits.before[chain[0]]), int(stuck.waits.after[chain[1 % len(chain)]])
+    """Let some rank of the chain run what the one before it waits for: one that could at once, if there is any."""
+    links = [(int(stuck.waits.before[wait]), int(stuck.waits.after[chain[(at + 1) % len(chain)]])) for at, wait in enumerate(chain)]
+    before, stop = next((link for link in links if _could_run(context, *link)), links[0])
+    also = "" if _could_run(context, before, stop) else ", and what that needs,"
     rank, step = int(context.rows.rank[before]), int(context.rows.step[stop])
-    first = f"Let rank {rank} run {context.name(before)}, and what that needs, before its step {step}"
+    first = f"Let rank {rank} run {context.name(before)}{also} before its step {step}"
     for each in chain:
         if stuck.waits.slot[each]:
             channel = int(context.channel[stuck.waits.after[each]])
             return f"Give the channel {context.channel_name(channel)} more slots; or: {first}"
     return first
+
+
+def _could_run(context: Context, entry: int, stop: int) -> bool:
+    """Whether all that an entry needs of its own rank is done where the rank stops."""
+    local = context.table.links.local
+    return bool((local.before[local.after == entry] < stop).all())
 
 
 def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
