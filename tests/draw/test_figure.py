@@ -23,6 +23,8 @@ from penstock.draw.palette import TONES, shaded
 from penstock.errors import MissingExtraError, UsageError
 from penstock.ir.kind import Kind
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("matplotlib")
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -17,6 +17,8 @@ from penstock.ir.dependencies import Needs
 from penstock.ir.kind import Kind
 from penstock.ir.steps import walk
 
+pytestmark = pytest.mark.slow
+
 RANKS, CHUNKS, MICROBATCHES = range(1, 9), range(1, 5), range(1, 25)
 LOOPED = {
     "interleaved-1f1b": "ScheduleInterleaved1F1B",

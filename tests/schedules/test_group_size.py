@@ -16,6 +16,8 @@ from penstock.ir.steps import walk
 from penstock.schedules._interleaved import deadlocks
 from penstock.schedules.registry import Shape
 
+pytestmark = pytest.mark.slow
+
 
 def short_last_group(shape: Shape, group: int, hop: int) -> Schedule:
     """The interleaved order that takes the rest of the microbatches as a group like the others, for a warm-up of `hop` a rank."""

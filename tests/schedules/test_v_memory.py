@@ -11,6 +11,8 @@ from penstock.ir.kind import Kind
 from penstock.schedules._blocks import PERIOD, Cycle, Squeeze
 from schedules.test_formulas import EQUAL, TO_WEIGHTS, bubble, makespan, peak, run
 
+pytestmark = pytest.mark.slow
+
 RANKS = [*range(1, 13), 16]
 
 

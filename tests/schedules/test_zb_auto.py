@@ -17,6 +17,8 @@ from penstock.ir.kind import Kind
 from penstock.testing import check_schedule
 from schedules.test_formulas import longest_span, makespan, run
 
+pytestmark = pytest.mark.slow
+
 PRINTED = list(csv.DictReader((Path(__file__).parents[1] / "data" / "zero_bubble.csv").read_text().splitlines()))
 Row = tuple[str, ...]
 

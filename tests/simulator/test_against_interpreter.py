@@ -19,6 +19,8 @@ from penstock.simulator.timeline import Timeline, Transfer
 from simulator.draws import contentions, disturbed, real_costs, tables, timed
 from simulator.interpreter import Message, Outcome, StuckError, interpret
 
+pytestmark = pytest.mark.slow
+
 
 def near(value: Any) -> Any:
     return pytest.approx(value, rel=1e-9, abs=1e-9)

@@ -111,9 +111,30 @@ def test_a_rank_that_waits_for_a_send_that_waits_for_a_slot() -> None:
     sends = " ".join(f"0F{m} 0SEND_F{m} 0SEND_F{m}>2" for m in range(3))
     slow, quick = ("1RECV_F0 1F0 1RECV_F1 1F1 1RECV_F2 1F2", "2RECV_F0<0 2F0 2RECV_F1<0 2F1 2RECV_F2<0 2F2")
     table = program(sends, slow, quick, graph=StageGraph(3, ((0, 1), (0, 2))), channels={(0, 1, Kind.SEND_F): 1})
-    costs = Costs(f=[1, 10, 1], latency=1)  # type: ignore[arg-type]
+    costs = Costs(f=[1, 10, [1, 1, 30]], latency=1)  # type: ignore[list-item]
     timeline = timed(table, costs, [0, 1, 1, 1, 2, 2, 2, 12, 12], [0, 2, 12, 12, 22, 22], [0, 2, 3, 3, 4, 13])
-    assert told(timeline, 2) == ["0-2 fill None None", "4-12 memory 0SEND_F2 0", "12-13 communication 0F2 0", "14-32 drain None None"]
+    assert told(timeline, 2) == ["0-2 fill None None", "4-12 memory 0SEND_F2 0", "12-13 communication 0F2 0"]
+    assert path(timeline) == [
+        "action 0F0 on 0: 0-1",
+        "message 0SEND_F0 on 1: 1-2",
+        "action 1F0 on 1: 2-12",
+        "message 0SEND_F2>2 on 2: 12-13",
+        "action 2F2 on 2: 13-43",
+    ]
+
+
+@pytest.mark.parametrize("contention", ["independent", "rank"])
+def test_a_slot_is_free_when_its_message_has_arrived(contention: str) -> None:
+    """All receives are posted at once; with one slot the second send waits until the first message is there."""
+    table = program("0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1RECV_F1 1F0 1F1", channels={(0, 1, Kind.SEND_F): 1})
+    timeline = timed(table, Costs(latency=5, contention=contention), [0, 1, 1, 6], [0, 0, 6, 11])
+    assert told(timeline, 0) == ["2-6 memory 0SEND_F1 0", "6-12 drain None None"]
+    assert path(timeline) == [
+        "action 0F0 on 0: 0-1",
+        "message 0SEND_F0 on 1: 1-6",
+        "message 0SEND_F1 on 1: 6-11",
+        "action 1F1 on 1: 11-12",
+    ]
 
 
 def test_collectives_run_beside_and_compute_waits_for_its_parameters() -> None:

@@ -18,6 +18,8 @@ from penstock.simulator.timeline import Timeline
 from simulator.draws import contentions, costs, real_costs, some_eighths, tables, timed, zoo
 from simulator.runs import run
 
+pytestmark = pytest.mark.slow
+
 COLUMNS = ("start", "end", "depart", "arrive", "collective_start", "collective_end", "held_by")
 
 

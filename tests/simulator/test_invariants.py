@@ -19,6 +19,8 @@ from penstock.verifier.memory import peak_memory
 from simulator.draws import programs, tables, timed
 from simulator.runs import Interval, lanes, made, result, run
 
+pytestmark = pytest.mark.slow
+
 Case = tuple[Table, Costs]
 
 

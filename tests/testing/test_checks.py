@@ -20,6 +20,8 @@ from penstock.ir.schedule import Schedule
 from penstock.schedules.registry import algorithms
 from penstock.testing import check_schedule
 
+pytestmark = pytest.mark.slow
+
 Rows = list[list[str]]
 
 

@@ -19,6 +19,8 @@ from penstock.schedules import registry
 from penstock.schedules.registry import Shape, linear, register
 from penstock.testing import ScheduleConformance, check_schedule, conformance_cases
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,8 @@ from penstock.verifier.rules import RULES
 from verifier.interpreter import explore, interpret
 from verifier.mutations import OPERATORS, Rows, every, move, places, regroup, shift, some, swap
 
+pytestmark = pytest.mark.slow
+
 SEMANTICS = ("channels", "rendezvous")
 RECEIVES = ("paired", "just-in-time", 2)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from penstock.ir.action import Action
+from penstock.ir.rows import Ints
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
@@ -42,7 +44,9 @@ class _Walk:
             end = float(timeline.finished[rank])
             steps.append(PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end))
         here: tuple[str, int] | None = self._last(rank)
-        while here is not None:
+        seen: set[tuple[str, int]] = set()  # a file can hold times that lead in a circle
+        while here is not None and here not in seen:
+            seen.add(here)
             steps.append(self._step(*here))
             here = self._before(*here)
         return [step for step in reversed(steps) if step.end > step.start]
@@ -95,13 +99,18 @@ class _Walk:
         sender = int(graph.sender[message])
         if timeline.depart[message] == timeline.end[sender]:
             return "action", sender
-        held_by = int(timeline.held_by[message]) if len(timeline.held_by) else self._ahead(message)
+        held_by = int(timeline.held_by[message]) if len(timeline.held_by) else int(self._ahead[message])
         return "message", held_by
 
-    def _ahead(self, message: int) -> int:
-        """The message before it on its channel."""
+    @cached_property
+    def _ahead(self) -> Ints:
+        """For each message, the one before it on its channel."""
         channel = self.timeline.messages.channel
-        return int(np.flatnonzero(channel[:message] == channel[message])[-1])
+        order = np.argsort(channel, kind="stable")
+        ahead = np.full(len(channel), -1, dtype=np.int64)
+        same = channel[order][1:] == channel[order][:-1]
+        ahead[order[1:][same]] = order[:-1][same]
+        return ahead
 
     def _before_collective(self, node: int) -> tuple[str, int]:
         timeline, graph = self.timeline, self.timeline.flat.graph()

@@ -29,9 +29,10 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
     received message from its RECV to the end of what uses it; gathered parameters from UNSHARD to RESHARD; and always the
     shards, or the parameters where nothing is sharded. Without a backward no activation is held.
     """
-    held = held_in(table, costs or Costs())
-    bounds = table.rows.group_offsets.tolist()
-    return [float(held[begin:end].max(initial=0.0)) for begin, end in pairwise(bounds)]
+    costs = costs or Costs()
+    held, bounds = held_in(table, costs), table.rows.group_offsets.tolist()
+    kept = _static(table, costs)  # all that a rank without actions holds
+    return [float(held[begin:end].max(initial=least)) for (begin, end), least in zip(pairwise(bounds), kept, strict=True)]
 
 
 def held_in(table: Table, costs: Costs) -> Floats:
