@@ -25,7 +25,6 @@ from penstock.ir.kind import Kind
 
 pytestmark = pytest.mark.slow
 
-pytest.importorskip("matplotlib")
 SVG = "{http://www.w3.org/2000/svg}"
 
 

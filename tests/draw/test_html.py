@@ -10,7 +10,6 @@ import pytest
 from draw.samples import SAMPLES
 from penstock.draw.html import html
 
-pytest.importorskip("matplotlib")
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 

@@ -30,14 +30,12 @@ def same(one: Timeline, other: Timeline) -> None:
 
 @given(timed())
 def test_plain_and_compiled_are_equal_to_the_last_bit(case: tuple[Table, Costs]) -> None:
-    pytest.importorskip("numba")
     run(case)
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
 
 
 @given(tables, st.integers(0, 2**32), contentions)
 def test_also_with_numbers_that_do_not_add_up_exactly(table: Table, seed: int, contention: str) -> None:
-    pytest.importorskip("numba")
     case = table, real_costs(table.stages, table.microbatches, Random(seed), contention)
     run(case)
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from os import PathLike
@@ -17,7 +18,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
 
 
-class Table:
+class Table(ABC):
     """Rows of actions, one a rank: `table[rank]` is a tuple of `Action`, `table.rows` the packed whole."""
 
     lowered: bool
@@ -33,9 +34,9 @@ class Table:
             raise ScheduleError(f"the stage graph has {self.graph.stages} stages, the placement {placement.stages}")
 
     @property
+    @abstractmethod
     def rows(self) -> Rows:
         """Every rank's actions, packed."""
-        raise NotImplementedError
 
     def row(self, rank: int) -> Ints:
         """One rank's packed actions."""
