@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from penstock.errors import SplitError
 
-Targets = tuple[nn.Parameter | None, ...]
+Grads = tuple[Tensor | None, Tensor | None]
+Compute = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
+"""The gradients of weight and bias, from the output's gradient, the input, the weight and the bias (None for one that is not wanted),
+and what else the operator was given."""
 Fuse = Callable[[Tensor, Tensor, Tensor], None]
-"""Add the first parameter's gradient to what is there already in one operation: the output's gradient, the input, the sum."""
-Compute = Callable[[Tensor, Tensor, Targets, Any], tuple[Tensor | None, ...]]
-"""The weight gradients from the output's gradient, the input, the parameters and what else the operator was given."""
+"""Add the weight's gradient to what is there already in one operation: the output's gradient, the input, the sum."""
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 """What makes a tap's output want a gradient where the operator's input does not; it never gets one itself."""
@@ -44,35 +45,45 @@ class Record:
     It is itself the hook that the backward calls.
     """
 
-    __slots__ = ("compute", "deferral", "extra", "fuse", "grad", "targets", "value", "version")
+    __slots__ = ("bias", "compute", "deferral", "extra", "fuse", "grad", "packed", "value", "version", "weight")
 
     def __init__(
-        self, deferral: Deferral, compute: Compute, targets: Targets, value: Tensor, extra: Any = None, fuse: Fuse | None = None
+        self, deferral: Deferral, value: Tensor, weight: Any, bias: Any, compute: Compute, *, extra: Any = None, fuse: Fuse | None = None
     ) -> None:
         self.deferral: Deferral | None = deferral
-        self.compute = compute
-        self.targets = targets
         self.value: Tensor | None = value
         self.version = value._version
+        self.weight: nn.Parameter | None = weight
+        self.bias: nn.Parameter | None = bias
+        self.compute = compute
         self.extra = extra
         self.fuse = fuse
         self.grad: Tensor | None = None
+        self.packed: Any = None
+        if _saved_tensor_hooks(False) is not None:
+            self.pack()
 
-    def __call__(self, grads: Sequence[Tensor | None]) -> None:
-        """The hook before the operator's own backward."""
-        self.arrive(grads[0])
+    def pack(self) -> None:
+        """Save the input as autograd saves tensors, where hooks are set on that: a checkpoint, say, is to compute it again."""
+        self.packed = _Saved.apply(self.value, _ANCHOR).grad_fn  # type: ignore[no-untyped-call]
+        self.value = None
 
-    def arrive(self, grad: Tensor | None) -> None:
-        """Take the gradient of the operator's output."""
+    def __call__(self, grad: Any) -> None:
+        """The hook that is called with the gradient of the operator's output, before the operator's own backward."""
         if _is_grad_enabled():
             raise SplitError(
                 "a stage differentiates a gradient of its own (create_graph=True), which a weight that waits has no part in: "
                 "run its backward whole, with lower(schedule, merge_backward=True)"
             )
+        if type(grad) is tuple:  # from a node rather than a tensor
+            grad = grad[0]
         deferral = self.deferral
         if grad is None or (deferral is not None and not deferral.backward):  # a gradient that the forward asked for itself
             return
         self.grad = grad
+        if self.packed is not None:
+            (self.value,), self.packed = self.packed.saved_tensors, None
+            self.version = self.value._version
         if deferral is not None:
             deferral.records.append(self)
             self.deferral = None  # no cycle, so that all of it goes as soon as it has been used
@@ -94,53 +105,56 @@ class Record:
 class Deferral:
     """The records of one stage and microbatch, and the weights that can wait, by their id, each with what stands in for it."""
 
-    __slots__ = ("backward", "hooked", "records", "stand_ins")
+    __slots__ = ("backward", "due", "hooked", "records", "stand_ins")
 
     def __init__(self) -> None:
         self.records: list[Record] = []
         """Those that a gradient has reached, in the order of the backward."""
         self.stand_ins: dict[int, Tensor] = {}
+        self.hooked: dict[int, nn.Parameter] = {}
+        """Parameters with hooks that run when their gradient is there, by their id."""
+        self.due: dict[int, nn.Parameter] = {}
+        """Those of them that have got a gradient."""
         self.backward = False
-        self.hooked: dict[nn.Parameter, None] = {}
-        """Parameters that have got a gradient and wait for a hook of theirs to be run."""
 
     @torch.no_grad()
     def run(self, fused: bool = False) -> list[nn.Parameter]:
-        """The backward for the weights; the parameters that wait for a hook of theirs to be run.
+        """The backward for the weights; the parameters whose hooks are now due.
 
         `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own.
         """
         sums = _Sums(self.records)
         for record in self.records:
             grad, value = record.take()
-            targets = record.targets
-            if fused and record.fuse is not None and sums.can_fuse(targets[0], grad):
-                record.fuse(grad, value, targets[0].grad)  # type: ignore[union-attr, arg-type]
-                targets = (None, *targets[1:])
-            for target, found in zip(targets, record.compute(grad, value, targets, record.extra), strict=True):
-                if found is not None:
-                    sums.add(target, found)  # type: ignore[arg-type]
-            for target in record.targets:
-                if target is not None and target._post_accumulate_grad_hooks:
-                    self.hooked[target] = None
+            weight, bias = record.weight, record.bias
+            if fused and record.fuse is not None and weight is not None and sums.can_fuse(weight, grad):
+                record.fuse(grad, value, weight.grad)  # type: ignore[arg-type]
+                weight = None
+            of_weight, of_bias = record.compute(grad, value, weight, bias, record.extra)
+            if weight is not None and of_weight is not None:
+                sums.add(weight, of_weight)
+            if bias is not None and of_bias is not None:
+                sums.add(bias, of_bias)
         self.records.clear()
-        return list(self.hooked)
+        if self.hooked:
+            self.due.update((ident, self.hooked[ident]) for ident in sums.targets if ident in self.hooked)
+        return list(self.due.values())
 
 
 class _Sums:
     """Adds to parameters' gradients as autograd does: what several operators gave is summed first."""
 
     def __init__(self, records: Sequence[Record]) -> None:
-        targets = [id(target) for record in records for target in record.targets if target is not None]
-        self.left = Counter(targets) if len(set(targets)) < len(targets) else None
+        self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
+        self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else None
         """How many operators have yet to give theirs; None where each parameter has but one."""
         self.sums: dict[int, Tensor] = {}
 
-    def can_fuse(self, target: nn.Parameter | None, grad: Tensor) -> bool:
+    def can_fuse(self, target: nn.Parameter, grad: Tensor) -> bool:
         """Where there is a sum of the same kind to add to, and nothing else to be added first."""
-        if target is None or target.grad is None or (self.left is not None and (self.left[id(target)] > 1 or id(target) in self.sums)):
-            return False
-        return target.grad.dtype == grad.dtype and target.grad.layout == torch.strided
+        total = target.grad
+        alone = self.left is None or (self.left[id(target)] == 1 and id(target) not in self.sums)
+        return alone and total is not None and total.dtype == grad.dtype and total.layout == torch.strided
 
     def add(self, target: nn.Parameter, found: Tensor) -> None:
         if found.dtype != target.dtype:
@@ -163,21 +177,53 @@ class _Sums:
 
 def tie(out: Tensor, record: Record) -> Tensor:
     """Tie a record to its operator's output, which must not be a view; the output to go on with."""
-    node = out.grad_fn
-    if node is None or _saved_tensor_hooks(False) is not None:
-        tapped: Tensor = _Tap.apply(out, record.value, record, _ANCHOR)  # type: ignore[no-untyped-call]
-        return tapped
-    node.register_prehook(record)
+    if not out.requires_grad:
+        return _tapped(out, record)
+    out.grad_fn.register_prehook(record)  # type: ignore[union-attr]
     return out
 
 
-def tie_inner(out: Tensor, record: Record) -> Tensor:
-    """The same for an output that only views of are handed on, so that no one else has hooks on it: at a third of the price."""
-    if out.grad_fn is None or _saved_tensor_hooks(False) is not None:
-        tapped: Tensor = _Tap.apply(out, record.value, record, _ANCHOR)  # type: ignore[no-untyped-call]
-        return tapped
-    out._backward_hooks = {0: record.arrive}  # type: ignore[assignment]
-    return out
+def tie_inner(out: Any, record: Record) -> Tensor:
+    """The same for an output that only views of are handed on, so that no one else has hooks on it: at half the price."""
+    if not out.requires_grad:
+        return _tapped(out, record)
+    out._backward_hooks = {0: record}  # as Tensor.register_hook does, without a handle to remove it by
+    out.grad_fn._register_hook_dict(out)
+    return out  # type: ignore[no-any-return]
+
+
+def _tapped(out: Tensor, record: Record) -> Tensor:
+    tapped: Tensor = _Tap.apply(out, record, _ANCHOR)  # type: ignore[no-untyped-call]
+    return tapped
+
+
+class _Tap(torch.autograd.Function):
+    """The identity, where an operator's output has no history yet, with the record filled on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, record: Record, anchor: Tensor) -> Tensor:
+        ctx.record = record
+        if record.packed is not None:  # who packs what is saved may keep the output too, and wants it unchanged
+            return out.clone()
+        ctx.mark_dirty(out)  # rather than a view, which nothing could then change in place
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.record(grad)
+        return grad, None, None
+
+
+class _Saved(torch.autograd.Function):
+    """Saves a tensor, to be read from the function's place in the graph; nothing ever goes backward through it.
+
+    What a checkpoint computes again is saved again in the same order, which tells it what the first one was.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return anchor.new_empty(0)
 
 
 def active() -> Deferral | None:
@@ -195,33 +241,3 @@ def activate(deferral: Deferral | None) -> Deferral | None:
     elif before is not None:
         torch._C._remove_obj_from_tls(_KEY)
     return before
-
-
-def packs_saved_tensors() -> bool:
-    """Whether saved tensors are packed, as under activation checkpointing: a record must not hold what will be recomputed."""
-    return _saved_tensor_hooks(False) is not None
-
-
-class _Tap(torch.autograd.Function):
-    """The identity, with the record filled on the way back; saves the operator's input as autograd would, for checkpoints to recompute.
-
-    What a checkpoint computes again gets taps too, so that it saves the same tensors; no gradient ever comes to those.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, value: Tensor, record: Record, anchor: Tensor) -> Tensor:
-        ctx.record = record
-        ctx.mark_dirty(out)  # rather than a view, which nothing could then change in place
-        if packs_saved_tensors():
-            ctx.save_for_backward(value)
-            record.value = None
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        record: Record = ctx.record
-        saved = ctx.saved_tensors  # may be read but once: it makes checkpointing recompute
-        if saved:
-            record.value, record.version = saved[0], saved[0]._version
-        record.arrive(grad)
-        return grad, None, None, None

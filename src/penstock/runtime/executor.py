@@ -22,6 +22,7 @@ from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group
 from penstock.runtime.loss import Loss
+from penstock.runtime.randomness import draw_from
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
@@ -30,7 +31,7 @@ Operation = Callable[[], None]
 Overlap = Callable[[Action, list[Operation]], None]
 """Runs the operations of actions that go together."""
 
-_run_backward = Variable._execution_engine.run_backward  # type: ignore[attr-defined]
+_run_backward = Variable._execution_engine.run_backward
 """What `torch.autograd.backward` calls once it has checked its arguments, which takes longer than the backward of a small layer."""
 
 
@@ -53,8 +54,7 @@ class Executor:
         self.cells: list[Any] = []
         self.feed = NOTHING
         self.extras = Extras()
-        self.failed_at: Action | None = None
-        """The action that raised, where the step failed on this rank."""
+        self._failed_part: Action | None = None
         self._places: dict[Any, int] = {}
         self._inboxes: dict[Any, Inbox] = {}
         self.actions = program[rank]
@@ -67,21 +67,27 @@ class Executor:
 
     def run(self, feed: Feed, observe: Callable[[int], None] | None = None) -> Share:
         """Walk the list once."""
-        self.feed, self.failed_at = feed, None
+        self.feed, self._failed_part = feed, None
         feed.share.microbatches = self.program.microbatches
         at = 0
         try:
             with collect() as self.extras:
-                for at, operation in enumerate(self.operations):  # noqa: B007 - `at` names the place of a failure
+                for at, operation in enumerate(self.operations):
                     operation()
                     if observe is not None:
                         observe(at)
         except Exception:
-            self.failed_at = self.failed_at or self.actions[at]
+            if self._failed_part is None:
+                self._failed_part = self.actions[at]
             raise
         finally:
             self.clear()
         return feed.share
+
+    @property
+    def failed_at(self) -> Action | None:
+        """The action that raised, where the last run failed on this rank."""
+        return self._failed_part
 
     def clear(self) -> None:
         """Let go of everything a step held."""
@@ -151,7 +157,7 @@ class Executor:
 
     # Operations -------------------------------------------------------------------------------------------------------
 
-    def _operation(self, action: Action) -> Operation:
+    def _operation(self, action: Action) -> Operation:  # noqa: PLR0911 - one a kind
         if action.sub_actions:
             return self._together(action)
         stage, microbatch = action.stage, action.microbatch or 0
@@ -189,7 +195,7 @@ class Executor:
             try:
                 operation()
             except Exception:
-                self.failed_at = part
+                self._failed_part = part
                 raise
 
         return named
@@ -259,7 +265,7 @@ class Executor:
             feed = self.feed
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
             if feed.seed is not None:
-                part.seed(feed.seed, microbatch)
+                draw_from(feed.seed, stage, microbatch)
             made = module(*feed.args[microbatch], **kwargs) if front else part.run(inputs, kwargs)
             return made if type(made) is Tensor else unwrap(made)
 
@@ -317,7 +323,7 @@ class Executor:
         feed = self.feed
         if feed.outputs:
             feed.share.outputs[microbatch] = detached(made)
-        if not feed.losses:
+        if not feed.losses or not (self.program.training or self.loss.fits(made)):
             return [], []
         loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
         feed.share.losses[microbatch] = loss.detach(), scale

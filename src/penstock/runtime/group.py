@@ -71,6 +71,8 @@ class Group:
         self._change = threading.Condition(threading.RLock())
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
+        self._told: set[int] = set()
+        """Ranks on their way out of a failure that another has told them of."""
 
     # Taking turns -----------------------------------------------------------------------------------------------------
 
@@ -145,6 +147,8 @@ class Group:
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         """Make a failure known to all, if it is the first; the rank, if any, raises it by itself. A fatal one is never got over."""
         with self._change:
+            if rank in self._told and not fatal:  # this is the failure that it was told of, which the others may have got over
+                return
             if self.failure is None:
                 self.failure = _Failure(error, fatal)
             self.failure.fatal |= fatal
@@ -155,6 +159,7 @@ class Group:
     def _raise(self, rank: int) -> NoReturn:
         assert self.failure is not None
         self.failure.raised.add(rank)
+        self._told.add(rank)
         error = self.failure.error
         if isinstance(error, PipelineError):
             raise PipelineError(*error.args) from error.__cause__
@@ -162,13 +167,15 @@ class Group:
 
     def enter(self, rank: int, deadline: float) -> None:
         """Begin what all ranks take part in. Who has not raised a failure yet raises it now; who has waits until all have."""
-        if self.failure is None:
+        self._told.discard(rank)
+        failure = self.failure
+        if failure is None:
             return
-        if self.failure.fatal or rank not in self.failure.raised:
+        if failure.fatal or rank not in failure.raised:
             self._raise(rank)
         until = time.monotonic() + deadline
         while not self._recovered():
-            if self.failure.fatal:
+            if failure.fatal:
                 self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")

@@ -43,6 +43,10 @@ class Loss:
         """Whether what was given is enough to call it."""
         return self.alone or targets is not None
 
+    def fits(self, output: Any) -> bool:
+        """Whether there is a loss function, or the output can be the loss itself."""
+        return self.fn is not None or (isinstance(output, Tensor) and output.numel() == 1)
+
     def __call__(self, output: Any, targets: Sequence[Any] | None, microbatch: int) -> Tensor:
         fn = self.fn
         if fn is None:

@@ -47,9 +47,9 @@ def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
 
 
 def _slices(leaf: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Slices that are tensors of their own, not views that torch would not let a stage change in place."""
+    """Slices that a stage may change in place: to torch each is a tensor of its own, not a view that counts its changes with the others."""
     parts = torch.split(leaf, list(sizes), dim)
-    return list(parts) if leaf.requires_grad else [part.detach() for part in parts]
+    return list(parts) if leaf.requires_grad else [part.data for part in parts]
 
 
 def merge(values: Sequence[Any], dim: int) -> Any:

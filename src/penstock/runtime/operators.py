@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, Record, Targets, active, tie, tie_inner
-
-Grads = tuple[Tensor | None, ...]
+from penstock.runtime.deferred import Deferral, Grads, Record, active, tie, tie_inner
 
 _linear, _embedding = functional.linear, functional.embedding
 _CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")}
@@ -34,32 +32,40 @@ def _kept(value: Tensor, out: Tensor) -> Tensor:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral, stand_in = _stand_in(weight)
+    deferral = active()
+    stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 2:
         return _linear(input, weight, bias)
     bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
-    added = bias if bias_in is None else bias_in
-    targets: Any = (weight, None if bias_in is None else bias)
+    added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
     if dims == 2:
         out = _linear(input, stand_in, added)
-        return tie(out, Record(deferral, _linear_grads, targets, _kept(input, out), None, _fuse_linear))
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
     # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
-    whole = dims == 3 and added is not None and input.is_contiguous()
+    whole = added is not None and input.is_contiguous()
+    if whole and input.requires_grad:
+        out = _linear(input, stand_in, added)  # a view of the product
+        tie_inner(out._base, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = tie_inner(out, Record(deferral, _linear_grads, targets, _kept(rows, out), None, _fuse_linear))
+    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
     if not whole and added is not None:
         out.add_(added if added.dtype == out.dtype else added.to(out.dtype))
-    return out.view(input.shape[0], input.shape[1], -1) if dims == 3 else out.view(*input.shape[:-1], -1)
+    return out.view(*input.shape[:-1], out.shape[-1])
 
 
-def _linear_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
-    return None if targets[0] is None else grad.t().mm(value), None if targets[1] is None else grad.sum(0)
+def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return None if weight is None else grad.t().mm(_rows(value)), None if bias is None else grad.sum(0)
 
 
 def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:
-    total.addmm_(grad.t(), value)
+    total.addmm_(grad.t(), _rows(value))
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value if value.dim() == 2 else value.view(-1, value.shape[-1])
 
 
 def embedding(  # noqa: PLR0917 - the operator's own signature
@@ -77,11 +83,11 @@ def embedding(  # noqa: PLR0917 - the operator's own signature
     out = _embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
     rows = weight.shape[0]
     extra = (rows, -1 if padding_idx is None else padding_idx % rows, scale_grad_by_freq)
-    return tie(out, Record(deferral, _embedding_grads, (weight,), input, extra))  # type: ignore[arg-type]
+    return tie(out, Record(deferral, input, weight, None, _embedding_grads, extra=extra))
 
 
-def _embedding_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
-    return (torch.ops.aten.embedding_dense_backward(grad, value, *extra),)
+def _embedding_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return torch.ops.aten.embedding_dense_backward(grad, value, *extra), None
 
 
 def _convolution(name: str) -> Callable[..., Tensor]:
@@ -103,8 +109,8 @@ def _convolution(name: str) -> Callable[..., Tensor]:
         bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
         out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, dilation, groups)
         spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation)]
-        targets: Any = (weight, None if bias_in is None else bias)
-        return tie(out, Record(deferral, _convolution_grads, targets, _kept(input, out), (stand_in, *spread, groups)))
+        wanted = None if bias_in is None else bias
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=(stand_in, *spread, groups)))
 
     return convolution
 
@@ -114,59 +120,61 @@ def _each(size: int | Sequence[int], count: int) -> list[int]:
     return sizes * count if len(sizes) == 1 else sizes
 
 
-def _convolution_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
-    weight, stride, padding, dilation, groups = extra
-    bias = targets[1]
+def _convolution_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    stand_in, stride, padding, dilation, groups = extra
     sizes = None if bias is None else list(bias.shape)
     which = [False, True, bias is not None]
     none = [0] * len(stride)
-    made = torch.ops.aten.convolution_backward(
-        grad, value, weight.to(value.dtype), sizes, stride, padding, dilation, False, none, groups, which
+    _, of_weight, of_bias = torch.ops.aten.convolution_backward(
+        grad, value, stand_in.to(value.dtype), sizes, stride, padding, dilation, False, none, groups, which
     )
-    return made[1], made[2] if bias is not None else None
+    return of_weight, of_bias
 
 
 def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`value @ weight` with a matrix of weights, or a batch of matrices as large as the value's own."""
 
     def product(*args: Any, **named: Any) -> Tensor:
-        value, weight = args if len(args) == 2 and not named else (None, None)
+        if len(args) != 2 or named:
+            return original(*args, **named)
+        value, weight = args
         deferral, stand_in = _stand_in(weight)
         if deferral is None or stand_in is None or id(value) in deferral.stand_ins:
-            return original(*args, **named)
+            return original(value, weight)
         if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
             out = original(value, stand_in)
-            return tie(out, Record(deferral, _batched_grads, (weight,), _kept(value, out)))
+            return tie(out, Record(deferral, _kept(value, out), weight, None, _batched_grads))
         if weight.dim() != 2 or value.dim() < 2:
             return original(value, weight)
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
-        record = Record(deferral, _product_grads, (weight,), _kept(rows, out))
-        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], -1)
+        record = Record(deferral, _kept(rows, out), weight, None, _product_grads)
+        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], out.shape[-1])
 
     return product
 
 
-def _batched_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
-    return (value.transpose(1, 2).bmm(grad),)
+def _batched_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return value.transpose(1, 2).bmm(grad), None
 
 
-def _product_grads(grad: Tensor, value: Tensor, targets: Targets, extra: Any) -> Grads:
-    return None if targets[0] is None else value.t().mm(grad), *(grad.sum(0) for _ in targets[1:])
+def _product_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return value.t().mm(grad), None if bias is None else grad.sum(0)
 
 
 def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """`bias + value @ weight` with a matrix of weights and a bias for its columns."""
 
     def sum_product(*args: Any, **named: Any) -> Tensor:
-        bias, value, weight = args if len(args) == 3 and not named else (None, None, None)
+        if len(args) != 3 or named:
+            return original(*args, **named)
+        bias, value, weight = args
         deferral, stand_in = _stand_in(weight)
         if deferral is None or stand_in is None or bias.dim() != 1 or id(value) in deferral.stand_ins:
-            return original(*args, **named)
+            return original(bias, value, weight)
         bias_in = deferral.stand_ins.get(id(bias))
         out = original(bias if bias_in is None else bias_in, value, stand_in)
-        targets = (weight,) if bias_in is None else (weight, bias)
-        return tie(out, Record(deferral, _product_grads, targets, _kept(value, out)))
+        return tie(out, Record(deferral, _kept(value, out), weight, None if bias_in is None else bias, _product_grads))
 
     return sum_product
 

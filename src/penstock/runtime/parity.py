@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime import microbatch as mb
-from penstock.runtime.executor import Feed
+from penstock.runtime.cells import Feed
 from penstock.runtime.extras import collect, unwrap
-from penstock.runtime.gradients import Backup
+from penstock.runtime.randomness import draw_from, kept_random_state
 from penstock.runtime.stage import Stage
-from penstock.runtime.values import detached
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -66,95 +64,115 @@ class Parity:
 
 
 def parity(pipeline: Pipeline, feed: Feed) -> Parity:
-    """Run a step and both references on copies of the model; the parameters' gradients are put back afterwards."""
+    """Run a step and both references on copies of the model; gradients, buffers and random streams are put back afterwards."""
     parts = [part for part in pipeline.partition.parts if part is not None]
     if len(parts) != pipeline.table.stages:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
     modules = copy.deepcopy(nn.ModuleList(part.module for part in parts))
     held = {index: stage.module.state_dict() for index, stage in pipeline.stages.items()}
-    for theirs in reversed(pipeline.gather("states", held)):  # each rank trains its own stages only
+    for theirs in reversed(pipeline.gather("states", held)):  # a rank trains its own stages, and its model's others stay as they were
         for index, state in theirs.items():
             modules[index].load_state_dict(state)
     again = copy.deepcopy(modules)
-    backup = Backup.take(pipeline.parameters())
-    states = [(buffer, buffer.clone()) for stage in pipeline.stages.values() for buffer in stage.module.buffers()]
-    for parameter in pipeline.parameters():
-        parameter.grad = None
-    pipeline.gather("parity", None)
-    result = pipeline._run(feed, training=True)
-    mine = {name: None if p.grad is None else p.grad.clone() for name, p in pipeline.named_parameters()}
-    found = {"loss": result.loss} | {n: g for theirs in pipeline.gather("grads", mine) for n, g in theirs.items()}
-    backup.restore()
-    for buffer, value in states:
-        buffer.copy_(value)
+    found = _stepped(pipeline, feed)
     names = [name for part in parts for name, _ in part.parameters]
-    loop = _reference(pipeline, modules, feed, feed.seed)
+    loop = _reference(pipeline, modules, feed)
+    compared = _compare("microbatch loop", found, _named(names, modules, loop))
     batch = _whole(feed, pipeline)
-    whole = None if batch is None else _compare("whole batch", found, _named(names, again, _reference(pipeline, again, batch, None)))
-    return Parity(_compare("microbatch loop", found, _named(names, modules, loop)), whole)
+    whole = None if batch is None else _compare("whole batch", found, _named(names, again, _reference(pipeline, again, batch)))
+    return Parity(compared, whole)
 
 
-def _reference(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed, seed: int | None) -> Tensor | None:
+def _stepped(pipeline: Pipeline, feed: Feed) -> list[dict[str, Tensor | None]]:
+    """The loss and the gradients that a step gives on each rank; everything is as before afterwards."""
+    parameters = [parameter for _, parameter in pipeline.local_parameters()]
+    buffers = [buffer for stage in pipeline.stages.values() for buffer in stage.module.buffers()]
+    grads, states, steps = [p.grad for p in parameters], [buffer.clone() for buffer in buffers], pipeline._steps
+    pipeline.gather("parity", None)  # nobody clears a gradient that another has yet to set aside
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        pipeline.gather("cleared", None)
+        loss = pipeline._run(feed, training=True).loss
+        mine = {name: None if p.grad is None else p.grad.clone() for name, p in pipeline.local_parameters()}
+        return pipeline.gather("gradients", {"loss": loss, **mine})
+    finally:
+        pipeline._steps = steps
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for buffer, state in zip(buffers, states, strict=True):
+            buffer.copy_(state)
+
+
+def _reference(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed) -> Tensor | None:
     """Forward and backward of the stages one after the other, a microbatch at a time; the loss."""
     modules.zero_grad(set_to_none=True)
-    graph = pipeline.table.graph
     total: Tensor | None = None
     side: list[Tensor] = []
-    for microbatch, args in enumerate(feed.args):
-        made: dict[int, Any] = {}
-        with torch.enable_grad(), collect() as extras:
-            for stage, module in enumerate(modules):
-                inputs = [made[other] for other in sorted(graph.inputs_of(stage), reverse=True)]
-                given = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
-                if seed is not None:
-                    Stage(stage, module).seed(seed, microbatch)
-                first = args if not inputs else inputs[0] if isinstance(inputs[0], tuple) else (inputs[0],)
-                made[stage] = unwrap(module(*first, *inputs[1:], **given))
-            last = made[len(modules) - 1]
-            if pipeline.loss_fn is None:
-                leaves = [leaf for leaf in pytree.tree_leaves(last) if isinstance(leaf, Tensor) and leaf.requires_grad]
-                torch.autograd.backward(leaves, [torch.ones_like(leaf) for leaf in leaves])
-                continue
-            loss = pipeline.loss_fn(last) if feed.targets is None else pipeline.loss_fn(last, feed.targets[microbatch])
-            scale = feed.scales[microbatch]
+    with kept_random_state(), torch.enable_grad():
+        for microbatch, scale in enumerate(feed.scales):
+            with collect() as extras:
+                output = _forward(pipeline, modules, feed, microbatch)
+                loss = pipeline.loss(output, feed.targets, microbatch)
             more = [each * scale for each in extras.losses]
-            ends = [each for each in (loss, *more) if each.requires_grad]
-            torch.autograd.backward(ends, [torch.full_like(each, scale if each is loss else 1.0) for each in ends])
-        total = loss.detach() * scale if total is None else total + loss.detach() * scale
-        side += [torch.stack([each.detach() for each in more]).sum()] if more else []
+            ends = [each for each in (*([loss] if scale else []), *more) if each.requires_grad]
+            if ends:
+                torch.autograd.backward(ends, [torch.full_like(each, scale if each is loss else 1.0) for each in ends])
+            if scale:
+                total = loss.detach() * scale if total is None else total + loss.detach() * scale
+            side += [each.detach() for each in more]
     for each in side:
         total = each if total is None else total + each
     return total
 
 
+def _forward(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed, microbatch: int) -> Any:
+    """The model's output, stage by stage."""
+    graph = pipeline.table.graph
+    made: dict[int, Any] = {}
+    for stage, module in enumerate(modules):
+        inputs = [made[other] for other in sorted(graph.inputs_of(stage), reverse=True)]
+        given = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
+        if feed.seed is not None:
+            draw_from(feed.seed, stage, microbatch)
+        part = pipeline.partition.parts[stage]
+        run = Stage(stage, module, unpack=part is not None and part.unpack).run
+        made[stage] = unwrap(run(inputs, given) if inputs else module(*feed.args[microbatch], **given))
+    return made[len(modules) - 1]
+
+
 def _whole(feed: Feed, pipeline: Pipeline) -> Feed | None:
-    """The microbatches joined into one, where they can be."""
-    dim = pipeline._out_dim()
-    args = [detached(list(each)) for each in feed.args]
-    joined = mb.merge(args, dim) if len(args) > 1 else args[0]
-    targets = None if feed.targets is None else mb.merge(feed.targets, dim) if len(feed.targets) > 1 else feed.targets[0]
-    kwargs = {stage: [mb.merge(given, dim) if len(given) > 1 else given[0]] for stage, given in feed.kwargs.items()}
-    ragged = any(isinstance(leaf, list) for leaf in (joined if isinstance(joined, list) else [joined]))
-    if ragged or pipeline.weight is not None:
+    """The microbatches as the one batch that they were cut from, where they were and the loss is a plain mean or sum over it."""
+    if pipeline.weight is not None:
         return None
-    total = 1.0 if pipeline.loss_reduction == "mean" else feed.scales[0]
-    return Feed([tuple(joined)], kwargs, None if targets is None else [targets], [total])
+    batch_dims = pipeline.dims_of(feed.args[0])
+    args = mb.unsplit(feed.args, batch_dims)
+    targets = (None,) if feed.targets is None else mb.unsplit(feed.targets, pipeline.target_dims)
+    kwargs = {stage: mb.unsplit(given, pipeline.kwarg_dims) for stage, given in feed.kwargs.items()}
+    if args is None or targets is None or None in kwargs.values():
+        return None
+    joined = {stage: [given[0]] for stage, given in kwargs.items() if given is not None}
+    return Feed([args[0]], joined, None if feed.targets is None else [targets[0]], [1.0])
 
 
 def _named(names: list[str], modules: nn.ModuleList, loss: Tensor | None) -> dict[str, Tensor | None]:
-    every = [parameter for module in modules for parameter in module.parameters()]
-    unique = {id(parameter): parameter for parameter in every}
-    assert len(unique) <= len(names)
     of_stage = [p for module in modules for _, p in module.named_parameters(remove_duplicate=False)]
     return {"loss": loss} | {name: parameter.grad for name, parameter in zip(names, of_stage, strict=True)}
 
 
-def _compare(reference: str, found: dict[str, Tensor | None], wanted: dict[str, Tensor | None]) -> Comparison:
-    differences = [d for name in found if (d := _difference(name, found[name], wanted.get(name))) is not None]
-    norms = [_norm(each) for each in (found, wanted)]
+def _compare(reference: str, found: list[dict[str, Tensor | None]], wanted: dict[str, Tensor | None]) -> Comparison:
+    """Every rank's figures against the reference's; the worst of those that several ranks have."""
+    worst: dict[str, Difference] = {}
+    for rank in found:
+        for name, value in rank.items():
+            seen = _difference(name, value, wanted.get(name))
+            if seen is not None and (name not in worst or worst[name].relative < seen.relative):
+                worst[name] = seen
+    together = {name: value for rank in found for name, value in rank.items()}
+    norms = [_norm(each) for each in (together, {name: wanted[name] for name in together if name in wanted})]
     if norms[0] is not None and norms[1] is not None and not torch.equal(norms[0], norms[1]):
-        differences.append(Difference("norm", abs(float(norms[0] - norms[1])), abs(float(norms[0] / norms[1] - 1))))
-    return Comparison(reference, not differences, sorted(differences, key=lambda d: -d.relative))
+        worst["norm"] = Difference("norm", abs(float(norms[0] - norms[1])), abs(float(norms[0] / norms[1] - 1)))
+    return Comparison(reference, not worst, sorted(worst.values(), key=lambda d: -d.relative))
 
 
 def _norm(values: dict[str, Tensor | None]) -> Tensor | None:

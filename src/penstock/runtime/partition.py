@@ -203,10 +203,11 @@ def _balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
 
 def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module], unused: Sequence[str]) -> None:
     """Every layer, parameter and buffer of the model is in a stage, and no layer is in two under one name."""
-    for name in names:
-        twice = [other for other in names if other == name or other.startswith(f"{name}.")]
-        if len(twice) > 1:
-            raise PlacementError(f"{twice[1]!r} of the model would run twice, as itself and in {twice[0]!r}: name it once in the split")
+    for number, name in enumerate(names):
+        around = [name[:at] for at, letter in enumerate(name) if letter == "."]
+        twice = next((other for other in around if other in names), name if name in names[:number] else None)
+        if twice is not None:
+            raise PlacementError(f"{name!r} of the model would run twice, as itself and in {twice!r}: name it once in the split")
     covered = [*layers, *(_find(model, name) for name in unused)]
     inside = {id(module) for layer in covered for module in layer.modules()}
     tensors = {id(each) for layer in covered for each in (*layer.parameters(), *layer.buffers())}

@@ -2,30 +2,46 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule
-from penstock.ir.table import Table
-from penstock.passes.lower import lower
-from penstock.passes.merge_backward import MergeBackward
 from penstock.runtime import microbatch as mb
-from penstock.runtime.executor import Executor, Feed
-from penstock.runtime.gradients import Backup, Shared, clip_grad_norm
+from penstock.runtime.cells import Feed
+from penstock.runtime.executor import Executor
+from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.launch import current
-from penstock.runtime.loss import check_reduction, scales, warn_of_ignored
+from penstock.runtime.loss import Loss
+from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
-from penstock.runtime.result import StepResult, combine
+from penstock.runtime.programs import find_table, forward_program, training_program
+from penstock.runtime.randomness import kept_random_state
+from penstock.runtime.result import Share, StepResult, combine
+from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
+
+
+class _Absent:
+    """What a target is that was not given, so that None can be one."""
+
+    def __repr__(self) -> str:
+        return "no target"
+
+
+ABSENT: Any = _Absent()
+
+StageKwargs = Mapping[int, Mapping[str, Any]]
 
 
 class Pipeline:
@@ -33,11 +49,14 @@ class Pipeline:
 
     Every rank of the group makes one, with the same arguments, and calls the same methods in the same order.
 
-    - `model`: a whole module (with `split`), a list with one module a stage, or a map with this rank's stages;
+    - `model`: a whole module (with `split`), a list with one module a stage, or a map with this rank's stages. Modules of a
+      list or map that return a tuple give the next stage several arguments;
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name with `microbatches=`;
-    - `loss_fn(output, target)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or `sum`) or by
-      `weight(target)`, summed over all of them;
-    - `batch_dims`: the batch dimension of the inputs and the target, see `microbatch.Dims`;
+    - `loss_fn(output, target)` or `loss_fn(output)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or
+      `sum`) or by `weight(target)`, summed over all of them. Without one the last stage's output is the loss;
+    - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
+      (by name), see `microbatch.Dims`;
+    - `ties`: groups of names of parameters that are to be one, where they are not one object already;
     - `seed`: draw a forward's random numbers from a stream of (seed, step, stage, microbatch), whatever the ranks and the schedule;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
@@ -57,28 +76,28 @@ class Pipeline:
         split: Any = None,
         batch_dims: mb.Dims = 0,
         target_dims: mb.Dims = 0,
+        kwarg_dims: mb.Dims = 0,
+        ties: Ties = (),
         seed: int | None = None,
         accumulate: str = "autograd",
         overlap: Callable[..., None] | None = None,
         deadline: float = 300.0,
     ) -> None:
-        check_reduction(loss_reduction)
         self.group, self.rank = current()
-        self.table = _table(plan if schedule is None else schedule, self.group.ranks, microbatches)
-        if self.table.ranks != self.group.ranks:
-            raise ScheduleError(
-                f"the schedule is for {self.table.ranks} ranks, but there are {self.group.ranks}: launch as many, or build it anew"
-            )
+        self.deadline = deadline
+        self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
-        self.loss_fn, self.loss_reduction, self.weight = loss_fn, loss_reduction, weight
-        self.batch_dims, self.target_dims, self.seed = batch_dims, target_dims, seed
-        self.overlap, self.deadline = overlap, deadline
+        self.loss = Loss(loss_fn, loss_reduction)
+        if weight is None:
+            self.loss.check_own_reduction()
+        self.weight, self.seed, self.overlap = weight, seed, overlap
+        self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
         self.partition: Partition = partition(model, self.table.stages, split)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
-        self.unsplit = self._agree()
-        self.shared = Shared.find(self)
+        self.unsplit, self._shares_modules = self._agree()
+        self.shared = Shared.find(self, ties)
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
@@ -88,33 +107,41 @@ class Pipeline:
             part = self.partition.parts[index]
             if part is None:
                 raise ScheduleError(f"rank {self.rank} holds stage {index}, but the map of modules has none for it")
-            last = not self.table.graph.outputs_of(index)
-            stages[index] = Stage(index, part.module, self.loss_fn if last else None, fused)
+            stages[index] = Stage(index, part.module, unpack=part.unpack, fused=fused)
         return stages
 
-    def _agree(self) -> tuple[int, ...]:
-        """Compare what the ranks were given; the stages whose backward cannot be split."""
-        mine = (self.table.ranks, self.table.stages, self.table.microbatches, hash(self.table.rows.codes.tobytes()))
-        able = [stage for stage, part in self.stages.items() if not part.splits]
-        found = self.gather("build", (mine, able))
-        for rank, (theirs, _) in enumerate(found):
-            if theirs != mine:
-                what = f"{theirs[:3]} against {mine[:3]} (ranks, stages, microbatches)"
-                raise PipelineError(f"rank {rank} was given another schedule than rank {self.rank}: {what}")
-        unsplit = tuple(sorted({stage for _, stages in found for stage in stages}))
-        splits = self.table.rows.is_kind(Kind.I)
-        merged = [stage for stage in unsplit if bool((self.table.rows.stage[splits] == stage).any())]
+    def _agree(self) -> tuple[tuple[int, ...], bool]:
+        """Compare what the ranks were given: the stages whose backward cannot be split, and whether ranks share modules."""
+        mine = {
+            "stages": self.table.stages,
+            "microbatches": self.microbatches,
+            "schedule": hashlib.blake2b(self.table.rows.codes.tobytes(), digest_size=8).hexdigest(),
+            "loss_reduction": self.loss.reduction,
+            "seed": self.seed,
+        }
+        unable = [stage for stage, part in self.stages.items() if not part.splits]
+        modules = {id(module) for stage in self.stages.values() for module in stage.module.modules()}
+        found = self.gather("Pipeline", (mine, unable, modules))
+        first = found[0][0]
+        for rank, (theirs, _, _) in enumerate(found):
+            for what, value in theirs.items():
+                if value != first[what]:
+                    raise PipelineError(
+                        f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same"
+                    )
+        unsplit = tuple(sorted({stage for _, stages, _ in found for stage in stages}))
+        splits = self.table.rows.stage[self.table.rows.is_kind(Kind.I)]
+        merged = [stage for stage in unsplit if bool((splits == stage).any())]
         if merged:
             logger.warning("stages %s are compiled and cannot split their backward: they run I and W as one B", merged)
-        return unsplit
+        return unsplit, any(rank != self.rank and modules & theirs for rank, (_, _, theirs) in enumerate(found))
 
-    def gather(self, key: Any, value: Any) -> list[Any]:
+    def gather(self, name: str, value: Any) -> list[Any]:
         """Everyone's value, by rank."""
-        self._gathers = getattr(self, "_gathers", 0) + 1
-        return self.group.gather(self.rank, (key, self._gathers), value, self.deadline)
+        return self.group.gather(self.rank, name, value, self.deadline)
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under the model's own names, shared ones once."""
+    def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stages under the model's own names, each once."""
         seen: set[int] = set()
         for index in self.stages:
             part = self.partition.parts[index]
@@ -123,56 +150,44 @@ class Pipeline:
                     seen.add(id(parameter))
                     yield name, parameter
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this rank is to update, under the model's own names.
+
+        Those of its stages; but one that is the same object on several ranks, as where virtual ranks share a model, is
+        only on the first of them.
+        """
+        return ((name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned)
+
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """The parameters that this rank is to update."""
         return (parameter for _, parameter in self.named_parameters())
 
     def program(self, microbatches: int | None = None, *, training: bool = True) -> Program:
         """The program that a step of so many microbatches runs."""
-        return self._executor(microbatches or self.microbatches, training).program
+        return self._executor(self.microbatches if microbatches is None else microbatches, training).program
 
     def _executor(self, count: int, training: bool) -> Executor:
         found = self._executors.get((count, training))
         if found is None:
-            program = self._lowered(count, training)
-            found = Executor(program, self.rank, self.stages, group=self.group, deadline=self.deadline, overlap=self.overlap)
+            program = training_program(self.table, count, self.unsplit) if training else forward_program(self.table, count)
+            found = Executor(
+                program, self.rank, self.stages, loss=self.loss, group=self.group, deadline=self.deadline, overlap=self.overlap
+            )
             self._executors[count, training] = found
         return found
-
-    def _lowered(self, count: int, training: bool) -> Program:
-        table = self.table if count == self.table.microbatches else self._remade(count)
-        if not training:
-            schedule = table.schedule() if isinstance(table, Program) else table
-            forwards = schedule.rows.keep(schedule.rows.is_kind(Kind.F))
-            return lower(Schedule.from_rows(forwards, table.placement, count, graph=table.graph, name=table.name))
-        program = table if isinstance(table, Program) and table.lowered else None
-        if self.unsplit:
-            start = program if program is not None else Program.start(table)
-            merged = MergeBackward(self.unsplit, apart=True).apply(start)
-            return merged if merged.lowered else lower(merged.schedule())
-        return program if program is not None else lower(_schedule(table))
-
-    def _remade(self, count: int) -> Table:
-        if not isinstance(self.table, Schedule) or self.table.remake is None:
-            raise ScheduleError(
-                f"{count} microbatches, but {self.table.name or 'the schedule'} was loaded or written for {self.table.microbatches}: "
-                "give a schedule by name for other counts"
-            )
-        return self.table.remake(count)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(
         self,
         *args: Any,
-        target: Any = None,
+        target: Any = ABSENT,
         microbatches: int | None = None,
-        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
     ) -> StepResult:
         """Forward and backward of a batch, split along its batch dimension; gradients are added to the parameters'."""
-        feed = self._feed(args, target, microbatches, stage_kwargs, outputs)
-        return self._run(feed, training=True)
+        return self._run(self._feed(args, target, microbatches, stage_kwargs, outputs=outputs), training=True)
 
     def step_list(
         self,
@@ -188,150 +203,156 @@ class Pipeline:
     def eval_step(
         self,
         *args: Any,
-        target: Any = None,
+        target: Any = ABSENT,
         microbatches: int | None = None,
-        stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None,
+        stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
     ) -> StepResult:
-        """Forward of a batch in evaluation mode, with the loss; no gradients, and nothing is left of it."""
-        feed = self._feed(args, target, microbatches, stage_kwargs, outputs)
+        """Forward of a batch in evaluation mode, with the loss if it can be had; no gradients, and nothing is left of it."""
+        feed = self._feed(args, target, microbatches, stage_kwargs, outputs=outputs)
+        feed.losses = self.loss.can_run(feed.targets)
         return self._run(feed, training=False)
 
-    def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: Mapping[int, Mapping[str, Any]] | None = None) -> Any:
+    def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Any:
         """The outputs of a batch, on every rank."""
-        return self.eval_step(*args, microbatches=microbatches, stage_kwargs=stage_kwargs, outputs=True).outputs
+        feed = self._feed(args, ABSENT, microbatches, stage_kwargs, outputs=True)
+        feed.losses = False
+        return self._run(feed, training=False).outputs
 
-    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: Any, outputs: bool) -> Feed:
+    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
-        total = mb.batch_size((args, target), (self.batch_dims, self.target_dims))
+        given = None if target is ABSENT else target
+        kwargs = {stage: dict(each) for stage, each in (stage_kwargs or {}).items()}
+        batch_dims = self.dims_of(args)
+        everything = (args, given, *kwargs.values())
+        total = mb.batch_size(everything, (batch_dims, self.target_dims, *[self.kwarg_dims] * len(kwargs)))
         sizes = mb.sizes_of(total, count) if total is not None else [1] * count
-        pieces = mb.split(args, self.batch_dims, sizes)
-        targets = None if target is None else mb.split(target, self.target_dims, sizes)
-        kwargs = {
-            stage: mb.split(dict(given), self.batch_dims if isinstance(self.batch_dims, int) else 0, sizes)
-            for stage, given in (stage_kwargs or {}).items()
-        }
-        return self._weighed(Feed(pieces, kwargs, targets, [], outputs=outputs), sizes if total is not None else None)
+        feed = Feed(
+            mb.split(args, batch_dims, sizes),
+            {stage: mb.split(each, self.kwarg_dims, sizes) for stage, each in kwargs.items()},
+            None if target is ABSENT else mb.split(given, self.target_dims, sizes),
+            [],
+            outputs=outputs,
+        )
+        return self._weighed(feed, sizes if total is not None else None)
 
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
-        if not inputs or (targets is not None and len(targets) != len(inputs)):
+        kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
+        counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
+        if counts == {0} or len(counts) > 1:
             raise ScheduleError(
-                f"{len(inputs)} microbatches and {0 if targets is None else len(targets)} targets: give as many of each, at least one"
+                f"{sorted(counts)} inputs, targets or keyword arguments: give as many of each as there are microbatches, at least one"
             )
         pieces = [each if isinstance(each, tuple) else (each,) for each in inputs]
-        dims = (self.batch_dims, self.target_dims)
-        sizes = [mb.batch_size((piece, None if targets is None else targets[k]), dims) for k, piece in enumerate(pieces)]
+        sizes = [self._size(piece, None if targets is None else targets[k]) for k, piece in enumerate(pieces)]
         known = [size for size in sizes if size is not None]
-        kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
         feed = Feed(pieces, kwargs, None if targets is None else list(targets), [], outputs=outputs)
         return self._weighed(feed, known if len(known) == len(sizes) else None)
 
+    def _size(self, args: tuple[Any, ...], target: Any) -> int | None:
+        return mb.batch_size((args, target), (self.dims_of(args), self.target_dims))
+
+    def dims_of(self, args: tuple[Any, ...]) -> mb.Dims:
+        """The batch dimensions of the arguments; a dict of them is that of the only one."""
+        return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(args) == 1 else self.batch_dims
+
     def _weighed(self, feed: Feed, sizes: Sequence[int] | None) -> Feed:
-        if feed.targets is not None and self.weight is None and self.loss_reduction == "mean" and len(feed.args) > 1:
-            warn_of_ignored(self.loss_fn, feed.targets)
-        weight = self.weight if feed.targets is not None else None
-        feed.scales = scales(self.loss_reduction, weight, sizes, feed.targets, len(feed.args))
+        wrong = [stage for stage in feed.kwargs if stage not in range(self.table.stages)]
+        if wrong:
+            raise ScheduleError(f"stage_kwargs for stage {wrong[0]!r}: there are stages 0 to {self.table.stages - 1}")
+        if feed.targets is not None and self.weight is None and len(feed.args) > 1:
+            self.loss.warn_of_ignored(feed.targets)
+        feed.scales = self.loss.scales(self.weight, sizes, feed.targets, len(feed.args))
         return feed
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
         executor = self._executor(len(feed.args), training)
-        self._steps += 1
-        self.group.enter_step(self.rank, self._steps, self.deadline)
+        if training and self.table.stages - 1 in self.stages and feed.targets is None and not (self.loss.alone and self.weight is None):
+            raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
+        self.group.enter(self.rank, self.deadline)
         if self.seed is not None:
-            feed.seed = hash((self.seed, self._steps)) & (2**62 - 1)
-        return self._train(executor, feed) if training else self._evaluate(executor, feed)
+            feed.seed = f"{self.seed}/{self._steps}/{'train' if training else 'eval'}"
+        try:
+            with nullcontext() if feed.seed is None else kept_random_state():
+                shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
+        except PipelineError as error:
+            self.group.fail(self.rank, error)
+            raise
+        except Exception as error:
+            raise self._report(error, executor) from error
+        except BaseException as error:
+            self.group.fail(self.rank, error)
+            raise
+        return combine(shares, lambda values: mb.merge(values, self._out_dim()))
 
-    def _train(self, executor: Executor, feed: Feed) -> StepResult:
+    def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
             stage.refresh()
-        backup = Backup.take(self.parameters())
-        self.shared.begin(self)
-        state = torch.get_rng_state() if feed.seed is not None else None
+        backup = Backup.take(parameter for _, parameter in self.local_parameters())
         try:
+            self.shared.begin(self)
             with torch.enable_grad():
                 share = executor.run(feed)
             self.shared.sum(self)
-            shares = self.gather("step", share)
-        except BaseException as error:
+            shares = self._meet("step", share)
+        except BaseException:
             backup.restore()
-            raise self._failed(error) from (error.__cause__ if isinstance(error, PipelineError) else error)
-        finally:
-            if state is not None:
-                torch.set_rng_state(state)
-        return combine(shares, feed.scales, lambda values: mb.merge(values, self._out_dim()))
+            raise
+        self._steps += 1
+        return shares
 
-    def _evaluate(self, executor: Executor, feed: Feed) -> StepResult:
+    def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
+        if self._shares_modules:
+            self.gather("modes", None)  # nobody changes a module's mode that another has yet to note
         try:
             for module, _ in modes:
                 module.training = False
             with torch.no_grad():
-                shares = self.gather("eval", executor.run(feed))
-        except BaseException as error:
-            raise self._failed(error) from (error.__cause__ if isinstance(error, PipelineError) else error)
+                return self._meet("eval_step", executor.run(feed))
         finally:
             for module, mode in modes:
                 module.training = mode
-        return combine(shares, feed.scales, lambda values: mb.merge(values, self._out_dim()))
+
+    def _meet(self, name: str, share: Share) -> list[Share]:
+        """Everyone's share of a result, once all have run the same number of microbatches."""
+        shares = self.gather(name, share)
+        for rank, theirs in enumerate(shares):
+            if theirs.microbatches != share.microbatches:
+                raise PipelineError(
+                    f"rank {rank} ran {theirs.microbatches} microbatches, rank {self.rank} {share.microbatches}: give all ranks the same"
+                )
+        return shares
 
     def _out_dim(self) -> int:
         return self.batch_dims if isinstance(self.batch_dims, int) else 0
 
-    def _failed(self, error: BaseException) -> PipelineError:
-        """One report for all ranks: what failed where, as its first rank saw it."""
-        if isinstance(error, PipelineError):
-            self.group.fail(error, self._steps)
-            return PipelineError(*error.args)
-        action = getattr(error, "__penstock_action__", None)
-        where = (
-            f"{action}" + (_in_words(action) if action is not None and action.kind in COMPUTE else "") if action is not None else "the step"
-        )
+    def _report(self, error: Exception, executor: Executor) -> PipelineError:
+        """One report for all ranks: what failed where."""
+        where = "the step" if executor.failed_at is None else f"{executor.failed_at}{_in_words(executor.failed_at)}"
         report = PipelineError(f"{where} failed on rank {self.rank}: {type(error).__name__}: {error}\n{self.group.report()}")
         report.__cause__ = error
-        self.group.fail(report, self._steps)
+        self.group.fail(self.rank, report)
         return report
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most this; the norm before. Shared parameters count once."""
         return clip_grad_norm(self, max_norm, norm_type)
 
-    def parity(self, *args: Any, target: Any = None, microbatches: int | None = None, stage_kwargs: Any = None) -> Any:
-        """Compare a step with the unpipelined model: the loss, every gradient and the norm. Gradients are left as they were."""
-        from penstock.runtime.parity import parity
-
+    def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
+        """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
         return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
 
 
-def _in_words(action: Any) -> str:
-    what = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward for the input", Kind.W: "backward for the weights"}[action.kind]
-    return f" (stage {action.stage}, {what} of microbatch {action.microbatch})"
+def _in_words(action: Action) -> str:
+    names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward for the input", Kind.W: "backward for the weights"}
+    what = names.get(action.kind)
+    return "" if what is None else f" (stage {action.stage}, {what} of microbatch {action.microbatch})"
 
 
 def _checked_accumulate(accumulate: str) -> str:
     if accumulate not in ("autograd", "fused"):
         raise ScheduleError(f"accumulate must be 'autograd' or 'fused', got {accumulate!r}")
     return accumulate
-
-
-def _table(given: Any, ranks: int, microbatches: int | None) -> Table:
-    """The schedule or program that was given, in whatever form."""
-    if isinstance(given, str):
-        from penstock.schedules.registry import schedule
-
-        if microbatches is None:
-            raise ScheduleError(f"schedule {given!r} by name needs microbatches=")
-        return schedule(given, ranks, microbatches)
-    table = given if isinstance(given, Table) else getattr(given, "schedule", None)
-    if not isinstance(table, Table):
-        raise ScheduleError(f"a pipeline needs a plan, a schedule or a program, got {type(given).__name__}")
-    if microbatches is not None and microbatches != table.microbatches:
-        if isinstance(table, Schedule) and table.remake is not None:
-            return table.remake(microbatches)
-        raise ScheduleError(f"microbatches={microbatches}, but the schedule is for {table.microbatches}")
-    return table
-
-
-def _schedule(table: Table) -> Schedule:
-    return table.schedule() if isinstance(table, Program) else table  # type: ignore[return-value]

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import ScheduleError
+from penstock.errors import PassError, ScheduleError
 from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
@@ -51,11 +51,19 @@ def training_program(table: Table, count: int, unsplit: Sequence[int]) -> Progra
     if unsplit:
         program = MergeBackward(tuple(unsplit), apart=True).apply(program)
     if not program.lowered:
-        program = lower(program.schedule())
+        program = _lowered(program.schedule())
     elif program.buffers is None:
-        verify(program)
         program = Buffers().apply(program)
+    verify(program)
     return program
+
+
+def _lowered(schedule: Schedule) -> Program:
+    try:
+        return lower(schedule)
+    except PassError:
+        verify(schedule)  # says where and why
+        raise
 
 
 def _remade(table: Table, count: int) -> Table:

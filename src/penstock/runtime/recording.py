@@ -27,7 +27,7 @@ class Deferrable:
     def __init__(self, module: nn.Module) -> None:
         self.parameters: list[nn.Parameter] = []
         self.watched: list[nn.Parameter] = []
-        self.hooked: list[nn.Parameter] = []
+        self.hooked: dict[int, nn.Parameter] = {}
         self.stand_ins: dict[int, Tensor] = {}
         self.look(module)
 
@@ -38,12 +38,12 @@ class Deferrable:
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Vectors are found beside their matrix; watching them would only make every normalisation slower.
         self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain]
-        self.hooked = [p for p in every if p._post_accumulate_grad_hooks]
+        self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
     def forward(self, deferral: Deferral) -> _Recording:
         """A context in which operators on these parameters are recorded."""
-        deferral.stand_ins = self.stand_ins
+        deferral.stand_ins, deferral.hooked = self.stand_ins, self.hooked
         return _Recording(deferral, self.watched)
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -51,7 +51,7 @@ class Deferrable:
         deferral.backward = True
         with _Recording(deferral, self.watched):  # a checkpoint runs its part of the forward again
             if self.hooked:
-                with _HeldBack(self.hooked, deferral):
+                with _HeldBack(deferral):
                     torch.autograd.backward(roots, grads)
             else:
                 torch.autograd.backward(roots, grads)
@@ -95,18 +95,19 @@ class _HeldBack:
 
     _one_at_a_time = threading.RLock()
 
-    def __init__(self, parameters: list[nn.Parameter], deferral: Deferral) -> None:
-        self.parameters, self.deferral = parameters, deferral
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
 
     def __enter__(self) -> None:
         self._one_at_a_time.acquire()
-        self.kept = [(p._post_accumulate_grad_hooks, dict(p._post_accumulate_grad_hooks or {})) for p in self.parameters]
+        held = [p._post_accumulate_grad_hooks for p in self.deferral.hooked.values()]
+        self.kept = [(hooks, dict(hooks)) for hooks in held]
         for hooks, _ in self.kept:
             hooks.clear()
             hooks[0] = self._note
 
     def _note(self, parameter: nn.Parameter) -> None:
-        self.deferral.hooked[parameter] = None
+        self.deferral.due[id(parameter)] = parameter
 
     def __exit__(self, *exc: object) -> None:
         for hooks, kept in self.kept:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
-import torch
 from torch import nn
 
 from penstock.errors import ScheduleError
@@ -37,7 +35,7 @@ class Stage:
     @property
     def splits(self) -> bool:
         """Whether the backward can be split: a compiled module cannot be looked into."""
-        return not any(hasattr(part, "_orig_mod") for part in self.module.modules())
+        return not any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in self.module.modules())
 
     def run(self, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
         """Run the module on what came in from other stages. A tuple is several arguments, if stages were written one by one."""
@@ -53,14 +51,6 @@ class Stage:
             raise ScheduleError(
                 f"stage {self.index} changes its input in place, but stage {others[0]} reads the same value: clone it in stage {self.index}"
             )
-
-    def seed(self, seed: str, microbatch: int) -> None:
-        """Draw from the stream of this seed, stage and microbatch from here on."""
-        digest = hashlib.blake2b(f"{seed}/{self.index}/{microbatch}".encode(), digest_size=8).digest()
-        number = int.from_bytes(digest, "little") >> 1
-        torch.default_generator.manual_seed(number)
-        if torch.cuda.is_initialized():
-            torch.cuda.manual_seed(number)
 
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run the hooks that wait for a parameter's gradient, once each."""

@@ -20,13 +20,11 @@ def cut(value: Any) -> Any:
 
 def changeable(leaves: Any) -> Any:
     """A cut value as a stage may change it in place, which torch allows of no leaf: the same memory, one step behind the leaf."""
-    return pytree.tree_map(
-        lambda leaf: _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, leaves
-    )
+    return pytree.tree_map(lambda leaf: _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, leaves)
 
 
 def was_changed(leaves: Any, given: Any) -> bool:
-    """Whether a stage has changed in place what `changeable` gave it; if so, whoever saved the value for its backward is told, as by torch."""
+    """Whether a stage has changed in place what `changeable` gave it; if so, whoever saved the value for its backward gets to know."""
     found = False
     for leaf, value in zip(pytree.tree_leaves(leaves), pytree.tree_leaves(given), strict=True):
         if value is not leaf and value._version:

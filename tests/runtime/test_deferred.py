@@ -1,0 +1,726 @@
+"""The split backward: gradients that wait, hooks, checkpoints, and what it must leave as it was."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import penstock as ps
+from penstock.errors import PipelineError, SplitError
+from penstock.runtime import Pipeline, launch
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.recording import Deferrable
+from runtime.live import Live, watch
+from runtime.models import by_loop
+from runtime.splitting import assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names
+
+SPLIT = "zbv"
+
+
+def wants(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+class Applied(nn.Module):
+    """A module with a forward of its own: `forward(inner, x)`."""
+
+    def __init__(self, inner: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.inner, *args)
+
+
+class Half:
+    """The two backwards of a module, step by step."""
+
+    def __init__(self, module: nn.Module, deferrable: Deferrable | None = None) -> None:
+        self.module, self.deferral = module, Deferral()
+        self.deferrable = Deferrable(module) if deferrable is None else deferrable
+
+    def forward(self, *args: Any) -> Any:
+        with self.deferrable.forward(self.deferral):
+            self.out = self.module(*args)
+        return self.out
+
+    def backward_input(self) -> None:
+        self.deferrable.backward_input(self.deferral, [self.out], [torch.ones_like(self.out)])
+
+    def through(self, *args: Any) -> None:
+        self.forward(*args)
+        self.backward_input()
+        self.deferral.run()
+
+
+# Parameters used in several ways --------------------------------------------------------------------------------------
+
+
+def test_a_parameter_used_twice_is_summed_first_as_autograd_does() -> None:
+    model = Applied(nn.Linear(5, 5), lambda inner, x: inner(torch.tanh(inner(x))))
+    assert check(model, *((wants(4, 5),) for _ in range(3))) == names(model)
+
+
+def test_a_parameter_used_many_times() -> None:
+    def many(inner: nn.Module, x: Tensor) -> Tensor:
+        for _ in range(5):
+            x = torch.tanh(inner(x))
+        return x
+
+    model = Applied(nn.Linear(5, 5), many)
+    assert check(model, *((wants(4, 5),) for _ in range(3))) == names(model)
+
+
+def test_tied_weights_in_one_stage() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.head = nn.Linear(4, 9, bias=False)
+            self.head.weight = self.table.weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            made: Tensor = self.head(torch.tanh(self.table(x)))
+            return made
+
+    model = Tied()
+    assert check(model, *((torch.randint(0, 9, (3, 4)),) for _ in range(3))) == names(model)
+
+
+def test_one_use_waits_and_another_does_not() -> None:
+    model = Applied(nn.Linear(5, 5), lambda inner, x: inner(x) + x @ inner.weight.t())
+    assert check(model, *((wants(4, 5),) for _ in range(2)), exact=False) == {"inner.bias"}
+
+
+def test_an_output_that_nothing_is_asked_of_gives_no_gradient() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 5), nn.Linear(5, 5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.unused(x)
+            made: Tensor = self.used(x)
+            return made
+
+    model = Two()
+    assert check(model, (torch.randn(4, 5),), (wants(4, 5),)) == {"used.weight", "used.bias"}
+    assert in_two(model, (wants(4, 5),)).grads["unused.weight"] is None
+
+
+def test_regions_without_gradient_and_detached_values() -> None:
+    def partly(inner: nn.ModuleList, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = inner[0](x)
+        y = inner[1](x)
+        made: Tensor = inner[2](y) + inner[3](y.detach())
+        return made
+
+    model = Applied(nn.ModuleList([nn.Linear(5, 5) for _ in range(4)]), partly)
+    assert check(model, (wants(4, 5),), (wants(4, 5),)) == names(model) - {"inner.0.weight", "inner.0.bias"}
+
+
+def test_frozen_parameters_can_change_between_steps() -> None:
+    model, twin = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    twin.load_state_dict(model.state_dict())
+    deferrable = Deferrable(model)
+    for frozen in (None, "0.weight", "1.weight", "0.bias", None):
+        x = wants(4, 5)
+        for each in (model, twin):
+            for name, parameter in each.named_parameters():
+                parameter.requires_grad_(name != frozen)
+        deferrable.look(model)
+        Half(model, deferrable).through(x)
+        twin(x).sum().backward()
+        assert_same_grads(grads_of(twin), grads_of(model))
+
+
+def test_parameters_can_be_replaced_between_steps() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    half = Half(model)
+    half.through(wants(4, 5))
+    model[0].weight = nn.Parameter(torch.randn(5, 5))
+    model[1].weight.data = torch.randn(5, 5)
+    half.deferrable.look(model)
+    model.zero_grad()
+    x = wants(4, 5)
+    wanted = in_one(model, (x,)).grads
+    again = Half(model, half.deferrable)
+    again.forward(x)
+    again.deferrable.backward_input(again.deferral, [again.out], [torch.randn(4, 5, generator=torch.Generator().manual_seed(0))])
+    again.deferral.run()
+    assert_same_grads(wanted, grads_of(model))
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_hook_on_the_parameter_sees_its_gradient_once_and_in_the_backward_for_the_input() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    seen: list[Tensor] = []
+    model[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    half = Half(model)
+    half.forward(x := wants(4, 5))
+    half.backward_input()
+    assert len(seen) == 1
+    assert_bitwise(model[0].weight.grad, 2 * seen[0])
+    half.deferral.run()
+    assert len(seen) == 1
+    (wanted,) = torch.autograd.grad(model(x).sum(), [model[1].weight])
+    assert_bitwise(model[1].weight.grad, wanted)
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_hook_on_an_output_changes_what_the_weight_gets(dims: int) -> None:
+    def hooked(inner: nn.Sequential, x: Tensor) -> Tensor:
+        y = inner[0](x)
+        y.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+        y = torch.relu_(y)
+        y.register_hook(lambda grad: grad * 3)
+        made: Tensor = inner[1](y)
+        return made
+
+    model = Applied(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), hooked)
+    assert check(model, (wants(*[4] * (dims - 1), 5),), (torch.randn(*[4] * (dims - 1), 5),)) == names(model)
+
+
+def test_module_hooks_see_what_they_would() -> None:
+    def run(split: bool) -> list[Tensor]:
+        torch.manual_seed(5)
+        model, seen = nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), []
+        for module in model:
+            module.register_full_backward_hook(lambda _, into, out: seen.extend((*into, *out)))
+        (in_two if split else in_one)(model, (wants(6, 5),))
+        return seen
+
+    whole, parts = run(False), run(True)
+    assert len(whole) == len(parts) == 6
+    for one, two in zip(whole, parts, strict=True):
+        assert_bitwise(one, two)
+
+
+def test_hooks_for_a_gradient_that_is_there_run_once_after_the_weights() -> None:
+    """Whether it waited, was left to autograd, or both: the hook sees all of it."""
+    model = Applied(
+        nn.ModuleDict({"map": nn.Linear(5, 5), "norm": nn.LayerNorm(5)}), lambda m, x: m["norm"](m["map"](x) + x @ m["map"].weight)
+    )
+    seen: dict[str, list[Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p, name=name: seen.setdefault(name, []).append(p.grad.clone()))
+    x = wants(4, 5)
+    grads = in_one(model, (x,)).grads
+    stage = _stage(model)
+    for step in (1, 2):
+        half = Half(model, stage.deferrable())
+        half.forward(x)
+        half.deferrable.backward_input(half.deferral, [half.out], [torch.randn(4, 5, generator=torch.Generator().manual_seed(0))])
+        assert {len(grads) for grads in seen.values()} == ({step - 1} if step > 1 else set())
+        stage.backward_weights(half.deferral)
+        assert {name: len(grads) for name, grads in seen.items()} == dict.fromkeys(names(model), step)
+        for name, parameter in model.named_parameters():
+            assert_bitwise(seen[name][-1], parameter.grad)
+            torch.testing.assert_close(seen[name][-1], step * grads[name])
+
+
+def test_hooks_are_put_back_after_a_failure() -> None:
+    def fail(grad: Tensor) -> None:
+        raise ValueError("no")
+
+    model = nn.Linear(5, 5)
+    ran: list[int] = []
+    model.bias.register_post_accumulate_grad_hook(lambda p: ran.append(1))
+    half = Half(model)
+    half.forward(x := wants(4, 5))
+    x.register_hook(fail)
+    with pytest.raises(ValueError, match="no"):
+        half.backward_input()
+    model(torch.randn(4, 5)).sum().backward()
+    assert ran == [1]
+
+
+def test_a_parameter_without_gradient_gets_no_hook_call() -> None:
+    model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)])
+    ran: list[int] = []
+    for number, part in enumerate(model):
+        part.weight.register_post_accumulate_grad_hook(lambda _, number=number: ran.append(number))
+    stage = _stage(Applied(model, lambda inner, x: inner[1](x)))
+    half = Half(stage.module, stage.deferrable())
+    half.forward(wants(4, 5))
+    half.backward_input()
+    stage.backward_weights(half.deferral)
+    assert ran == [1]
+
+
+def _stage(module: nn.Module) -> Any:
+    from penstock.runtime.stage import Stage
+
+    return Stage(0, module)
+
+
+# What must be refused rather than computed wrong ----------------------------------------------------------------------
+
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """The weight's part in the inner gradient would be lost."""
+
+    def force(inner: nn.Module, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        return torch.autograd.grad(inner(x).tanh().sum(), x, create_graph=True)[0]
+
+    for shape in ((4, 5), (2, 4, 5)):
+        half = Half(Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), force))
+        with pytest.raises(SplitError, match="merge_backward=True"):
+            half.forward(wants(*shape))
+
+
+def test_a_gradient_that_the_forward_asks_for_itself_is_not_counted() -> None:
+    def descend(inner: nn.Module, x: Tensor) -> Tensor:
+        given = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(inner(given).tanh().sum(), given)
+        made: Tensor = inner(x - 0.1 * slope)
+        return made
+
+    model = Applied(nn.Linear(5, 5), descend)
+    assert check(model, (wants(4, 5),), (wants(2, 4, 5),)) == names(model)
+
+
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5)])
+def test_an_input_changed_in_place_is_refused_as_autograd_does(shape: tuple[int, ...]) -> None:
+    def change(inner: nn.Module, x: Tensor) -> Tensor:
+        y = x * 2
+        made: Tensor = inner(y)
+        y.add_(1)
+        return made
+
+    model = Applied(nn.Linear(5, 5), change)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        in_one(model, (wants(*shape),))
+    with pytest.raises(SplitError, match=f"shape {list(shape)} .* changed in place".replace("[", r"\[").replace("]", r"\]")):
+        in_two(model, (wants(*shape),))
+
+
+class Again(torch.autograd.Function):
+    """A checkpoint of one's own, that asks for the gradients of its parameters by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, inner: nn.Module, unused: bool, *parameters: Tensor) -> Tensor:
+        ctx.inner, ctx.unused = inner, unused
+        ctx.save_for_backward(x, *parameters)
+        return inner(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            grads = torch.autograd.grad(ctx.inner(x), (x, *parameters), grad, allow_unused=ctx.unused)
+        return grads[0], None, None, *grads[1:]
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_a_function_that_computes_its_part_again(unused: bool) -> None:
+    """Its parameters wait too, if it can do without their gradients; if not, torch says so."""
+    model = Applied(nn.Linear(5, 5), lambda inner, x: Again.apply(x, inner, unused, *inner.parameters()))
+    if unused:
+        assert check(model, (wants(4, 5),), (wants(2, 4, 5),)) == names(model)
+    else:
+        with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
+            in_two(model, (wants(4, 5),))
+
+
+# Activation checkpointing ---------------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """A block that counts its forwards and watches the tensor inside."""
+
+    def __init__(self, wide: int = 5) -> None:
+        super().__init__()
+        self.one, self.two, self.norm = nn.Linear(wide, wide), nn.Linear(wide, wide), nn.LayerNorm(wide)
+        self.forwards = 0
+        self.inside: StorageWeakRef | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        hidden = torch.relu(self.one(x))
+        self.inside = watch(hidden)
+        return self.norm(x + self.two(hidden))  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
+        made = Counted(self.one.in_features)
+        made.load_state_dict(self.state_dict())
+        return made
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module, **options: Any) -> None:
+        super().__init__()
+        self.inner, self.options = inner, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = checkpoint(self.inner, x, **self.options)
+        return made
+
+
+REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+
+
+@REENTRANT
+@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5)], ids=str)
+def test_checkpointed_parts_give_the_same_gradients(reentrant: bool, shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(*(Checkpointed(Counted(), use_reentrant=reentrant) for _ in range(3)), nn.Linear(5, 5))
+    waited = check(model, (wants(*shape),), (wants(*shape),))
+    assert waited == {name for name in names(model) if "norm" not in name}
+
+
+@REENTRANT
+def test_checkpointed_parts_run_forward_twice_and_no_more(reentrant: bool) -> None:
+    block = Counted()
+    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(block, use_reentrant=reentrant), nn.Linear(5, 5))
+    Half(model).through(wants(4, 5))
+    assert block.forwards == 2
+
+
+@REENTRANT
+def test_row_17_checkpointing_in_a_split_pipeline_recomputes_once(reentrant: bool) -> None:
+    """8 blocks, 4 microbatches: 32 forwards and as many again to recompute, where torch's split takes 112 in all."""
+    inner = [Counted() for _ in range(8)]
+    model = nn.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in inner))
+    schedule = ps.schedule(SPLIT, ranks=2, microbatches=4)
+    x, y = torch.randn(8, 5), torch.randn(8, 5)
+    launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss).step(x.clone().requires_grad_(), target=y), 2)
+    assert sum(block.forwards for block in inner) == 64
+    wanted = by_loop(nn.Sequential(*inner), x, y, 4)
+    assert_same_grads({name.replace(".inner", ""): grad for name, grad in grads_of(model).items()}, wanted.grads)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the inner one, while the outer runs without gradient
+@pytest.mark.parametrize("outer", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_checkpoints_inside_checkpoints(outer: bool, inner: bool) -> None:
+    nested = nn.Sequential(Counted(), Checkpointed(Counted(), use_reentrant=inner), nn.Linear(5, 5))
+    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(nested, use_reentrant=outer), nn.Linear(5, 5))
+    waited = check(model, (wants(4, 5),), (wants(4, 5),))
+    assert waited == {name for name in names(model) if "norm" not in name}
+
+
+@REENTRANT
+def test_a_checkpoint_on_an_input_without_gradient(reentrant: bool) -> None:
+    model = nn.Sequential(Checkpointed(Counted(), use_reentrant=reentrant), nn.Linear(5, 5))
+    if reentrant:  # torch itself gives the parameters in it no gradient then
+        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+            assert check(model, (torch.randn(4, 5),)) == {"1.weight", "1.bias"}
+    else:
+        assert {name for name in names(model) if "norm" not in name} == check(model, (torch.randn(4, 5),))
+
+
+@REENTRANT
+def test_what_a_checkpoint_recomputes_is_not_held(reentrant: bool) -> None:
+    block = Counted()
+    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(block, use_reentrant=reentrant), nn.Linear(5, 5))
+    half = Half(model)
+    gc.disable()
+    try:
+        half.forward(wants(4, 5))
+        assert block.inside is not None
+        assert block.inside.expired(), "held between the forward and the backward"
+    finally:
+        gc.enable()
+    plain = Counted()
+    kept = Half(plain)
+    kept.forward(wants(4, 5))
+    assert plain.inside is not None
+    assert not plain.inside.expired(), "without a checkpoint the same tensor is held"
+
+
+@pytest.mark.parametrize("checkpoints", [True, False])
+def test_a_forward_that_is_recorded_holds_what_autograd_would(checkpoints: bool) -> None:
+    """The same tensors, byte for byte: each weight's input once, and nothing of what a checkpoint is to compute again."""
+
+    def held(split: bool) -> list[int]:
+        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
+        model = nn.Sequential(*(Checkpointed(block, use_reentrant=False) if checkpoints else block for block in blocks))
+        x, half = wants(2, 4, 64), Half(model)
+        with Live() as live:
+            live.forget(x, *model.parameters())
+            out = half.forward(x) if split else model(x)
+            sizes = live.sizes
+        assert out.requires_grad
+        return sizes
+
+    assert held(True) == held(False)
+    assert (max(held(True)) >= 8 * 256 * 4) == (not checkpoints)
+
+
+@pytest.mark.parametrize("wanting", [True, False], ids=["input gradient", "no input gradient"])
+def test_selective_checkpointing(wanting: bool) -> None:
+    """Outputs of matrix products are kept and must not be changed; the rest is computed again."""
+
+    def contexts() -> Any:
+        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
+
+    model = nn.Sequential(Checkpointed(Counted(), use_reentrant=False, context_fn=contexts), nn.Linear(5, 5))
+    for shape in ((4, 5), (2, 4, 5)):
+        microbatches = [(torch.randn(shape, requires_grad=wanting),) for _ in range(2)]
+        assert check(model, *microbatches) == {name for name in names(model) if "norm" not in name}
+
+
+def test_saved_tensors_moved_elsewhere() -> None:
+    """Hooks that pack what is saved, as offloading does, get the inputs of weights too."""
+    packed: list[tuple[int, ...]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tuple(tensor.shape))
+        return tensor.clone()
+
+    def offloaded(model: nn.Module, x: Tensor) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return model(x)
+
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
+    x = wants(4, 5)
+    assert check(model, (x,), forward=offloaded) == names(model)
+    packed.clear()
+    in_two(model, (x,), forward=offloaded)
+    assert {(4, 5), (4, 6)} <= set(packed)
+
+
+# Leaving everything as it was -----------------------------------------------------------------------------------------
+
+
+def _state() -> tuple[Any, ...]:
+    return functional.linear, functional.embedding, functional.conv1d, functional.conv2d, functional.conv3d
+
+
+def test_an_exception_in_a_forward_puts_everything_back() -> None:
+    before = _state()
+
+    def fail(inner: nn.ParameterList, x: Tensor) -> Tensor:
+        assert _state() != before
+        x = x @ inner[0]
+        raise ValueError("no")
+
+    model = Applied(nn.ParameterList([nn.Parameter(torch.randn(5, 5))]), fail)
+    half = Half(model)
+    with pytest.raises(ValueError, match="no"):
+        half.forward(wants(4, 5))
+    assert _state() == before
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    x = wants(4, 5)
+    (x @ model.inner[0]).sum().backward()
+    assert_bitwise(model.inner[0].grad, x.detach().t() @ torch.ones(4, 5))
+
+
+def test_nothing_stays_in_place_after_a_step() -> None:
+    before = _state()
+    model = nn.Sequential(*(Applied(nn.ParameterList([nn.Parameter(torch.randn(5, 5))]), lambda inner, x: x @ inner[0]) for _ in range(4)))
+    x = torch.randn(4, 5)
+    launch(lambda: Pipeline(model, ps.schedule(SPLIT, 2, 2), loss_fn=functional.mse_loss).step(x, target=x), 2)
+    assert _state() == before
+    assert {type(p) for p in model.parameters()} == {nn.Parameter}
+    assert {p._backward_hooks for p in model.parameters()} == {None}
+
+
+def test_recordings_inside_each_other() -> None:
+    inner, outer = nn.Linear(5, 5), nn.Linear(5, 5)
+    deferrable, deferral = Deferrable(inner), Deferral()
+    other, rest = Deferrable(outer), Deferral()
+    x = wants(4, 5)
+    with other.forward(rest):
+        with deferrable.forward(deferral):
+            hidden = inner(x)
+        out = outer(hidden)
+    rest.backward = deferral.backward = True
+    out.sum().backward()
+    assert (len(deferral.records), len(rest.records)) == (1, 1)
+
+
+def test_threads_do_not_disturb_each_other() -> None:
+    """One records while another trains the plain way, over and over."""
+    torch.manual_seed(2)
+    models = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(4)]
+    x = wants(4, 5)
+    wanted = [in_one(model, *[(x,)] * 30).grads for model in models]
+    found: list[Any] = [None] * 4
+    barrier = threading.Barrier(4)
+
+    def work(number: int) -> None:
+        barrier.wait()
+        found[number] = (in_two if number % 2 else in_one)(models[number], *[(x,)] * 30)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, run in enumerate(found):
+        assert_same_grads(wanted[number], run.grads)
+        assert run.waited == (names(models[number]) if number % 2 else set())
+
+
+def test_parallel_ranks_split_side_by_side() -> None:
+    schedule = ps.schedule(SPLIT, ranks=2, microbatches=4)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4)))
+    x, y = torch.randn(8, 5), torch.randn(8, 5)
+    for _ in range(5):
+        model.zero_grad()
+        launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss).step(x, target=y), 2, parallel=True)
+        assert_same_grads(grads_of(model), by_loop(model, x, y, 4).grads)
+
+
+# Fused accumulation ---------------------------------------------------------------------------------------------------
+
+FUSED_BOUND = 1e-6
+"""Of the largest gradient: what fused accumulation may differ from the plain one in float32, for sums like these."""
+
+
+@pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32)], ids=str)
+def test_fused_accumulation_is_within_its_bound(shape: tuple[int, ...]) -> None:
+    model = nn.Sequential(nn.Linear(32, 48), nn.Tanh(), nn.Linear(48, 16))
+    microbatches = [(wants(*shape),) for _ in range(6)]
+    plain, fused = in_two(model, *microbatches), in_two(model, *microbatches, fused=True)
+    assert fused.waited == names(model)
+    for name, grad in plain.grads.items():
+        other = fused.grads[name]
+        assert grad is not None
+        assert other is not None
+        assert (grad - other).abs().max() <= FUSED_BOUND * grad.abs().max()
+        if "bias" in name:
+            assert_bitwise(grad, other)
+
+
+def test_fused_accumulation_adds_to_the_gradient_in_place() -> None:
+    model = nn.Linear(5, 5, bias=False)
+    half = Half(model)
+    half.through(wants(4, 5))
+    total = model.weight.grad
+    assert total is not None
+    before, x = total.clone(), wants(4, 5)
+    again = Half(model, half.deferrable)
+    again.forward(x)
+    again.backward_input()
+    again.deferral.run(fused=True)
+    assert model.weight.grad is total
+    torch.testing.assert_close(total, before + torch.ones(4, 5).t() @ x.detach())
+
+
+def test_fused_accumulation_only_where_it_is_safe() -> None:
+    """A weight that is used twice, and a gradient of another type, are added as ever."""
+    twice = Applied(nn.Linear(5, 5), lambda inner, x: inner(torch.tanh(inner(x))))
+    microbatches = [(wants(4, 5),) for _ in range(3)]
+    assert_same_grads(in_two(twice, *microbatches).grads, in_two(twice, *microbatches, fused=True).grads)
+
+    def autocast(model: nn.Module, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return model(x)
+
+    model = nn.Linear(5, 5)
+    one = in_two(model, *microbatches, forward=autocast)
+    two = in_two(model, *microbatches, forward=autocast, fused=True)
+    assert_same_grads(one.grads, two.grads)
+
+
+def test_a_pipeline_with_fused_accumulation() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x, y = torch.randn(8, 8), torch.randn(8, 8)
+    schedule = ps.schedule(SPLIT, ranks=2, microbatches=4)
+    launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss, accumulate="fused").step(x, target=y), 2)
+    wanted = by_loop(model, x, y, 4).grads
+    for name, grad in grads_of(model).items():
+        assert (grad - wanted[name]).abs().max() <= FUSED_BOUND * wanted[name].abs().max()
+
+
+# Compiled parts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("in_place", [False, True], ids=["torch.compile", "module.compile"])
+def test_a_compiled_stage_runs_its_backward_whole_and_says_so(in_place: bool, caplog: pytest.LogCaptureFixture) -> None:
+    parts = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4)]
+    model = nn.ModuleList(parts)
+    stages: list[Any] = list(parts)
+    if in_place:
+        stages[1].compile(backend="eager")
+    else:
+        stages[1] = torch.compile(parts[1], backend="eager")
+    schedule = ps.schedule(SPLIT, ranks=2, microbatches=3)
+    x, y = torch.randn(6, 5), torch.randn(6, 5)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        kinds = launch(lambda: _step_and_kinds(stages, schedule, x, y), 2)
+    warned = [record.getMessage() for record in caplog.records if "cannot split" in record.getMessage()]
+    assert warned
+    assert all("[1]" in message for message in warned)
+    assert kinds[0] | kinds[1] == {(1, "B"), *((stage, kind) for stage in (0, 2, 3) for kind in "IW")}
+    assert_same_grads(grads_of(nn.Sequential(*parts)), by_loop(nn.Sequential(*parts), x, y, 3).grads)
+    assert len(list(model.parameters())) == 8
+
+
+def _step_and_kinds(stages: list[Any], schedule: Any, x: Tensor, y: Tensor) -> set[tuple[int, str]]:
+    from penstock.runtime import rank
+
+    pipe = Pipeline(stages, schedule, loss_fn=functional.mse_loss)
+    pipe.step(x, target=y)
+    return {(action.stage, action.kind.name) for action in pipe.program()[rank()] if action.kind.name in "BIW"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_function_inside_a_stage_is_left_to_autograd() -> None:
+    mapped = torch.compile(lambda x, weight: torch.tanh(functional.linear(x, weight)), backend="eager")
+    model = Applied(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5, bias=False)), lambda inner, x: mapped(inner[0](x), inner[1].weight))
+    assert check(model, (wants(4, 5),), (wants(4, 5),)) == {"inner.0.weight", "inner.0.bias"}
+
+
+# In a pipeline --------------------------------------------------------------------------------------------------------
+
+
+def test_errors_of_a_split_stage_name_stage_and_microbatch() -> None:
+    def change(inner: nn.Module, x: Tensor) -> Tensor:
+        y = x * 2
+        made: Tensor = inner(y)
+        y.add_(1)
+        return made
+
+    model = [nn.Linear(5, 5), nn.Linear(5, 5), Applied(nn.Linear(5, 5), change), nn.Linear(5, 5)]
+    x = torch.randn(4, 5)
+    with pytest.raises(PipelineError, match=r"2W0 \(stage 2, backward for the weights of microbatch 0\).*SplitError"):
+        launch(lambda: Pipeline(model, ps.schedule(SPLIT, 2, 2), loss_fn=functional.mse_loss).step(x, target=x), 2)
+
+
+def test_row_16_the_weight_pass_is_linear_in_depth() -> None:
+    """Python calls of both backwards for twice the layers: twice as many, where torch's weight pass takes four times."""
+
+    def calls(layers: int) -> int:
+        model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True) for _ in range(layers)))
+        half = Half(model)
+        half.forward(wants(2, 3, 8))
+        return _count_calls(half.backward_input) + _count_calls(half.deferral.run)
+
+    few, many = calls(8), calls(32)
+    assert few > 8 * 4  # something was counted for each operator
+    assert many <= 4.2 * few
+
+
+def _count_calls(work: Callable[[], Any]) -> int:
+    count = 0
+
+    def note(frame: Any, event: str, arg: Any) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count

@@ -1,0 +1,152 @@
+"""Running a function on virtual ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+
+from penstock.errors import PipelineError, ScheduleError
+from penstock.runtime import launch, rank
+from penstock.runtime.group import Group
+from penstock.runtime.launch import current
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_results_by_rank(parallel: bool) -> None:
+    assert launch(lambda a, b: (rank(), a + b), 4, args=(1, 2), parallel=parallel) == [(0, 3), (1, 3), (2, 3), (3, 3)]
+    assert rank() == 0
+
+
+def test_arguments_that_cannot_be() -> None:
+    with pytest.raises(ScheduleError, match="0 ranks: at least 1"):
+        launch(rank, 0)
+    with pytest.raises(ScheduleError, match="backend 'mpi'"):
+        launch(rank, 2, "mpi")
+
+
+def test_one_rank_at_a_time() -> None:
+    """Nobody else runs between two waits."""
+    running = 0
+
+    def work() -> None:
+        nonlocal running
+        group, mine = current()
+        for _ in range(20):
+            running += 1
+            assert running == 1
+            time.sleep(0.0005)
+            assert running == 1
+            running -= 1
+            group.gather(mine, "round", None, 10)
+
+    launch(work, 4)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_gather_is_by_rank(parallel: bool) -> None:
+    def work() -> list[list[int]]:
+        group, mine = current()
+        return [group.gather(mine, f"round {k}", mine * 10 + k, 10) for k in range(5)]
+
+    for found in launch(work, 3, parallel=parallel):
+        assert found == [[0 + k, 10 + k, 20 + k] for k in range(5)]
+
+
+def test_gathers_leave_nothing_behind() -> None:
+    groups: list[Group] = []
+
+    def work() -> None:
+        group, mine = current()
+        for k in range(5):
+            group.gather(mine, f"round {k}", torch.zeros(3), 10)
+        groups.append(group)
+
+    launch(work, 3)
+    assert groups[0]._boards == {}
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_first_error_is_raised(parallel: bool) -> None:
+    """The rank's own error rather than the reports that others made of it."""
+
+    def work() -> None:
+        group, mine = current()
+        if mine == 2:
+            raise ZeroDivisionError("mine")
+        group.gather(mine, "never", None, 10)
+
+    with pytest.raises(ZeroDivisionError, match="mine") as caught:
+        launch(work, 4, parallel=parallel)
+    assert caught.value.__notes__ == ["raised on rank 2 of 4"]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_all_waiting_is_a_deadlock(parallel: bool) -> None:
+    def work() -> None:
+        group, mine = current()
+        group.wait(mine, lambda: False, f"what never comes to {mine}", 60)
+
+    started = time.monotonic()
+    with pytest.raises(PipelineError, match="no rank can go on: each waits for another") as caught:
+        launch(work, 3, parallel=parallel)
+    assert "  rank 1 waits for what never comes to 1" in str(caught.value)
+    assert time.monotonic() - started < 30
+
+
+def test_random_state_travels_with_the_baton() -> None:
+    def draw() -> list[float]:
+        group, mine = current()
+        torch.manual_seed(mine)
+        found = []
+        for _ in range(3):
+            found.append(float(torch.rand(())))
+            group.gather(mine, "next", None, 10)
+        return found
+
+    for mine, found in enumerate(launch(draw, 3)):
+        torch.manual_seed(mine)
+        assert found == [float(torch.rand(())) for _ in range(3)]
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_interrupt_does_not_hang(parallel: bool) -> None:
+    """Ctrl-C in the middle of a launch: it is raised soon, and the ranks stop where they next wait."""
+
+    def interrupt() -> None:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    ended: list[str] = []
+
+    def work() -> None:
+        group, mine = current()
+        try:
+            for k in range(10_000):
+                time.sleep(0.001)
+                group.gather(mine, f"round {k}", None, 60)
+        except PipelineError as error:
+            ended.append(str(error))
+            raise
+
+    started = time.monotonic()
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(work, 3, parallel=parallel)
+    thread.join()
+    assert time.monotonic() - started < 20
+    assert len(ended) == 3
+    assert all("KeyboardInterrupt" in text for text in ended)
+
+
+def test_launch_inside_a_launch() -> None:
+    def outer() -> list[tuple[int, int]]:
+        mine = rank()
+        return launch(lambda: (mine, rank()), 2)
+
+    assert launch(outer, 2) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]

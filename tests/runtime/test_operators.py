@@ -1,0 +1,436 @@
+"""Operators whose weight gradients wait: the numbers of autograd's own backward, to the last bit, and what is left to autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.recording import Deferrable
+from runtime.splitting import assert_bitwise, check, in_one, in_two, names
+
+
+def wants(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def twice(make: Callable[[], Tensor]) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    """Two microbatches: the first gradient is put in place, the second added to it."""
+    return (make(),), (make(),)
+
+
+def with_gaps() -> Tensor:
+    return torch.randn(3, 8, 5)[:, ::2].requires_grad_()
+
+
+class Using(nn.Module):
+    """A module of raw parameters and a function of them."""
+
+    def __init__(self, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args, *self.weights)
+
+
+# Linear maps ----------------------------------------------------------------------------------------------------------
+
+INPUTS: dict[str, Callable[[], Tensor]] = {
+    "matrix": lambda: wants(7, 5),
+    "matrix on its side": lambda: torch.randn(5, 7).t().requires_grad_(),
+    "three dimensions": lambda: wants(3, 4, 5),
+    "three, on its side": lambda: torch.randn(4, 3, 5).transpose(0, 1).requires_grad_(),
+    "three, with gaps": with_gaps,
+    "four dimensions": lambda: wants(2, 3, 2, 5),
+    "four, on its side": lambda: torch.randn(2, 2, 3, 5).transpose(1, 2).requires_grad_(),
+    "one row": lambda: wants(1, 5),
+    "no rows": lambda: wants(0, 5),
+    "three, no rows": lambda: wants(2, 0, 5),
+    "four, on its side, no rows": lambda: torch.randn(2, 0, 3, 5).transpose(1, 2).requires_grad_(),
+    "no gradient": lambda: torch.randn(7, 5),
+    "three, no gradient": lambda: torch.randn(3, 4, 5),
+    "four, no gradient": lambda: torch.randn(2, 3, 2, 5),
+}
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", INPUTS)
+def test_linear(shape: str, bias: bool) -> None:
+    model = nn.Linear(5, 6, bias=bias)
+    assert check(model, *twice(INPUTS[shape])) == names(model)
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("shape", INPUTS)
+def test_linear_between_others(shape: str, bias: bool) -> None:
+    """Where its input is made by another operator and its output goes on, changed in place."""
+    model = nn.Sequential(nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Tanh())
+    assert check(model, *twice(INPUTS[shape])) == names(model)
+
+
+def test_linear_on_a_vector_is_left_to_autograd() -> None:
+    assert check(nn.Linear(5, 6), *twice(lambda: wants(5))) == set()
+
+
+def test_linear_with_a_bias_that_is_no_parameter() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(x, self.map.weight, self.map.bias * 2)
+
+    for shape in ((5, 4), (2, 3, 4), (2, 2, 3, 4)):
+        assert check(Odd(), *twice(lambda: wants(*shape))) == {"map.weight"}  # noqa: B023 - called at once
+
+
+def test_linear_in_double_precision() -> None:
+    model = nn.Linear(5, 6).double()
+    assert check(model, *twice(lambda: wants(4, 5, dtype=torch.float64))) == names(model)
+
+
+def test_a_complex_weight_is_left_to_autograd() -> None:
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    assert check(model, *twice(lambda: torch.randn(4, 3, dtype=torch.complex64, requires_grad=True))) == set()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 5), st.integers(1, 5), st.booleans(), st.booleans())
+def test_linear_of_any_shape(rows: list[int], wide: int, out: int, bias: bool, flip: bool) -> None:
+    def make() -> Tensor:
+        x = torch.randn(*rows, wide)
+        return (x.transpose(0, -2) if flip else x).requires_grad_()
+
+    model = nn.Linear(wide, out, bias=bias)
+    assert check(model, *twice(make)) == names(model)
+
+
+# Embeddings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"padding_idx": -2}, {"scale_grad_by_freq": True}], ids=str)
+def test_embedding(options: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Embedding(9, 4, **options), nn.Linear(4, 3))
+    assert check(model, *twice(lambda: torch.randint(0, 9, (5, 6)))) == names(model)
+
+
+def test_a_negative_padding_index_of_the_function() -> None:
+    model = Using(lambda x, table: functional.embedding(x, table, padding_idx=-3), (9, 4))
+    assert check(model, *twice(lambda: torch.randint(0, 9, (5, 6)))) == names(model)
+
+
+def test_an_embedding_with_a_greatest_norm_is_left_to_autograd() -> None:
+    assert check(nn.Embedding(9, 4, max_norm=0.5), *twice(lambda: torch.randint(0, 9, (5, 6)))) == set()
+
+
+def test_a_sparse_embedding_is_left_to_autograd() -> None:
+    model = nn.Embedding(9, 4, sparse=True)
+    microbatches = twice(lambda: torch.randint(0, 9, (5,)))
+    one, two = in_one(model, *microbatches), in_two(model, *microbatches)
+    assert two.waited == set()
+    assert two.grads["weight"].is_sparse
+    assert_bitwise(one.grads["weight"].to_dense(), two.grads["weight"].to_dense())
+
+
+def test_a_sparse_gradient_and_one_that_waits_add_up() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4, sparse=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return functional.linear(self.table(x), self.table.weight)
+
+    model, microbatches = Tied(), twice(lambda: torch.randint(0, 9, (5,)))
+    one, two = in_one(model, *microbatches), in_two(model, *microbatches)
+    torch.testing.assert_close(_dense(one.grads["table.weight"]), _dense(two.grads["table.weight"]))
+
+
+def _dense(grad: Tensor | None) -> Tensor:
+    assert grad is not None
+    return grad.to_dense() if grad.is_sparse else grad
+
+
+# Convolutions ---------------------------------------------------------------------------------------------------------
+
+CONVOLUTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "stride": {"stride": 2},
+    "padding": {"padding": 1},
+    "dilation": {"dilation": 2},
+    "groups": {"groups": 2},
+    "all": {"stride": 2, "padding": 2, "dilation": 2, "groups": 2},
+    "circular": {"padding": 1, "padding_mode": "circular"},
+    "replicate": {"padding": 1, "padding_mode": "replicate"},
+}
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_convolution(dims: int, options: str) -> None:
+    first = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](4, 6, 3, **CONVOLUTIONS[options])
+    model = nn.Sequential(first, nn.ReLU(inplace=True))
+    assert check(model, *twice(lambda: wants(2, 4, *[7] * dims))) == names(model)
+
+
+def test_a_convolution_with_sizes_that_differ() -> None:
+    model = nn.Conv2d(2, 3, (3, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2))
+    assert check(model, *twice(lambda: wants(2, 2, 9, 8))) == names(model)
+    assert check(Using(lambda x, w: functional.conv2d(x, w, stride=[2], padding=[1]), (3, 2, 3, 3)), *twice(lambda: wants(2, 2, 7, 7)))
+
+
+def test_a_first_convolution_and_memory_in_another_order() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3)).to(memory_format=torch.channels_last)
+    data = twice(lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
+    assert check(model, *data) == names(model)
+
+
+@pytest.mark.parametrize("padding", ["same", "valid"])
+def test_a_convolution_with_padding_by_name_is_left_to_autograd(padding: str) -> None:
+    assert check(nn.Conv2d(2, 3, 3, padding=padding), *twice(lambda: wants(2, 2, 6, 6))) == set()
+
+
+def test_a_convolution_of_one_sample_is_left_to_autograd() -> None:
+    assert check(nn.Conv1d(2, 3, 3), *twice(lambda: wants(2, 6))) == set()
+
+
+# Matrix products with parameters --------------------------------------------------------------------------------------
+
+PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
+    "x @ w": (lambda x, w: x @ w, (4, 5), (5, 3)),
+    "matmul": (torch.matmul, (4, 5), (5, 3)),
+    "method": (lambda x, w: x.matmul(w), (4, 5), (5, 3)),
+    "mm": (torch.mm, (4, 5), (5, 3)),
+    "mm, method": (lambda x, w: x.mm(w), (4, 5), (5, 3)),
+    "three by two": (lambda x, w: x @ w, (2, 4, 5), (5, 3)),
+    "four by two": (torch.matmul, (2, 2, 4, 5), (5, 3)),
+    "bmm": (torch.bmm, (3, 4, 5), (3, 5, 2)),
+    "bmm, method": (lambda x, w: x.bmm(w), (3, 4, 5), (3, 5, 2)),
+    "batch by batch": (lambda x, w: x @ w, (3, 4, 5), (3, 5, 2)),
+    "linear": (functional.linear, (4, 5), (3, 5)),
+    "in place after": (lambda x, w: (x @ w).relu_() * 2, (2, 4, 5), (5, 3)),
+}
+
+
+@pytest.mark.parametrize("wanting", [True, False], ids=["input gradient", "no input gradient"])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_product_with_a_parameter(name: str, wanting: bool) -> None:
+    function, shape, weight = PRODUCTS[name]
+    model = Using(function, weight)
+    assert check(model, *twice(lambda: torch.randn(shape, requires_grad=wanting))) == names(model)
+
+
+@pytest.mark.parametrize("function", [lambda x, w, b: torch.addmm(b, x, w), lambda x, w, b: b.addmm(x, w)], ids=["function", "method"])
+def test_sum_and_product(function: Callable[..., Tensor]) -> None:
+    model = Using(function, (5, 3), (3,))
+    assert check(model, *twice(lambda: wants(4, 5))) == names(model)
+
+
+LEFT: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[tuple[int, ...], ...]]] = {
+    "w @ x": (lambda x, w: w @ x, (5, 4), ((3, 5),)),
+    "x @ w.t()": (lambda x, w: x @ w.t(), (4, 5), ((3, 5),)),
+    "w @ w": (lambda x, w: x @ (w @ w), (4, 5), ((5, 5),)),
+    "vector @ w": (lambda x, w: x @ w, (5,), ((5, 3),)),
+    "batch broadcast": (lambda x, w: x @ w, (1, 4, 5), ((3, 5, 2),)),
+    "by name": (lambda x, w: torch.matmul(input=x, other=w), (4, 5), ((5, 3),)),
+    "scaled sum": (lambda x, w, b: torch.addmm(b, x, w, beta=2), (4, 5), ((5, 3), (3,))),
+    "sum with a matrix": (lambda x, w, b: torch.addmm(b, x, w), (4, 5), ((5, 3), (4, 3))),
+    "einsum": (lambda x, w: torch.einsum("bi,io->bo", x, w), (4, 5), ((5, 3),)),
+    "bilinear": (lambda x, w: functional.bilinear(x, x, w), (4, 5), ((3, 5, 5),)),
+    "sum": (lambda x, w: x + w, (4, 5), ((4, 5),)),
+    "indexed": (lambda x, w: x @ w[0], (4, 5), ((2, 5, 3),)),
+    "in place": (lambda x, w: (x * 1).addmm_(x, w), (4, 5), ((5, 5),)),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_else_is_done_with_a_parameter_is_left_to_autograd(name: str) -> None:
+    function, shape, weights = LEFT[name]
+    assert check(Using(function, *weights), *twice(lambda: wants(*shape))) == set()
+
+
+# Modules --------------------------------------------------------------------------------------------------------------
+
+
+class Own(nn.Linear):
+    """A linear map that runs by itself."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return input @ self.weight.t() + self.bias
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "waits"),
+    [
+        (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), (3, 4, 8), "every matrix"),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, norm_first=True), (3, 4, 8), "every matrix"),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, bias=False), (3, 4, 8), "every matrix"),
+        (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.PReLU(4)), (6, 5), "every matrix"),
+        (lambda: nn.LSTM(5, 3, batch_first=True), (2, 4, 5), "none"),
+        (lambda: nn.GRU(5, 3, 2, batch_first=True), (2, 4, 5), "none"),
+        (lambda: nn.ConvTranspose2d(2, 3, 3), (2, 2, 5, 5), "none"),
+        (lambda: Own(5, 3), (4, 5), "none"),
+        (lambda: parametrizations.weight_norm(nn.Linear(5, 3, bias=False)), (4, 5), "none"),
+        (lambda: parametrizations.orthogonal(nn.Linear(5, 5, bias=False)), (4, 5), "none"),
+        (lambda: parametrizations.spectral_norm(nn.Linear(5, 3, bias=False)).eval(), (4, 5), "none"),
+        (lambda: parametrizations.spectral_norm(nn.Conv2d(2, 3, 3, bias=False)).eval(), (2, 2, 5, 5), "none"),
+    ],
+)
+def test_modules(make: Callable[[], nn.Module], shape: tuple[int, ...], waits: str) -> None:
+    model = make()
+    waited = check(model, *twice(lambda: wants(*shape)))
+    matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
+    assert {name for name in waited if name in matrices} == (matrices if waits == "every matrix" else set())
+
+
+def test_a_module_with_two_inputs_is_left_to_autograd() -> None:
+    model = nn.Bilinear(3, 4, 5)
+    assert check(model, (wants(6, 3), wants(6, 4))) == set()
+
+
+def test_a_bag_of_embeddings_is_left_to_autograd() -> None:
+    assert check(nn.EmbeddingBag(9, 4), *twice(lambda: torch.randint(0, 9, (5, 3)))) == set()
+
+
+@pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 5}, {"bias": False}, {"add_bias_kv": True}, {"batch_first": True}], ids=str)
+def test_attention(options: dict[str, Any]) -> None:
+    model = nn.MultiheadAttention(8, 2, **options)
+    same = "kdim" not in options
+
+    def inputs() -> tuple[Tensor, ...]:
+        return (wants(4, 3, 8), wants(4, 3, 8 if same else 6), wants(4, 3, 8 if same else 5))
+
+    waited = check(model, inputs(), inputs())
+    assert {"out_proj.weight", *(() if same else ("q_proj_weight", "k_proj_weight", "v_proj_weight"))} <= waited
+
+
+def test_a_module_that_does_not_know_its_size_yet() -> None:
+    """Its parameters are left to autograd where they come to be, and wait from the next look on."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2))
+    deferrable = Deferrable(model)
+    x = torch.randn(3, 5)
+    for step in range(2):
+        deferral = Deferral()
+        with deferrable.forward(deferral):
+            out = model(x)
+        deferrable.backward_input(deferral, [out], [torch.ones_like(out)])
+        early = {name for name, p in model.named_parameters() if p.grad is not None}
+        assert early == ({"0.weight", "0.bias"} if step == 0 else set())
+        deferral.run()
+        grads = [p.grad for p in model.parameters()]
+        for grad, wanted in zip(grads, torch.autograd.grad(model(x).sum(), list(model.parameters())), strict=True):
+            assert_bitwise(grad, wanted)
+        model.zero_grad()
+        deferrable.look(model)
+
+
+# Types, transforms, functions -----------------------------------------------------------------------------------------
+
+
+def _autocast(model: nn.Module, *args: Any) -> Any:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return model(*args)
+
+
+AUTOCAST: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "matrix": (lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), lambda: wants(7, 5)),
+    "three dimensions": (lambda: nn.Sequential(nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)), lambda: wants(2, 7, 5)),
+    "on its side": (lambda: nn.Linear(5, 4), lambda: torch.randn(4, 3, 5).transpose(0, 1).requires_grad_()),
+    "four dimensions": (lambda: nn.Linear(5, 4), lambda: wants(2, 3, 4, 5)),
+    "convolution": (lambda: nn.Conv2d(2, 3, 3), lambda: wants(2, 2, 6, 6)),
+    "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), lambda: torch.randint(0, 9, (5, 6))),
+    "product": (lambda: Using(torch.matmul, (5, 3)), lambda: wants(4, 5)),
+    "batched product": (lambda: Using(torch.bmm, (3, 5, 2)), lambda: wants(3, 4, 5)),
+    "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), lambda: wants(3, 4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name: str) -> None:
+    """Gradients have the parameters' type, and the values that autograd gives them."""
+    make, data = AUTOCAST[name]
+    model = make()
+    microbatches = twice(data)
+    waited = check(model, *microbatches, forward=_autocast)
+    assert {n for n, p in model.named_parameters() if p.dim() > 1} <= waited
+    grads = in_two(model, *microbatches, forward=_autocast).grads
+    assert all(grad is not None and grad.dtype == torch.float32 for grad in grads.values())
+
+
+def test_half_precision_throughout() -> None:
+    model = nn.Sequential(nn.Linear(5, 4), nn.GELU(), nn.Linear(4, 3)).bfloat16()
+    assert check(model, *twice(lambda: wants(2, 6, 5, dtype=torch.bfloat16))) == names(model)
+
+
+def test_function_transforms_are_left_alone() -> None:
+    def transformed(model: nn.Module, x: Tensor) -> Tensor:
+        direct = model(x)
+        mapped = torch.func.vmap(model)(x)
+        inner = torch.func.grad(lambda row: model(row).sum())(x[0])
+        return direct + mapped + inner.sum()
+
+    assert check(nn.Linear(5, 5), *twice(lambda: wants(3, 4, 5)), forward=transformed, exact=False) == set()
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return 2 * functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        return 2 * grad @ weight, 2 * grad.t() @ x
+
+
+def test_a_function_with_a_backward_of_its_own_is_left_alone() -> None:
+    model = nn.Sequential(nn.Linear(5, 5), Using(Doubled.apply, (5, 5)), nn.Linear(5, 5))
+    assert check(model, *twice(lambda: wants(4, 5))) == names(model) - {"1.weights.0"}
+
+
+def test_subclassed_parameters_are_left_alone() -> None:
+    class Marked(nn.Parameter):
+        pass
+
+    model = nn.Linear(5, 3)
+    model.weight = Marked(model.weight.detach())
+    assert check(model, *twice(lambda: wants(4, 5))) == set()
+
+
+def test_a_wrapper_that_is_called_outside_a_recording_is_the_operator() -> None:
+    """As when another thread records, or when someone kept the wrapper."""
+    with Deferrable(nn.Linear(1, 1)).forward(Deferral()):
+        wrapper = functional.linear
+    model, x = nn.Linear(5, 3), torch.randn(4, 5)
+    out = wrapper(x, model.weight, model.bias)
+    out.sum().backward()
+    assert_bitwise(model.weight.grad, torch.ones(4, 3).t() @ x)
+
+
+def test_gradients_do_not_share_memory_with_what_was_held() -> None:
+    """A gradient may be changed in place afterwards, as clipping does."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    deferrable, deferral = Deferrable(model), Deferral()
+    with deferrable.forward(deferral):
+        out = model(wants(1, 4))
+    deferrable.backward_input(deferral, [out], [torch.ones_like(out)])
+    held = {tensor.untyped_storage().data_ptr() for record in deferral.records for tensor in (record.grad, record.value)}
+    assert len(held) == 4
+    keep = [(record.grad, record.value) for record in deferral.records]
+    deferral.run()
+    assert keep
+    assert not held & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}

@@ -1,0 +1,215 @@
+"""`parity` says whether a step equals the unpipelined model, and what differs where it does not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import ScheduleError
+from penstock.ir.action import Action
+from penstock.ir.graph import StageGraph
+from penstock.runtime import Layers, Pipeline, add_loss, launch
+from penstock.runtime.parity import Parity
+from runtime.models import GPT, assert_equal, blocks, gradients, token_loss
+
+
+def run(model: Any, schedule: ps.Schedule, x: Any, y: Any, loss_fn: Any = functional.mse_loss, **options: Any) -> Parity:
+    def compare() -> Parity:
+        return Pipeline(model, schedule, loss_fn=loss_fn, **options).parity(x, target=y)
+
+    results = launch(compare, schedule.ranks)
+    assert len({str(result) for result in results}) == 1
+    return results[0]
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb-h1", "zbv", "interleaved-1f1b", "dualpipe-v"])
+def test_equal_to_the_last_bit(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=3)
+    model = blocks(schedule.stages)
+    found = run(model, schedule, torch.randn(7, 6), torch.randn(7, 6))
+    assert found.loop.exact
+    assert found.loop.worst == 0
+    assert found.batch is not None
+    assert 0 < found.batch.worst < 1e-5
+    assert str(found).startswith("microbatch loop: equal to the last bit\nwhole batch: ")
+    exact = run(model.double(), schedule, torch.randn(7, 6).double(), torch.randn(7, 6).double())
+    assert exact.batch is not None
+    assert exact.batch.worst < 1e-12
+
+
+@pytest.mark.parametrize("name", ["dualpipe", "looped-bfs"])
+def test_other_orders_are_close(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=4)
+    found = run(blocks(schedule.stages).double(), schedule, torch.randn(7, 6).double(), torch.randn(7, 6).double())
+    assert found.batch is not None
+    assert max(found.loop.worst, found.batch.worst) < 1e-12
+
+
+def test_nothing_is_left_behind() -> None:
+    """Gradients that were there, batch statistics, random numbers and modes are as before; also of what ranks share."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)))
+    model[3][0].weight = model[0][0].weight
+    x, y = torch.randn(8, 6), torch.randn(8, 6)
+
+    def train() -> None:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, seed=1)
+        pipe.step(x, target=y)
+        before, state = gradients(model), copy.deepcopy(model.state_dict())
+        objects = {name: p.grad for name, p in pipe.named_parameters()}
+        pipe.parity(x, target=y)
+        pipe.gather("done", None)
+        for name, grad in gradients(model).items():
+            assert_equal(grad, before[name], name)
+        for name, parameter in pipe.named_parameters():
+            assert parameter.grad is objects[name]
+        for name, value in model.state_dict().items():
+            assert_equal(value, state[name], name)
+
+    launch(train, 4)
+
+
+def test_seeded_dropout_is_equal() -> None:
+    layers = Layers("blocks", head=["embed"], tail=["norm", "head"])
+    tokens = torch.randint(11, (6, 8))
+    schedule = ps.schedule("1f1b", ranks=2, microbatches=3)
+    model = GPT(depth=2, dropout=0.3)
+    assert run(model, schedule, tokens, tokens, token_loss, split=layers, seed=4).loop.exact
+    assert not run(model, schedule, tokens, tokens, token_loss, split=layers).loop.exact
+
+
+def test_batch_statistics_differ_from_the_whole_batch_and_it_says_so() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.Linear(6, 6))
+    found = run(model, ps.schedule("1f1b", ranks=2, microbatches=3), torch.randn(12, 6), torch.randn(12, 6))
+    assert found.loop.exact
+    assert found.batch is not None
+    assert found.batch.worst > 1e-3
+    assert {difference.name for difference in found.batch.differences} >= {"loss", "norm", "0.weight"}
+
+
+class Fickle(nn.Module):
+    """Deliberately wrong as a stage: what it computes depends on how often it was called before."""
+
+    calls = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Fickle.calls += 1
+        return self.map(x) * Fickle.calls
+
+
+def test_stage_that_is_wrong_is_named() -> None:
+    """The gradients of the wrong stage and of those before it differ; the loss too."""
+    model = nn.Sequential(nn.Linear(6, 6), Fickle(), nn.Linear(6, 6))
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    found = launch(lambda: Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss).parity(x, target=y), 3)[0]
+    assert not found.loop.exact
+    names = [difference.name for difference in found.loop.differences]
+    assert {"loss", "norm", "0.weight", "1.map.weight", "2.weight"} <= set(names)
+    relative = [difference.relative for difference in found.loop.differences]
+    assert relative == sorted(relative, reverse=True)
+    text = str(found.loop)
+    assert text.startswith(f"microbatch loop: {len(names)} differ, by up to ")
+    assert names[0] in text
+
+
+def test_work_that_is_dropped_is_found() -> None:
+    """An overlap executor that forgets the backward for the weights: exactly those of the stages concerned differ."""
+
+    def forgetful(action: Action, operations: list[Callable[[], None]]) -> None:
+        for part, operation in zip(action.sub_actions, operations, strict=True):
+            if not (part.stage == 1 and str(part).startswith("1W")):
+                operation()
+
+    placement = ps.Placement.custom([0, 0])
+    rows = [["0F0", "1F0", "1I0", "(0B0;1W0)OVERLAP_F_B"]]
+    model, x, y = blocks(2), torch.randn(3, 6), torch.randn(3, 6)
+    schedule = ps.Schedule.from_actions(rows, placement)
+    assert Pipeline(model, schedule, loss_fn=functional.mse_loss).parity(x, target=y).loop.exact
+    found = Pipeline(model, schedule, loss_fn=functional.mse_loss, overlap=forgetful).parity(x, target=y).loop
+    assert {difference.name for difference in found.differences} == {"1.map.weight", "1.map.bias", "norm"}
+    assert all(difference.relative == float("inf") for difference in found.differences if difference.name != "norm")
+
+
+def test_wrong_weights_differ_from_the_whole_batch() -> None:
+    """A sum that is declared a mean: the loop scales it in the same way, the whole batch shows it."""
+
+    def summed(out: Tensor, target: Tensor) -> Tensor:
+        return (out - target).square().sum()
+
+    schedule = ps.schedule("1f1b", ranks=2, microbatches=2)
+    model, x, y = blocks(2).double(), torch.randn(4, 6).double(), torch.randn(4, 6).double()
+    wrong = run(model, schedule, x, y, summed)
+    assert wrong.loop.exact
+    assert wrong.batch is not None
+    assert wrong.batch.worst == pytest.approx(0.5)
+    right = run(model, schedule, x, y, summed, loss_reduction="sum")
+    assert right.batch is not None
+    assert right.batch.worst < 1e-12
+
+
+def test_trees_skips_side_losses_and_keyword_arguments() -> None:
+    class Start(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(6, 6)
+
+        def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+            return self.map(batch["x"]), batch["table"]
+
+    class Middle(Start):
+        def forward(self, x: Tensor, table: Tensor, *, gate: Tensor) -> Tensor:  # type: ignore[override]
+            add_loss(x.square().mean())
+            return self.map(x) * table * gate
+
+    class End(Start):
+        def forward(self, x: Tensor, start: tuple[Tensor, Tensor]) -> Tensor:  # type: ignore[override]
+            return self.map(x) + start[0] * start[1]
+
+    stages = [Start(), Middle(), End()]
+    schedule = ps.schedule("1f1b", ranks=3, microbatches=3, graph=StageGraph.chain(3, [(0, 2)]))
+    batch = {"x": torch.randn(7, 6), "table": torch.randn(6)}
+    y, gate = torch.randn(7, 6), torch.rand(7, 6)
+
+    def compare() -> Parity:
+        pipe = Pipeline(stages, schedule, loss_fn=functional.mse_loss, batch_dims={"table": None})
+        return pipe.parity(batch, target=y, stage_kwargs={1: {"gate": gate}})
+
+    found = launch(compare, 3)[0]
+    assert found.loop.worst < 1e-6
+    assert found.batch is not None
+    assert found.batch.worst < 1e-5
+
+
+def test_whole_batch_is_left_out_where_there_is_none() -> None:
+    """With weights of the targets the whole batch has a weighting of its own."""
+    pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, weight=len)
+    assert pipe.parity(torch.randn(4, 6), target=torch.randn(4, 6)).batch is None
+
+
+def test_some_stages_only() -> None:
+    schedule = ps.schedule("1f1b", ranks=2, microbatches=1)
+
+    def compare() -> None:
+        from penstock.runtime import rank
+
+        Pipeline({rank(): blocks(1)}, schedule, loss_fn=functional.mse_loss).parity(torch.randn(1, 6), target=torch.randn(1, 6))
+
+    with pytest.raises(ScheduleError, match="made of some of its stages only"):
+        launch(compare, 2)
+
+
+def test_copies_of_one_s_own_are_all_compared() -> None:
+    model, x, y = blocks(4).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    schedule = ps.schedule("dualpipe", ranks=4, microbatches=4)
+    found = launch(lambda: Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y), 4)
+    assert max(each.loop.worst for each in found) < 1e-12
