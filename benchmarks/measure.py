@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -12,24 +15,35 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Row:
-    """One case: our seconds, the peer's (if there is one), the ratio that is wanted at least, or the seconds that are wanted at most."""
+    """One case: our seconds, those of what it is compared with (if there is one), and what is wanted of them.
+
+    Wanted is that the other takes `wanted_ratio` times ours at least, that ours take `wanted_share` of the other at most, or
+    `wanted_seconds` at most.
+    """
 
     case: str
     ours: float
     peer: float | None = None
     wanted_ratio: float | None = None
     wanted_seconds: float | None = None
+    wanted_share: float | None = None
     note: str = ""
 
     @property
     def good(self) -> bool:
         fast = self.wanted_seconds is None or self.ours <= self.wanted_seconds
-        return fast and (self.wanted_ratio is None or self.peer is None or self.peer / self.ours >= self.wanted_ratio)
+        if self.peer is None:
+            return fast
+        fast = fast and (self.wanted_share is None or self.ours / self.peer <= self.wanted_share)
+        return fast and (self.wanted_ratio is None or self.peer / self.ours >= self.wanted_ratio)
 
     def cells(self) -> list[str]:
         ratio = "" if self.peer is None else f"{self.peer / self.ours:.1f}x"
+        if self.peer is not None and self.wanted_share is not None:
+            ratio = f"{self.ours / self.peer:.3f} of it"
         wanted = "" if self.wanted_ratio is None else f">= {self.wanted_ratio:g}x"
         wanted += "" if self.wanted_seconds is None else f"<= {self.wanted_seconds:g} s"
+        wanted += "" if self.wanted_share is None else f"<= {self.wanted_share:g}"
         return [self.case, _seconds(self.ours), "" if self.peer is None else _seconds(self.peer), ratio, wanted, self.note]
 
 
@@ -47,3 +61,27 @@ def best_of(times: int, work: Callable[[], T]) -> tuple[float, T]:
     """The least of several runs: the one that other processes disturbed least."""
     results = [once(work) for _ in range(times)]
     return min(seconds for seconds, _ in results), results[-1][1]
+
+
+def in_turn(rounds: int, works: Sequence[Callable[[], Sequence[float]]]) -> list[list[float]]:
+    """Run several works in turn, so that what disturbs one disturbs all; for each the medians of the seconds that it gives."""
+    for work in works:
+        work()
+    results = [[tuple(work()) for work in works] for _ in range(rounds)]
+    return [[statistics.median(column) for column in zip(*times, strict=True)] for times in zip(*results, strict=True)]
+
+
+@contextmanager
+def steady() -> Iterator[None]:
+    """One thread, and no garbage collector, as `timeit` has it."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        torch.set_num_threads(threads)

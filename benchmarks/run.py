@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SUITES = ("lowering", "scale", "simulation")
+SUITES = ("lowering", "scale", "simulation", "split_backward", "overhead")
 
 
 def main(chosen: list[str]) -> int:
@@ -19,7 +19,7 @@ def main(chosen: list[str]) -> int:
     if unknown:
         print(f"no benchmark {unknown[0]!r}; there are {', '.join(SUITES)}", file=sys.stderr)
         return 2
-    table = Table("case", "Penstock", "torch", "ratio", "wanted", "note")
+    table = Table("case", "Penstock", "other", "ratio", "wanted", "note")
     good = True
     for name in chosen or SUITES:
         for row in importlib.import_module(f"benchmarks.{name}").run():

@@ -52,6 +52,18 @@ def test_every_schedule_can_evaluate() -> None:
         torch.testing.assert_close(outputs[0], model(x).detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "hanayo"])
+def test_forwards_run_in_waves(name: str) -> None:
+    """No rank waits but to fill and to drain the pipe: each stage's forward costs one."""
+    schedule = ps.schedule(name, ranks=4, microbatches=4)
+
+    def program() -> ps.Program:
+        return Pipeline(blocks(schedule.stages), schedule).program(16, training=False)
+
+    span = ps.simulate(launch(program, 4)[0], ps.Costs(f=1.0)).makespan
+    assert span <= 16 * schedule.chunks + schedule.stages
+
+
 def test_gradients_are_untouched() -> None:
     model, x, y = blocks(4), torch.randn(8, 6), torch.randn(8, 6)
 

@@ -81,6 +81,21 @@ def test_custom_placement_with_uneven_ranks() -> None:
     _check(ps.Schedule.from_actions(rows, ps.Placement.custom([0, 1, 1, 1])))
 
 
+def test_rank_without_a_stage() -> None:
+    """It takes part in everything and has the same result."""
+    schedule = ps.Schedule.from_actions([["0F0", "1F0", "1B0", "0B0"], []], ps.Placement.custom([0, 0], ranks=2))
+    model, x, y = blocks(2), torch.randn(3, 6), torch.randn(3, 6)
+    assert_same(by_pipeline(model, schedule, x, y), by_loop(model, x, y, 1))
+
+    def others() -> tuple[float, float]:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss)
+        assert pipe.parity(x, target=y).loop.exact
+        return float(pipe.eval_step(x, target=y).loss), float(pipe.clip_grad_norm_(1.0))
+
+    one, other = launch(others, 2)
+    assert one == other
+
+
 def test_order_of_sums_is_that_of_the_schedule() -> None:
     """Microbatches backwards: the sum differs from the loop's in its rounding, and equals the loop run in that order."""
     schedule = ps.Schedule.from_actions([["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]], ps.Placement.linear(1))

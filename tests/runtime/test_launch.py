@@ -91,11 +91,25 @@ def test_all_waiting_is_a_deadlock(parallel: bool) -> None:
         group, mine = current()
         group.wait(mine, lambda: False, f"what never comes to {mine}", 60)
 
-    started = time.monotonic()
     with pytest.raises(PipelineError, match="no rank can go on: each waits for another") as caught:
         launch(work, 3, parallel=parallel)
     assert "  rank 1 waits for what never comes to 1" in str(caught.value)
-    assert time.monotonic() - started < 30
+
+
+def test_failure_that_was_got_over_does_not_come_back() -> None:
+    """A rank is told of a failure; while it is still on its way out, the others have begun again. Its report of it is old news."""
+    group = Group(2, parallel=True)
+    group.fail(0, PipelineError("the first"))
+    with pytest.raises(PipelineError, match="the first"):
+        group.enter(1, 1)
+    group.enter(0, 1)
+    assert group.failure is None
+    group.fail(1, PipelineError("the first"))
+    assert group.failure is None
+    group.enter(1, 1)
+    group.fail(1, PipelineError("the second"))
+    with pytest.raises(PipelineError, match="the second"):
+        group.enter(0, 1)
 
 
 def test_random_state_travels_with_the_baton() -> None:
@@ -117,8 +131,10 @@ def test_random_state_travels_with_the_baton() -> None:
 def test_interrupt_does_not_hang(parallel: bool) -> None:
     """Ctrl-C in the middle of a launch: it is raised soon, and the ranks stop where they next wait."""
 
+    begun = threading.Event()
+
     def interrupt() -> None:
-        time.sleep(0.2)
+        begun.wait(60)
         os.kill(os.getpid(), signal.SIGINT)
 
     ended: list[str] = []
@@ -128,18 +144,18 @@ def test_interrupt_does_not_hang(parallel: bool) -> None:
         try:
             for k in range(10_000):
                 time.sleep(0.001)
+                if k == 10:
+                    begun.set()
                 group.gather(mine, f"round {k}", None, 60)
         except PipelineError as error:
             ended.append(str(error))
             raise
 
-    started = time.monotonic()
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         launch(work, 3, parallel=parallel)
     thread.join()
-    assert time.monotonic() - started < 20
     assert len(ended) == 3
     assert all("KeyboardInterrupt" in text for text in ended)
 

@@ -77,6 +77,22 @@ def test_weight_counts_valid_targets(name: str, microbatches: int) -> None:
     assert any(math.isnan(loss) for loss in found.losses) == (microbatches == 11)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_microbatch_without_weight_has_no_part_in_the_gradients(name: str) -> None:
+    """Its own gradient would be no number either: nothing over nothing."""
+
+    def masked_mean(out: Tensor, target: Tensor) -> Tensor:
+        valid = (target != PAD).double()
+        return (out.mean(-1) * valid).sum() / valid.sum()
+
+    schedule = ps.schedule(name, ranks=2, microbatches=6)
+    x, target = padded(6)
+    model = blocks(2).double()
+    found = by_pipeline(model, schedule, x, target, masked_mean, weight=lambda target: (target != PAD).sum())
+    assert math.isnan(found.losses[0])
+    assert_close(found, whole(model, x, lambda out: masked_mean(out, target)), 1e-12)
+
+
 def test_weights_that_cannot_be() -> None:
     x, target = padded(4)
     pipe = Pipeline(blocks(1).double(), schedule="1f1b", microbatches=2, loss_fn=scores_loss, weight=lambda target: (target > 99).sum())
@@ -250,12 +266,14 @@ def test_metrics_of_the_loss_function() -> None:
 
     def loss_fn(out: Tensor, target: dict[str, Tensor]) -> Tensor:
         add_metric("advantage", target["advantage"].mean())
+        add_metric("count", len(out))
         return (out.mean(1) * target["advantage"]).mean()
 
     model, x, advantage = blocks(2), torch.randn(6, 6), torch.randn(6)
     pipe = Pipeline(model, schedule="1f1b-v", microbatches=3, loss_fn=loss_fn)
     for result in (pipe.step(x, target={"advantage": advantage}), pipe.eval_step(x, target={"advantage": advantage})):
         assert_all_equal(result.metrics["advantage"], [part.mean() for part in advantage.tensor_split(3)])
+        assert_all_equal(result.metrics["count"], [torch.tensor(2)] * 3)
 
 
 def test_side_loss_alone_reaches_a_stage_without_other_gradient() -> None:

@@ -75,6 +75,13 @@ def test_nothing_is_left_behind() -> None:
     launch(train, 4)
 
 
+def test_no_random_stream_is_used_up() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6)), torch.randn(4, 6)
+    pipe, other = (Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, seed=1) for _ in range(2))
+    assert pipe.parity(x, target=x).loop.exact
+    assert_equal(pipe.step(x, target=x).loss, other.step(x, target=x).loss)
+
+
 def test_seeded_dropout_is_equal() -> None:
     layers = Layers("blocks", head=["embed"], tail=["norm", "head"])
     tokens = torch.randint(11, (6, 8))

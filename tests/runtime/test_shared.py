@@ -88,17 +88,85 @@ def test_bidirectional_copies_have_the_whole_gradient(name: str, microbatches: i
     model, x, y = blocks(4).double(), torch.randn(7, 6).double(), torch.randn(7, 6).double()
     schedule = ps.schedule(name, ranks=4, microbatches=microbatches)
 
-    def train() -> dict[str, Tensor | None]:
+    def train() -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
         pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss)
         pipe.step(x, target=y)
-        return {name: p.grad for name, p in pipe.named_parameters()}
+        grads = {name: p.grad for name, p in pipe.named_parameters() if p.grad is not None}
+        return {name: grad.clone() for name, grad in grads.items()}, {name: _scaled(pipe, grad) for name, grad in grads.items()}
+
+    def _scaled(pipe: Pipeline, grad: Tensor) -> Tensor:
+        pipe.gather("before", None)
+        grad.mul_(0.5)  # nobody else's gradient is the same tensor
+        pipe.gather("after", None)
+        return grad
 
     wanted = by_batch(model, x, y)
     results = launch(train, 4)
-    assert sum(len(grads) for grads in results) == 2 * len(wanted.grads)
-    for grads in results:
+    assert sum(len(grads) for grads, _ in results) == 2 * len(wanted.grads)
+    for grads, halves in results:
         for key, grad in grads.items():
             torch.testing.assert_close(grad, wanted.grads[key], rtol=1e-11, atol=1e-13)
+            assert_equal(halves[key], grad * 0.5)
+
+
+def test_copies_of_which_some_are_one_object() -> None:
+    """Ranks 0 and 1 share a model, and ranks 2 and 3 another: a parameter tied over two stages is on all four, as two objects."""
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
+    model[1].weight = model[0].weight
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+    pair = [copy.deepcopy(model), copy.deepcopy(model)]
+    schedule = ps.schedule("dualpipe", ranks=4, microbatches=4)
+    wanted = by_batch(model, x, y)
+
+    def train() -> Tensor:
+        pipe = Pipeline(pair[rank() // 2], schedule, loss_fn=functional.mse_loss)
+        for _ in range(2):
+            pipe.step(x, target=y)
+        return pipe.clip_grad_norm_(1e9)
+
+    for norm in launch(train, 4):
+        torch.testing.assert_close(norm, 2 * wanted.norm, rtol=1e-11, atol=0)
+    for each in pair:
+        for key, grad in gradients(each).items():
+            torch.testing.assert_close(grad, 2 * wanted.grads[key], rtol=1e-11, atol=1e-13)
+
+
+def test_two_pipes_of_one_model_side_by_side() -> None:
+    """Two copies on ranks of their own, which need not wait for each other: one may be through before the other begins."""
+    rows = [["0F0", "0B0"], ["1F0", "1B0"], ["0F1", "0B1"], ["1F1", "1B1"]]
+    schedule = ps.Schedule.from_actions(rows, ps.Placement.custom([0, 1], [2, 3]))
+    model, x, y = blocks(2).double(), torch.randn(4, 6).double(), torch.randn(4, 6).double()
+    broken = False
+
+    class Loss(nn.Module):
+        def forward(self, out: Tensor, target: Tensor) -> Tensor:
+            if broken and rank() == 3:
+                raise ValueError("no loss today")
+            return functional.mse_loss(out, target)
+
+    def train() -> None:
+        nonlocal broken
+        pipe = Pipeline(model, schedule, loss_fn=Loss())
+        pipe.step(x, target=y)
+        pipe.gather("once", None)
+        once = gradients(model)
+        assert pipe.parity(x, target=y).loop.worst < 1e-12
+        pipe.gather("compared", None)
+        for key, grad in gradients(model).items():
+            assert_equal(grad, once[key], key)
+        pipe.gather("checked", None)
+        broken = True
+        with pytest.raises(ps.PenstockError, match="no loss today"):
+            pipe.step(x, target=y)
+        pipe.gather("failed", None)
+        broken = False
+        for key, grad in gradients(model).items():
+            assert_equal(grad, once[key], key)
+
+    launch(train, 4)
+    wanted = by_batch(model, x, y)
+    for key, grad in gradients(model).items():
+        torch.testing.assert_close(grad, wanted.grads[key], rtol=1e-11, atol=1e-13)
 
 
 class Untied(nn.Module):

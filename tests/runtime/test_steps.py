@@ -280,6 +280,15 @@ def test_target_trees(kind: str) -> None:
     assert_close(found, Numbers(loss.detach(), [], gradients(again)), 1e-12)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_input_that_wants_a_gradient_gets_it(name: str) -> None:
+    model, x, y = blocks(2).double(), torch.randn(7, 6).double().requires_grad_(), torch.randn(7, 6).double()
+    launch(lambda: Pipeline(model, schedule=name, microbatches=3, loss_fn=functional.mse_loss).step(x, target=y), 2)
+    found, x.grad = x.grad, None
+    functional.mse_loss(model(x), y).backward()
+    torch.testing.assert_close(found, x.grad, rtol=1e-12, atol=1e-15)
+
+
 # Keyword arguments ----------------------------------------------------------------------------------------------------
 
 

@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any
 from penstock.runtime.result import Share
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from penstock.runtime.deferred import Deferral
     from penstock.runtime.group import Group
 
 
@@ -41,18 +38,6 @@ class Feed:
 
 
 NOTHING = Feed([], {}, None, [])
-
-
-@dataclass(slots=True)
-class Context:
-    """What a forward leaves for the backward."""
-
-    leaves: list[Any]
-    roots: list[Tensor]
-    grads: list[Tensor | None] | None
-    """What the roots' gradients start from where the loss is made here; None where they come from the readers."""
-    side: list[Tensor]
-    deferral: Deferral | None
 
 
 class Inbox:

@@ -11,6 +11,7 @@ gradient in the backward for the input. No module is changed, and the cost is li
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,13 +30,21 @@ Fuse = Callable[[Tensor, Tensor, Tensor], None]
 
 _ANCHOR = torch.zeros((), requires_grad=True)
 """What makes a tap's output want a gradient where the operator's input does not; it never gets one itself."""
-_KEY = "penstock.deferral"
-"""Where torch keeps the active deferral for this thread, and for the threads that run this thread's backward."""
+
+
+class _Here(threading.local):
+    """What the operators of this thread are recorded into, if anything."""
+
+    deferral: Deferral | None = None
+
+
+_here = _Here()
+running: list[Deferral] = []
+"""Those whose backward for the input runs now: torch runs a device's on a thread of its own."""
 
 # Asked at every operator, so that looking them up counts.
-_is_compiling, _is_grad_enabled = torch.compiler.is_compiling, torch.is_grad_enabled
+_is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
-_is_stashed, _stashed = torch._C._is_key_in_tls, torch._C._get_obj_in_tls
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -65,7 +74,7 @@ class Record:
 
     def pack(self) -> None:
         """Save the input as autograd saves tensors, where hooks are set on that: a checkpoint, say, is to compute it again."""
-        self.packed = _Saved.apply(self.value, _ANCHOR).grad_fn  # type: ignore[no-untyped-call]
+        self.packed = _Saved.apply(self.value, _ANCHOR)  # type: ignore[no-untyped-call]
         self.value = None
 
     def __call__(self, grad: Any) -> None:
@@ -82,7 +91,7 @@ class Record:
             return
         self.grad = grad
         if self.packed is not None:
-            (self.value,), self.packed = self.packed.saved_tensors, None
+            (self.value,), self.packed = self.packed.grad_fn.saved_tensors, None
             self.version = self.value._version
         if deferral is not None:
             deferral.records.append(self)
@@ -124,6 +133,7 @@ class Deferral:
         `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own.
         """
         sums = _Sums(self.records)
+        add = sums.add if sums.left else _add
         for record in self.records:
             grad, value = record.take()
             weight, bias = record.weight, record.bias
@@ -131,48 +141,51 @@ class Deferral:
                 record.fuse(grad, value, weight.grad)  # type: ignore[arg-type]
                 weight = None
             of_weight, of_bias = record.compute(grad, value, weight, bias, record.extra)
-            if weight is not None and of_weight is not None:
-                sums.add(weight, of_weight)
-            if bias is not None and of_bias is not None:
-                sums.add(bias, of_bias)
+            if weight is not None:
+                add(weight, of_weight)  # type: ignore[arg-type]
+            if bias is not None:
+                add(bias, of_bias)  # type: ignore[arg-type]
         self.records.clear()
         if self.hooked:
             self.due.update((ident, self.hooked[ident]) for ident in sums.targets if ident in self.hooked)
         return list(self.due.values())
 
 
+def _add(target: nn.Parameter, found: Tensor) -> None:
+    """Add to a parameter's gradient, as autograd does."""
+    total = target.grad
+    if total is None:
+        target.grad = found if found.dtype == target.dtype else found.to(target.dtype)
+    elif total.is_sparse:  # from an operator that was left to autograd
+        target.grad = found + total
+    else:
+        total.add_(found)
+
+
 class _Sums:
-    """Adds to parameters' gradients as autograd does: what several operators gave is summed first."""
+    """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
 
     def __init__(self, records: Sequence[Record]) -> None:
         self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
-        self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else None
-        """How many operators have yet to give theirs; None where each parameter has but one."""
+        self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else Counter()
+        """How many operators have yet to give theirs; nothing where each parameter has but one."""
         self.sums: dict[int, Tensor] = {}
 
     def can_fuse(self, target: nn.Parameter, grad: Tensor) -> bool:
         """Where there is a sum of the same kind to add to, and nothing else to be added first."""
         total = target.grad
-        alone = self.left is None or (self.left[id(target)] == 1 and id(target) not in self.sums)
-        return alone and total is not None and total.dtype == grad.dtype and total.layout == torch.strided
+        alone = self.left[id(target)] <= 1 and id(target) not in self.sums
+        return alone and total is not None and total.dtype == grad.dtype and not total.is_sparse
 
     def add(self, target: nn.Parameter, found: Tensor) -> None:
-        if found.dtype != target.dtype:
-            found = found.to(target.dtype)
-        if self.left is not None:
-            if id(target) in self.sums:
-                found = self.sums.pop(id(target)).add_(found)
-            self.left[id(target)] -= 1
-            if self.left[id(target)]:
-                self.sums[id(target)] = found
-                return
-        total = target.grad
-        if total is None:
-            target.grad = found
-        elif total.layout == torch.strided:
-            total.add_(found)
-        else:  # sparse, from an operator that was left to autograd
-            target.grad = found + total
+        found = found if found.dtype == target.dtype else found.to(target.dtype)
+        if id(target) in self.sums:
+            found = self.sums.pop(id(target)).add_(found)
+        self.left[id(target)] -= 1
+        if self.left[id(target)]:
+            self.sums[id(target)] = found
+        else:
+            _add(target, found)
 
 
 def tie(out: Tensor, record: Record) -> Tensor:
@@ -226,18 +239,16 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def active() -> Deferral | None:
-    """The deferral that operators are to be recorded into now; none inside a compiled function or a function transform."""
-    if _is_compiling() or not _is_grad_enabled() or _are_transforms_active() or not _is_stashed(_KEY):
+def active(weight: Any) -> Deferral | None:
+    """The deferral that an operator on this weight is to be recorded into; none inside a compiled function or a function transform."""
+    if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None
-    return _stashed(_KEY)  # type: ignore[no-any-return]
+    if _here.deferral is None and running and torch._C._current_graph_task_id() != -1:
+        return next((deferral for deferral in running if id(weight) in deferral.stand_ins), None)
+    return _here.deferral
 
 
 def activate(deferral: Deferral | None) -> Deferral | None:
-    """Record into this from now on; what was recorded into before."""
-    before: Deferral | None = _stashed(_KEY) if _is_stashed(_KEY) else None
-    if deferral is not None:
-        torch._C._stash_obj_in_tls(_KEY, deferral)
-    elif before is not None:
-        torch._C._remove_obj_from_tls(_KEY)
+    """Record what this thread does into this from now on; what was recorded into before."""
+    before, _here.deferral = _here.deferral, deferral
     return before

@@ -6,36 +6,33 @@ to, which stage and microbatch an operation is for. A step walks the list.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.runtime.cells import EMPTY, NOTHING, Context, Feed, Inbox
+from penstock.runtime.cells import EMPTY, NOTHING, Feed
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group
 from penstock.runtime.loss import Loss
 from penstock.runtime.randomness import draw_from
+from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
+from penstock.runtime.wires import Operation, Wires
 
-Operation = Callable[[], None]
 Overlap = Callable[[Action, list[Operation]], None]
 """Runs the operations of actions that go together."""
 
-_run_backward = Variable._execution_engine.run_backward
-"""What `torch.autograd.backward` calls once it has checked its arguments, which takes longer than the backward of a small layer."""
 
-
-class Executor:
+class Executor(Wires):
     """One rank's operations for one program."""
 
     def __init__(
@@ -49,14 +46,11 @@ class Executor:
         deadline: float,
         overlap: Overlap | None = None,
     ) -> None:
-        self.program, self.rank, self.stages, self.loss, self.group, self.deadline = program, rank, stages, loss, group, deadline
-        self.overlap = overlap
-        self.cells: list[Any] = []
+        super().__init__(program, rank, group, deadline)
+        self.stages, self.loss, self.overlap = stages, loss, overlap
         self.feed = NOTHING
         self.extras = Extras()
         self._failed_part: Action | None = None
-        self._places: dict[Any, int] = {}
-        self._inboxes: dict[Any, Inbox] = {}
         self.actions = program[rank]
         self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
         self.operations: list[Operation] = [self._operation(action) for action in self.actions]
@@ -92,7 +86,7 @@ class Executor:
     def clear(self) -> None:
         """Let go of everything a step held."""
         self.cells[:] = self._blank
-        self.feed = NOTHING
+        self.feed, self.extras = NOTHING, Extras()
         for inbox in self._inboxes.values():
             inbox.channel.posted.clear()
 
@@ -105,55 +99,6 @@ class Executor:
                 counts[names[key[0]]] += 1
         counts["received"] += sum(len(inbox.channel.posted) for inbox in self._inboxes.values())
         return counts
-
-    # Cells and channels -----------------------------------------------------------------------------------------------
-
-    def _cell(self, *key: Any) -> int:
-        found = self._places.get(key)
-        if found is None:
-            found = self._places[key] = len(self.cells)
-            self.cells.append(EMPTY)
-        return found
-
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        self.group.wait(self.rank, ready, what, self.deadline)
-
-    def _rank_of(self, stage: int, microbatch: int) -> int:
-        return self.program.placement.rank_of(stage, microbatch)
-
-    def _inbox(self, source: int, what: str) -> Inbox:
-        key = (source, self.rank, what)
-        if key not in self._inboxes:
-            self._inboxes[key] = Inbox(self.group, key, self._wait)
-        return self._inboxes[key]
-
-    def _source(self, what: str, stage: int, other: int, microbatch: int) -> Callable[[], Any]:
-        """How to get what another stage made for this one: `activations` of a lower stage, `gradients` of a higher."""
-        cells = self.cells
-        if self._rank_of(other, microbatch) == self.rank:
-            cell = self._cell("handed", what, other, stage, microbatch)
-
-            def take_handed() -> Any:
-                value, cells[cell] = cells[cell], EMPTY
-                return value
-
-            return take_handed
-        cell = self._cell("received", what, other, stage, microbatch)
-        inbox = self._inbox(self._rank_of(other, microbatch), what)
-
-        def take_received() -> Any:
-            value = cells[cell]
-            if value is EMPTY:
-                value = inbox.pull(cells, cell)
-            cells[cell] = EMPTY
-            return value
-
-        return take_received
-
-    def _target(self, what: str, stage: int, other: int, microbatch: int) -> int:
-        """The cell that what this stage made for another goes into: the other's own, or that of its send."""
-        here = self._rank_of(other, microbatch) == self.rank
-        return self._cell("handed" if here else "sending", what, stage, other, microbatch)
 
     # Operations -------------------------------------------------------------------------------------------------------
 
@@ -200,45 +145,6 @@ class Executor:
 
         return named
 
-    def _send(self, action: Action) -> Operation:
-        microbatch = action.microbatch or 0
-        what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
-        other = action.stage + step if action.peer is None else action.peer
-        cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        group, target = self.group, self._rank_of(other, microbatch)
-        channel, parallel = group.channel((self.rank, target, what)), group.parallel
-        messages, slots = channel.messages, self._slots(target, action.kind)
-
-        def send() -> None:
-            if len(messages) >= slots and not channel.has_room(slots):
-                self._wait(lambda: channel.has_room(slots), f"rank {target} to take {what}")
-            messages.append(cells[cell])
-            cells[cell] = EMPTY
-            if parallel:
-                group.changed()
-
-        return send
-
-    def _slots(self, target: int, kind: Kind) -> int:
-        """How many messages may be under way to another rank at once."""
-        buffers = self.program.buffers
-        return self.program.microbatches * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
-
-    def _receive(self, action: Action) -> Operation:
-        microbatch = action.microbatch or 0
-        what, step = ("activations", -1) if action.kind is Kind.RECV_F else ("gradients", 1)
-        other = action.stage + step if action.peer is None else action.peer
-        cell = self._cell("received", what, other, action.stage, microbatch)
-        posted = self._inbox(self._rank_of(other, microbatch), what).channel.posted
-        group, parallel = self.group, self.group.parallel
-
-        def receive() -> None:
-            posted.append(cell)
-            if parallel:
-                group.changed()
-
-        return receive
-
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _inputs(self, stage: int, microbatch: int) -> list[Callable[[], Any]]:
@@ -256,67 +162,61 @@ class Executor:
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
     def _apply(self, stage: int, microbatch: int) -> Callable[[list[Any]], Any]:
-        """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere."""
-        part = self.stages[stage]
-        module = part.module
-        front = not self.program.graph.inputs_of(stage)
+        """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
 
-        def apply(inputs: list[Any]) -> Any:
+        In training, what comes in are leaves, which torch lets nobody change in place: a module that does gets stand-ins.
+        """
+        part, others = self.stages[stage], self._fellow_readers(stage)
+        module, training = part.module, self.program.training
+        front = not self.program.graph.inputs_of(stage)
+        single = len(self.program.graph.inputs_of(stage)) == 1
+
+        def apply(leaves: list[Any]) -> Any:
             feed = self.feed
-            kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
+            kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
                 draw_from(feed.seed, stage, microbatch)
-            made = module(*feed.args[microbatch], **kwargs) if front else part.run(inputs, kwargs)
+            if front:
+                made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
+                return made if type(made) is Tensor else unwrap(made)
+            watched = training and part.changes_input is not False
+            inputs = changeable(leaves) if watched else leaves
+            try:
+                plain = single and kwargs is None and type(inputs[0]) is Tensor
+                made = module(inputs[0]) if plain else part.run(inputs, kwargs or {})
+            except RuntimeError as error:
+                part.look_at_error(error)
+                raise
+            if watched:
+                part.look_for_changes(leaves, inputs, others)
             return made if type(made) is Tensor else unwrap(made)
 
         return apply
 
     def _forward(self, stage: int, microbatch: int) -> Operation:
-        cells, part, extras = self.cells, self.stages[stage], self._extras
-        takes, apply = self._inputs(stage, microbatch), self._guarded(stage, microbatch)
+        cells, part = self.cells, self.stages[stage]
+        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
         readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
-        last = not readers
 
         def forward() -> None:
             leaves = [take() for take in takes]
+            deferral = None
             if deferrable is None:
-                deferral = None
                 made = apply(leaves)
             else:
                 deferral = Deferral()
                 with deferrable.forward(deferral):
                     made = apply(leaves)
-            if last:
-                ends, grads = self._finish(made, microbatch)
-            else:
-                ends, grads = roots(made), None
-            cells[context] = Context(leaves, ends, grads, extras(stage, microbatch), deferral)
+            ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+            extras = self.extras
+            side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
+            cells[context] = (leaves, ends, grads, side, deferral)
             for reader in readers:
                 cells[reader] = cut(made)
 
         return forward
-
-    def _guarded(self, stage: int, microbatch: int) -> Callable[[list[Any]], Any]:
-        """Run the stage's module on leaves, which torch lets nobody change in place; on stand-ins for them where the module does."""
-        part, apply, others = self.stages[stage], self._apply(stage, microbatch), self._fellow_readers(stage)
-
-        def guarded(leaves: list[Any]) -> Any:
-            if part.changes_input is not False and leaves:
-                given = changeable(leaves)
-                made = apply(given)
-                part.look_for_changes(leaves, given, others)
-                return made
-            try:
-                return apply(leaves)
-            except RuntimeError as error:
-                if "leaf Variable that requires grad" in str(error):
-                    part.changes_input = True
-                    error.add_note(f"stage {stage} has changed its input in place for the first time, which the next step will allow")
-                raise
-
-        return guarded
 
     def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
@@ -334,8 +234,6 @@ class Executor:
     def _extras(self, stage: int, microbatch: int) -> list[Tensor]:
         """What the forward has made on the side: weighted losses, to go backward from here, and metrics."""
         extras = self.extras
-        if not (extras.losses or extras.metrics):
-            return []
         share, scale = self.feed.share, self.feed.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
@@ -359,7 +257,8 @@ class Executor:
                 raise ScheduleError(f"stage {stage} changes its input in place, but stage {others[0]} reads the same value: clone it")
             if not readers:
                 self._finish(made, microbatch)
-            self._extras(stage, microbatch)
+            if self.extras.losses or self.extras.metrics:
+                self._extras(stage, microbatch)
             for reader in readers:
                 cells[reader] = made
 
@@ -371,27 +270,30 @@ class Executor:
         cells, part, graph = self.cells, self.stages[stage], self.program.graph
         # The farthest reader's gradient first: the order in which autograd would come to them.
         takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
+        first, more = (takes[0], takes[1:]) if takes else (None, [])
         writers = [self._target("gradients", stage, other, microbatch) for other in sorted(graph.inputs_of(stage), reverse=True)]
         context = self._cell("context", stage, microbatch)
         stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
         deferrable = None if stash is None else part.deferrable()
 
         def backward() -> None:
-            held: Context = cells[context]
+            leaves, ends, grads, side, deferral = cells[context]
             cells[context] = EMPTY
-            grads = held.grads
-            for number, take in enumerate(takes):
-                grads = take() if number == 0 else add_grads(grads or [], take())
-            ends, grads = _starts(held, grads or [])
+            if first is not None:
+                grads = first()
+                for take in more:
+                    grads = add_grads(grads, take())
+            if side or (grads[0] is None if len(grads) == 1 else any(grad is None for grad in grads)):
+                ends, grads = _starts(ends, grads, side)
             if ends:
-                if deferrable is None or held.deferral is None:
-                    _run_backward(tuple(ends), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+                if deferrable is None:
+                    run_backward(ends, grads)
                 else:
-                    deferrable.backward_input(held.deferral, ends, grads)
+                    deferrable.backward_input(deferral, ends, grads)
             if stash is not None:
-                cells[stash] = held.deferral
-            for writer, leaves in zip(writers, held.leaves, strict=True):
-                cells[writer] = take_grads(leaves)
+                cells[stash] = deferral
+            for writer, value in zip(writers, leaves, strict=False):
+                cells[writer] = take_grads(value)
 
         return backward
 
@@ -406,12 +308,10 @@ class Executor:
         return weights
 
 
-def _starts(held: Context, grads: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+def _starts(ends: list[Tensor], grads: list[Tensor | None], side: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """Where a backward starts: what got a gradient, and the side losses."""
-    if not held.side and all(grad is not None for grad in grads):
-        return held.roots, grads
-    pairs = [(end, grad) for end, grad in zip(held.roots, grads, strict=True) if grad is not None]
-    pairs += [(loss, torch.ones_like(loss)) for loss in held.side]
+    pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
+    pairs += [(loss, torch.ones_like(loss)) for loss in side]
     return [end for end, _ in pairs], [grad for _, grad in pairs]
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -23,7 +25,7 @@ class StageOutput:
 
     value: Any
     side_loss: Tensor | None = None
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
 class _Here(threading.local):
@@ -39,10 +41,10 @@ def add_loss(loss: Tensor) -> None:
         _here.extras.losses.append(loss)
 
 
-def add_metric(name: str, value: Tensor) -> None:
+def add_metric(name: str, value: Tensor | float) -> None:
     """Report a figure of this microbatch from anywhere inside a forward. Outside a pipeline it does nothing."""
     if _here.extras is not None:
-        _here.extras.metrics[name] = value.detach()
+        _here.extras.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
 class collect:  # noqa: N801 - used like a function

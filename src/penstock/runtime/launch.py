@@ -52,14 +52,16 @@ def launch(fn: Callable[..., Any], ranks: int, backend: str = "threads", args: S
         for run in runs:
             run.start()
         for run in runs:
-            run.join()
+            run.ended.wait()  # not join(), which takes a thread for ended once an interrupt came while it waited
     except BaseException as error:  # an interrupt: ranks stop where they next wait, and one that does not is left behind
         group.fail(None, error, fatal=True)
         for run in runs:
-            run.join(_GRACE / ranks)
+            run.ended.wait(_GRACE / ranks)
         raise
     finally:
         torch.set_rng_state(state)
+    for run in runs:
+        run.join()
     _raise_first(failed)
     return [run.result for run in runs]
 
@@ -74,6 +76,7 @@ class _Run(threading.Thread):
     def __init__(self, group: Group, rank: int, body: Callable[[], Any], state: torch.Tensor, failed: list[_Run]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
+        self.ended = threading.Event()
         self.result: Any = None
         self.error: BaseException | None = None
 
@@ -90,6 +93,7 @@ class _Run(threading.Thread):
             self.group.fail(self.rank, error, fatal=True)
         finally:
             self.group.end(self.rank)
+            self.ended.set()
 
 
 def _raise_first(failed: Sequence[_Run]) -> None:

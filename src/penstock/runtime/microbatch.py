@@ -43,6 +43,10 @@ def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     ]
     if not columns:
         return [value] * len(sizes)
+    if type(value) is Tensor:
+        return list(columns[0])
+    if type(value) is tuple and len(value) == len(columns):
+        return list(zip(*columns, strict=True))  # the usual arguments: a tuple that holds no other trees
     return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
 
 

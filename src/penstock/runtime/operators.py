@@ -21,18 +21,17 @@ _CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d"
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
     """What to record into and what to put in a weight's place, if it can wait now."""
-    deferral = active()
+    deferral = active(weight)
     return deferral, None if deferral is None else deferral.stand_ins.get(id(weight))
 
 
 def _kept(value: Tensor, out: Tensor) -> Tensor:
     """What the weight's gradient needs of the input: it alone, in the type that autocast ran the operator in."""
-    value = value.detach()
-    return value if value.dtype == out.dtype else value.to(out.dtype)
+    return value.detach() if value.dtype is out.dtype else value.detach().to(out.dtype)
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral = active()
+    deferral = active(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 2:

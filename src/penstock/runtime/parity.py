@@ -92,7 +92,6 @@ def _stepped(pipeline: Pipeline, feed: Feed) -> list[dict[str, Tensor | None]]:
     try:
         for parameter in parameters:
             parameter.grad = None
-        pipeline.gather("cleared", None)
         loss = pipeline._run(feed, training=True).loss
         mine = {name: None if p.grad is None else p.grad.clone() for name, p in pipeline.local_parameters()}
         return pipeline.gather("gradients", {"loss": loss, **mine})

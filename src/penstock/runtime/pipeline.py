@@ -273,7 +273,7 @@ class Pipeline:
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
         self.group.enter(self.rank, self.deadline)
         if self.seed is not None:
-            feed.seed = f"{self.seed}/{self._steps}/{'train' if training else 'eval'}"
+            feed.seed = f"{self.seed}/{self._steps}"
         try:
             with nullcontext() if feed.seed is None else kept_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)

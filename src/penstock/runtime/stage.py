@@ -44,6 +44,12 @@ class Stage:
             return self.module(*first, *more, **kwargs)
         return self.module(first, *more, **kwargs)
 
+    def look_at_error(self, error: RuntimeError) -> None:
+        """Where the module has changed its input in place for the first time, it may from the next step on."""
+        if "leaf Variable that requires grad" in str(error):
+            self.changes_input = True
+            error.add_note(f"stage {self.index} has changed its input in place for the first time, which the next step will allow")
+
     def look_for_changes(self, leaves: Any, given: Any, others: list[int]) -> None:
         """See whether the module has changed its input in place, which no other stage may be reading."""
         self.changes_input = was_changed(leaves, given) or bool(self.changes_input)
