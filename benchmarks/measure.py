@@ -64,11 +64,20 @@ def best_of(times: int, work: Callable[[], T]) -> tuple[float, T]:
 
 
 def in_turn(rounds: int, works: Sequence[Callable[[], Sequence[float]]]) -> list[list[float]]:
-    """Run several works in turn, so that what disturbs one disturbs all; for each the medians of the seconds that it gives."""
+    """Run several works in turn; for each the medians of the seconds that it gives.
+
+    Every round counts in proportion to the first work's time in it, so that a slow moment of the machine is one for all.
+    """
     for work in works:
         work()
     results = [[tuple(work()) for work in works] for _ in range(rounds)]
-    return [[statistics.median(column) for column in zip(*times, strict=True)] for times in zip(*results, strict=True)]
+    paces = [sum(times[0]) for times in results]
+    usual = statistics.median(paces)
+    found = []
+    for column in zip(*results, strict=True):
+        even = [[part * usual / pace for part in parts] for parts, pace in zip(column, paces, strict=True)]
+        found.append([statistics.median(part) for part in zip(*even, strict=True)])
+    return found
 
 
 @contextmanager

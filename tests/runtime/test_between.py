@@ -60,7 +60,7 @@ def check(
     if exact:
         assert_same(found, wanted)
     else:
-        assert_close(found, wanted, 2e-6)
+        assert_close(found, wanted, 1e-5)
     return found
 
 

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import penstock as ps
 from penstock.errors import PipelineError, SplitError
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.deferred import Deferral
+from penstock.runtime.deferred import Deferral, active
 from penstock.runtime.recording import Deferrable
 from runtime.live import Live, watch
 from runtime.models import by_loop
@@ -271,17 +271,29 @@ def _stage(module: nn.Module) -> Any:
 # What must be refused rather than computed wrong ----------------------------------------------------------------------
 
 
-def test_a_gradient_of_a_gradient_is_refused() -> None:
-    """The weight's part in the inner gradient would be lost."""
-
-    def force(inner: nn.Module, x: Tensor) -> Tensor:
+def force(inner: nn.Module, x: Tensor) -> Tensor:
+    """A gradient that depends on the weights."""
+    with torch.enable_grad():
         x = x.detach().requires_grad_()
         return torch.autograd.grad(inner(x).tanh().sum(), x, create_graph=True)[0]
 
+
+def test_a_gradient_of_a_gradient_is_refused() -> None:
+    """The weight's part in the inner gradient would be lost."""
     for shape in ((4, 5), (2, 4, 5)):
         half = Half(Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), force))
-        with pytest.raises(SplitError, match="merge_backward=True"):
+        with pytest.raises(SplitError, match="merge-backward"):
             half.forward(wants(*shape))
+
+
+def test_the_way_out_of_a_refusal() -> None:
+    parts = [nn.Linear(5, 5), Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), force), nn.Linear(5, 5), nn.Linear(5, 5)]
+    schedule, x = ps.schedule(SPLIT, ranks=2, microbatches=3), torch.randn(6, 5)
+    with pytest.raises(PipelineError, match=r"1F0 .*merge-backward\{stages=\.\.\.,apart=true\}"):
+        launch(lambda: Pipeline(parts, schedule, loss_fn=functional.mse_loss).step(x, target=x), 2)
+    merged = ps.PassList.parse("merge-backward{stages=1,apart=true}").apply(schedule)
+    launch(lambda: Pipeline(parts, merged, loss_fn=functional.mse_loss).step(x, target=x), 2)
+    assert_same_grads(grads_of(nn.Sequential(*parts)), by_loop(nn.Sequential(*parts), x, x, 3).grads)
 
 
 def test_a_gradient_that_the_forward_asks_for_itself_is_not_counted() -> None:
@@ -567,6 +579,35 @@ def test_threads_do_not_disturb_each_other() -> None:
     for number, run in enumerate(found):
         assert_same_grads(wanted[number], run.grads)
         assert run.waited == (names(models[number]) if number % 2 else set())
+
+
+def test_a_backward_on_a_thread_of_its_own_records_where_the_weight_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a device's does: what a checkpoint computes again there belongs to the backward that its weights are in, and to no other."""
+    mine, other = nn.Linear(5, 5), nn.Linear(5, 5)
+    halves = [Half(mine), Half(other)]
+    for half in halves:
+        half.forward(wants(4, 5))
+    found: dict[str, list[Deferral | None]] = {}
+
+    def look(when: str) -> None:
+        def work() -> None:
+            found[when] = [active(mine.weight), active(other.weight), active(torch.ones(1))]
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+
+    halves[0].out.register_hook(lambda grad: look("outside a backward"))
+    halves[0].backward_input()
+    monkeypatch.setattr(torch._C, "_current_graph_task_id", lambda: 7)
+    look("no backward runs")
+    halves[1].out.register_hook(lambda grad: look("the other's backward"))
+    halves[1].backward_input()
+    assert found == {
+        "outside a backward": [None] * 3,
+        "no backward runs": [None] * 3,
+        "the other's backward": [None, halves[1].deferral, None],
+    }
 
 
 def test_parallel_ranks_split_side_by_side() -> None:

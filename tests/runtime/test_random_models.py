@@ -112,6 +112,6 @@ def test_random_model_and_schedule(data: st.DataObject) -> None:
         if sums_in_order(schedule):
             assert_same(found, wanted)
         else:
-            assert_close(found, wanted, 2e-4)
+            assert_close(found, wanted, 1e-3)
     else:
         assert all(grad is None for grad in found.grads.values())

@@ -376,5 +376,5 @@ def test_fused_accumulation_is_close() -> None:
     model, x, y = blocks(2), torch.randn(8, 6), torch.randn(8, 6)
     schedule = ps.schedule("zb-h1", ranks=2, microbatches=8)
     found = by_pipeline(model, schedule, x, y, accumulate="fused")
-    assert_close(found, by_loop(model, x, y, 8), 2e-6)
+    assert_close(found, by_loop(model, x, y, 8), 1e-5)
     assert_same(by_pipeline(model, schedule, x, y), by_loop(model, x, y, 8))

@@ -82,7 +82,7 @@ class Record:
         if _is_grad_enabled():
             raise SplitError(
                 "a stage differentiates a gradient of its own (create_graph=True), which a weight that waits has no part in: "
-                "run its backward whole, with lower(schedule, merge_backward=True)"
+                "run its backward whole, with PassList.parse('merge-backward{stages=...,apart=true}').apply(schedule)"
             )
         if type(grad) is tuple:  # from a node rather than a tensor
             grad = grad[0]
@@ -130,7 +130,8 @@ class Deferral:
     def run(self, fused: bool = False) -> list[nn.Parameter]:
         """The backward for the weights; the parameters whose hooks are now due.
 
-        `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own.
+        `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own,
+        for sums of some tens of terms in float32 within 1e-6 of the largest gradient.
         """
         sums = _Sums(self.records)
         add = sums.add if sums.left else _add
