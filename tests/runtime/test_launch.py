@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -127,6 +128,15 @@ def test_random_state_travels_with_the_baton() -> None:
         assert found == [float(torch.rand(())) for _ in range(3)]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C reaches the test even where the tests were started in the background, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("parallel", [False, True])
 def test_interrupt_does_not_hang(parallel: bool) -> None:
     """Ctrl-C in the middle of a launch: it is raised soon, and the ranks stop where they next wait."""
