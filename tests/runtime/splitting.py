@@ -125,3 +125,42 @@ def _start(roots: Sequence[Tensor], seed: int) -> list[Tensor]:
 
 def _input_grads(given: tuple[Any, ...]) -> list[Tensor | None]:
     return [leaf.grad for leaf in pytree.tree_leaves(given) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+SPLIT = "zbv"
+
+
+def wants(*shape: int) -> Tensor:
+    return torch.randn(shape, requires_grad=True)
+
+
+class Applied(nn.Module):
+    """A module with a forward of its own: `forward(inner, x)`."""
+
+    def __init__(self, inner: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.function = inner, forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(self.inner, *args)
+
+
+class Half:
+    """The two backwards of a module, step by step."""
+
+    def __init__(self, module: nn.Module, deferrable: Deferrable | None = None) -> None:
+        self.module, self.deferral = module, Deferral()
+        self.deferrable = Deferrable(module) if deferrable is None else deferrable
+
+    def forward(self, *args: Any) -> Any:
+        with self.deferrable.forward(self.deferral):
+            self.out = self.module(*args)
+        return self.out
+
+    def backward_input(self) -> None:
+        self.deferrable.backward_input(self.deferral, [self.out], [torch.ones_like(self.out)])
+
+    def through(self, *args: Any) -> None:
+        self.forward(*args)
+        self.backward_input()
+        self.deferral.run()

@@ -1,8 +1,7 @@
-"""The split backward: gradients that wait, hooks, checkpoints, and what it must leave as it was."""
+"""The split backward: gradients that wait, hooks, and what it must leave as it was."""
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -12,57 +11,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import penstock as ps
 from penstock.errors import PipelineError, SplitError
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.deferred import Deferral, active
 from penstock.runtime.recording import Deferrable
-from runtime.live import Live, watch
 from runtime.models import by_loop
-from runtime.splitting import assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names
-
-SPLIT = "zbv"
-
-
-def wants(*shape: int) -> Tensor:
-    return torch.randn(shape, requires_grad=True)
-
-
-class Applied(nn.Module):
-    """A module with a forward of its own: `forward(inner, x)`."""
-
-    def __init__(self, inner: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.function = inner, forward
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self.inner, *args)
-
-
-class Half:
-    """The two backwards of a module, step by step."""
-
-    def __init__(self, module: nn.Module, deferrable: Deferrable | None = None) -> None:
-        self.module, self.deferral = module, Deferral()
-        self.deferrable = Deferrable(module) if deferrable is None else deferrable
-
-    def forward(self, *args: Any) -> Any:
-        with self.deferrable.forward(self.deferral):
-            self.out = self.module(*args)
-        return self.out
-
-    def backward_input(self) -> None:
-        self.deferrable.backward_input(self.deferral, [self.out], [torch.ones_like(self.out)])
-
-    def through(self, *args: Any) -> None:
-        self.forward(*args)
-        self.backward_input()
-        self.deferral.run()
-
+from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
 
 # Parameters used in several ways --------------------------------------------------------------------------------------
 
@@ -349,163 +306,6 @@ def test_a_function_that_computes_its_part_again(unused: bool) -> None:
     else:
         with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
             in_two(model, (wants(4, 5),))
-
-
-# Activation checkpointing ---------------------------------------------------------------------------------------------
-
-
-class Counted(nn.Module):
-    """A block that counts its forwards and watches the tensor inside."""
-
-    def __init__(self, wide: int = 5) -> None:
-        super().__init__()
-        self.one, self.two, self.norm = nn.Linear(wide, wide), nn.Linear(wide, wide), nn.LayerNorm(wide)
-        self.forwards = 0
-        self.inside: StorageWeakRef | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        hidden = torch.relu(self.one(x))
-        self.inside = watch(hidden)
-        return self.norm(x + self.two(hidden))  # type: ignore[no-any-return]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Counted:
-        made = Counted(self.one.in_features)
-        made.load_state_dict(self.state_dict())
-        return made
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, inner: nn.Module, **options: Any) -> None:
-        super().__init__()
-        self.inner, self.options = inner, options
-
-    def forward(self, x: Tensor) -> Tensor:
-        made: Tensor = checkpoint(self.inner, x, **self.options)
-        return made
-
-
-REENTRANT = pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
-
-
-@REENTRANT
-@pytest.mark.parametrize("shape", [(4, 5), (2, 4, 5)], ids=str)
-def test_checkpointed_parts_give_the_same_gradients(reentrant: bool, shape: tuple[int, ...]) -> None:
-    model = nn.Sequential(*(Checkpointed(Counted(), use_reentrant=reentrant) for _ in range(3)), nn.Linear(5, 5))
-    waited = check(model, (wants(*shape),), (wants(*shape),))
-    assert waited == {name for name in names(model) if "norm" not in name}
-
-
-@REENTRANT
-def test_checkpointed_parts_run_forward_twice_and_no_more(reentrant: bool) -> None:
-    block = Counted()
-    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(block, use_reentrant=reentrant), nn.Linear(5, 5))
-    Half(model).through(wants(4, 5))
-    assert block.forwards == 2
-
-
-@REENTRANT
-def test_row_17_checkpointing_in_a_split_pipeline_recomputes_once(reentrant: bool) -> None:
-    """8 blocks, 4 microbatches: 32 forwards and as many again to recompute, where torch's split takes 112 in all."""
-    inner = [Counted() for _ in range(8)]
-    model = nn.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in inner))
-    schedule = ps.schedule(SPLIT, ranks=2, microbatches=4)
-    x, y = torch.randn(8, 5), torch.randn(8, 5)
-    launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss).step(x.clone().requires_grad_(), target=y), 2)
-    assert sum(block.forwards for block in inner) == 64
-    wanted = by_loop(nn.Sequential(*inner), x, y, 4)
-    assert_same_grads({name.replace(".inner", ""): grad for name, grad in grads_of(model).items()}, wanted.grads)
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the inner one, while the outer runs without gradient
-@pytest.mark.parametrize("outer", [True, False])
-@pytest.mark.parametrize("inner", [True, False])
-def test_checkpoints_inside_checkpoints(outer: bool, inner: bool) -> None:
-    nested = nn.Sequential(Counted(), Checkpointed(Counted(), use_reentrant=inner), nn.Linear(5, 5))
-    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(nested, use_reentrant=outer), nn.Linear(5, 5))
-    waited = check(model, (wants(4, 5),), (wants(4, 5),))
-    assert waited == {name for name in names(model) if "norm" not in name}
-
-
-@REENTRANT
-def test_a_checkpoint_on_an_input_without_gradient(reentrant: bool) -> None:
-    model = nn.Sequential(Checkpointed(Counted(), use_reentrant=reentrant), nn.Linear(5, 5))
-    if reentrant:  # torch itself gives the parameters in it no gradient then
-        with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
-            assert check(model, (torch.randn(4, 5),)) == {"1.weight", "1.bias"}
-    else:
-        assert {name for name in names(model) if "norm" not in name} == check(model, (torch.randn(4, 5),))
-
-
-@REENTRANT
-def test_what_a_checkpoint_recomputes_is_not_held(reentrant: bool) -> None:
-    block = Counted()
-    model = nn.Sequential(nn.Linear(5, 5), Checkpointed(block, use_reentrant=reentrant), nn.Linear(5, 5))
-    half = Half(model)
-    gc.disable()
-    try:
-        half.forward(wants(4, 5))
-        assert block.inside is not None
-        assert block.inside.expired(), "held between the forward and the backward"
-    finally:
-        gc.enable()
-    plain = Counted()
-    kept = Half(plain)
-    kept.forward(wants(4, 5))
-    assert plain.inside is not None
-    assert not plain.inside.expired(), "without a checkpoint the same tensor is held"
-
-
-@pytest.mark.parametrize("checkpoints", [True, False])
-def test_a_forward_that_is_recorded_holds_what_autograd_would(checkpoints: bool) -> None:
-    """The same tensors, byte for byte: each weight's input once, and nothing of what a checkpoint is to compute again."""
-
-    def held(split: bool) -> list[int]:
-        blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
-        model = nn.Sequential(*(Checkpointed(block, use_reentrant=False) if checkpoints else block for block in blocks))
-        x, half = wants(2, 4, 64), Half(model)
-        with Live() as live:
-            live.forget(x, *model.parameters())
-            out = half.forward(x) if split else model(x)
-            sizes = live.sizes
-        assert out.requires_grad
-        return sizes
-
-    assert held(True) == held(False)
-    assert (max(held(True)) >= 8 * 256 * 4) == (not checkpoints)
-
-
-@pytest.mark.parametrize("wanting", [True, False], ids=["input gradient", "no input gradient"])
-def test_selective_checkpointing(wanting: bool) -> None:
-    """Outputs of matrix products are kept and must not be changed; the rest is computed again."""
-
-    def contexts() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
-
-    model = nn.Sequential(Checkpointed(Counted(), use_reentrant=False, context_fn=contexts), nn.Linear(5, 5))
-    for shape in ((4, 5), (2, 4, 5)):
-        microbatches = [(torch.randn(shape, requires_grad=wanting),) for _ in range(2)]
-        assert check(model, *microbatches) == {name for name in names(model) if "norm" not in name}
-
-
-def test_saved_tensors_moved_elsewhere() -> None:
-    """Hooks that pack what is saved, as offloading does, get the inputs of weights too."""
-    packed: list[tuple[int, ...]] = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        packed.append(tuple(tensor.shape))
-        return tensor.clone()
-
-    def offloaded(model: nn.Module, x: Tensor) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            return model(x)
-
-    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 3))
-    x = wants(4, 5)
-    assert check(model, (x,), forward=offloaded) == names(model)
-    packed.clear()
-    in_two(model, (x,), forward=offloaded)
-    assert {(4, 5), (4, 6)} <= set(packed)
 
 
 # Leaving everything as it was -----------------------------------------------------------------------------------------
