@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.costs import Per
+from penstock.cli.costs import Per, PerOption
 from penstock.cli.options import AsJson, CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, Unit, file_or_stdout
 from penstock.errors import UsageError
 
@@ -42,7 +42,7 @@ def compare(
     ranks: Ranks = None,
     microbatches: Microbatches = None,
     costs: CostsText = None,
-    per: Annotated[Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank.")] = Per.RANK,
+    per: PerOption = Per.RANK,
     by: Annotated[By, typer.Option("--by", help="What to rank by.")] = By.MAKESPAN,
     lower: Lower = False,
     fsdp: Fsdp = False,

@@ -7,7 +7,9 @@ import re
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from penstock.errors import UsageError
 
@@ -24,6 +26,9 @@ class Per(StrEnum):
 
     STAGE = "stage"
     RANK = "rank"
+
+
+PerOption = Annotated[Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank.")]
 
 
 def read_costs(text: str) -> Costs:

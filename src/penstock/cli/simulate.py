@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.costs import Per
+from penstock.cli.costs import Per, PerOption
 from penstock.cli.options import (
     AsJson,
     Chunks,
@@ -38,9 +38,7 @@ def simulate(
     chunks: Chunks = None,
     option: Options = None,
     costs: CostsText = None,
-    per: Annotated[
-        Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank.")
-    ] = Per.STAGE,
+    per: PerOption = Per.STAGE,
     lower: Lower = False,
     fsdp: Fsdp = False,
     merge_backward: MergeBackward = False,
