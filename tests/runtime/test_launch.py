@@ -13,8 +13,8 @@ import torch
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import launch, rank
-from penstock.runtime.group import Group
-from penstock.runtime.launch import current
+from penstock.runtime.here import current
+from penstock.runtime.virtual import VirtualGroup
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -59,7 +59,7 @@ def test_gather_is_by_rank(parallel: bool) -> None:
 
 
 def test_gathers_leave_nothing_behind() -> None:
-    groups: list[Group] = []
+    groups: list[VirtualGroup] = []
 
     def work() -> None:
         group, mine = current()
@@ -99,7 +99,7 @@ def test_all_waiting_is_a_deadlock(parallel: bool) -> None:
 
 def test_failure_that_was_got_over_does_not_come_back() -> None:
     """A rank is told of a failure; while it is still on its way out, the others have begun again. Its report of it is old news."""
-    group = Group(2, parallel=True)
+    group = VirtualGroup(2, parallel=True)
     group.fail(0, PipelineError("the first"))
     with pytest.raises(PipelineError, match="the first"):
         group.enter(1, 1)

@@ -305,7 +305,7 @@ def test_row_18_no_receive_buffers_for_all_microbatches() -> None:
     assert all(0 < most[of] <= 2 for of in range(4)), most
     for executor in left.values():
         assert {repr(cell) for cell in executor.cells} == {"empty"}
-        assert all(not inbox.channel.messages and not inbox.channel.posted for inbox in executor._inboxes.values())
+        assert all(not inbox.channel.messages and not inbox.channel.posted for inbox in executor.inboxes.values())
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -10,7 +10,8 @@ except ImportError as error:
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
 
 from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
-from penstock.runtime.launch import launch, rank
+from penstock.runtime.here import rank
+from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.result import StepResult

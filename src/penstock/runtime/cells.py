@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.runtime.result import Share
-
-if TYPE_CHECKING:
-    from penstock.runtime.group import Group
 
 
 class _Empty:
@@ -38,21 +34,3 @@ class Feed:
 
 
 NOTHING = Feed([], {}, None, [])
-
-
-class Inbox:
-    """The receiving end of a channel: messages go to the cells that receives were posted for, in order."""
-
-    def __init__(self, group: Group, route: tuple[int, int, str], wait: Callable[[Callable[[], bool], str], None]) -> None:
-        self.group, self.wait = group, wait
-        self.channel = group.channel(route)
-        self.name = f"{route[2]} from rank {route[0]}"
-
-    def pull(self, cells: list[Any], cell: int) -> Any:
-        """The message that was posted for the cell."""
-        messages, posted = self.channel.messages, self.channel.posted
-        while cells[cell] is EMPTY:
-            if not messages:
-                self.wait(lambda: bool(messages), self.name)
-            cells[posted.popleft()] = messages.popleft()
-        return cells[cell]

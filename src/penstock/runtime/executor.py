@@ -16,17 +16,18 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY, NOTHING, Feed
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
-from penstock.runtime.group import Group
+from penstock.runtime.group import Group, Operation, nothing
 from penstock.runtime.loss import Loss
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
-from penstock.runtime.wires import Operation, Wires
+from penstock.runtime.wires import Wires
 
 Overlap = Callable[[Action, list[Operation]], None]
 """Runs the operations of actions that go together."""
@@ -51,9 +52,11 @@ class Executor(Wires):
         self.feed = NOTHING
         self.extras = Extras()
         self._failed_part: Action | None = None
+        self._split = {(part.stage, part.microbatch) for action in program[rank] for part in action.parts if part.kind is Kind.I}
         self.actions = program[rank]
-        self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
         self.operations: list[Operation] = [self._operation(action) for action in self.actions]
+        self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
+        """When each action of the last run began, once it had what it needs, and ended."""
         self._blank = [EMPTY] * len(self._places)
         self.cells[:] = self._blank
 
@@ -63,20 +66,43 @@ class Executor(Wires):
         """Walk the list once."""
         self.feed, self._failed_part = feed, None
         feed.share.microbatches = self.program.microbatches
-        at = 0
+        activity, begun, ended = self.activity, self.begun, self.ended
+        activity.start(self.actions)
         try:
+            for outbox in self.outboxes.values():
+                outbox.begin()
+            for inbox in self.inboxes.values():
+                inbox.begin()
             with collect() as self.extras:
-                for at, operation in enumerate(self.operations):
+                for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
+                    activity.at = at
+                    activity.began = clock()
                     operation()
+                    begun[at], ended[at] = activity.began, clock()
                     if observe is not None:
                         observe(at)
         except Exception:
             if self._failed_part is None:
-                self._failed_part = self.actions[at]
+                self._failed_part = self.actions[activity.at]
             raise
         finally:
             self.clear()
+        activity.stop()
         return feed.share
+
+    def _profiled(self) -> list[Operation]:
+        """The operations under their actions' text, as `torch.profiler` shows it."""
+
+        def named(action: Action, operation: Operation) -> Operation:
+            name = str(action)
+
+            def ranged() -> None:
+                with torch.profiler.record_function(name):
+                    operation()
+
+            return ranged
+
+        return list(map(named, self.actions, self.operations))
 
     @property
     def failed_at(self) -> Action | None:
@@ -87,8 +113,8 @@ class Executor(Wires):
         """Let go of everything a step held."""
         self.cells[:] = self._blank
         self.feed, self.extras = NOTHING, Extras()
-        for inbox in self._inboxes.values():
-            inbox.channel.posted.clear()
+        for inbox in self.inboxes.values():
+            inbox.clear()
 
     def held(self) -> dict[str, int]:
         """How many forward contexts, weight stashes and received messages are held now."""
@@ -97,7 +123,7 @@ class Executor(Wires):
         for key, cell in self._places.items():
             if key[0] in names and self.cells[cell] is not EMPTY:
                 counts[names[key[0]]] += 1
-        counts["received"] += sum(len(inbox.channel.posted) for inbox in self._inboxes.values())
+        counts["received"] += sum(inbox.pending() for inbox in self.inboxes.values())
         return counts
 
     # Operations -------------------------------------------------------------------------------------------------------
@@ -118,7 +144,7 @@ class Executor(Wires):
             case Kind.RECV_F | Kind.RECV_B:
                 return self._receive(action)
             case _:
-                return _nothing  # sharding and reduction are data parallelism's, and there is none here
+                return nothing  # sharding and reduction are data parallelism's, and there is none here
 
     def _together(self, action: Action) -> Operation:
         """Parts that run together: by the overlap executor if there is one, else one after the other, with the same numbers."""
@@ -315,5 +341,5 @@ def _starts(ends: list[Tensor], grads: list[Tensor | None], side: Sequence[Tenso
     return [end for end, _ in pairs], [grad for _, grad in pairs]
 
 
-def _nothing() -> None:
-    """An action that has nothing to do here."""
+def _is_profiled() -> bool:
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

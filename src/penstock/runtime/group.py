@@ -1,238 +1,102 @@
-"""The ranks of a pipeline in one process: threads that pass a baton.
-
-One rank runs at a time and lets go only where it waits for another, so that a run is the same every time, and all ranks
-waiting is a deadlock that is known at once. Random state, and whatever torch keeps for a thread (gradient mode, autocast),
-belongs to the rank. `parallel=True` drops the baton and those guarantees: ranks then run at the same time.
-"""
+"""What ranks need of each other, whether they are threads or processes."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
-
-import torch
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any
 
 from penstock.errors import PipelineError
+from penstock.runtime.activity import Activity
 
 Route = tuple[int, int, str]
-"""From rank, to rank, and what it carries."""
+"""From rank, to rank, and what it carries: `activations` or `gradients`."""
+Operation = Callable[[], None]
 
 
-@dataclass
-class Channel:
-    """One way from a rank to another: messages that were sent, and the cells of receives that were posted, each in order."""
-
-    messages: deque[Any] = field(default_factory=deque)
-    posted: deque[int] = field(default_factory=deque)
-
-    def has_room(self, slots: int) -> bool:
-        """Whether a message can be sent: one for which a receive is posted takes no slot."""
-        return len(self.messages) - len(self.posted) < slots
+def nothing() -> None:
+    """An action that has nothing to do."""
 
 
-class _Waiting(NamedTuple):
-    ready: Callable[[], bool]
-    what: str
+class Outbox(ABC):
+    """The sending end of a channel, as one program uses it."""
+
+    @abstractmethod
+    def put(self, value: Any) -> None:
+        """Send the next message. Waits only where all slots of the channel are taken."""
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """A step begins."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Let go of everything under way, so that the connection can close. May be called from another thread."""
 
 
-@dataclass
-class _Failure:
-    """The first failure. Every rank raises it once; the group is whole again when all have, unless a rank was lost to it."""
+class Inbox(ABC):
+    """The receiving end of a channel, as one program uses it."""
 
-    error: BaseException
-    fatal: bool
-    raised: set[int] = field(default_factory=set)
+    def __init__(self) -> None:
+        self.times: list[tuple[int, int, int]] = []
+        """For each message of the last step: when it was sent, on the sender's clock, asked for and there."""
+
+    @abstractmethod
+    def expect(self, cell: int) -> Operation:
+        """The next message of a step is for this cell; what the receive does when its turn comes."""
+
+    @abstractmethod
+    def pull(self, cells: list[Any], cell: int) -> Any:
+        """The message for the cell; those before it go into theirs."""
+
+    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+        """A step begins."""
+
+    @abstractmethod
+    def clear(self) -> None:
+        """A step is over, or has failed: expect nothing more of it."""
+
+    def drop(self) -> None:  # noqa: B027
+        """Let go of everything under way, so that the connection can close. May be called from another thread."""
+
+    @abstractmethod
+    def pending(self) -> int:
+        """How many receives are posted and not yet taken."""
 
 
-@dataclass
-class _Board:
-    """What ranks put together: the name and the value of each, and how many have read them."""
+class Group(ABC):
+    """The ranks of a pipeline. All of them make the same calls in the same order."""
 
-    names: dict[int, str] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
-    read: int = 0
+    ranks: int
+    parallel: bool
+    """Whether ranks run at the same time."""
 
+    @abstractmethod
+    def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
+        """A new sending end for the program of this number."""
 
-class Group:
-    """The virtual ranks of one `launch`: the channels between them, what they share, and whose turn it is."""
+    @abstractmethod
+    def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
+        """A new receiving end for the program of this number."""
 
-    def __init__(self, ranks: int, *, parallel: bool = False) -> None:
-        self.ranks = ranks
-        self.parallel = parallel
-        self.failure: _Failure | None = None
-        self._channels: dict[Route, Channel] = {}
-        self._boards: dict[int, _Board] = {}
-        self._gathered = [0] * ranks
-        self._gates = [threading.Semaphore(0) for _ in range(ranks)]
-        self._change = threading.Condition(threading.RLock())
-        self._waiting: dict[int, _Waiting] = {}
-        self._ended: set[int] = set()
-        self._told: set[int] = set()
-        """Ranks on their way out of a failure that another has told them of."""
+    @abstractmethod
+    def activity(self, rank: int) -> Activity:
+        """What the rank is doing."""
 
-    # Taking turns -----------------------------------------------------------------------------------------------------
+    @abstractmethod
+    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
+        """Everyone's value, in the order of ranks."""
 
-    def begin(self, rank: int) -> None:
-        """Wait for the first turn; rank 0 has it."""
-        if not self.parallel and rank != 0:
-            self._gates[rank].acquire()
-
-    def end(self, rank: int) -> None:
-        """Leave for good."""
-        with self._change:
-            self._ended.add(rank)
-            if self.parallel:
-                self._look_for_deadlock()
-                self._change.notify_all()
-        if not self.parallel:
-            self._pass_on(rank)
-
-    def wait(self, rank: int, ready: Callable[[], bool], what: str, deadline: float) -> None:
-        """Let others run until `ready`; raises where another rank failed, all of them wait, or the deadline is over."""
-        if ready():
-            return
-        with self._change:
-            self._waiting[rank] = _Waiting(ready, what)
-            if self.parallel:
-                self._look_for_deadlock()
-        try:
-            if not self._sleep(rank, lambda: ready() or self.failure is not None, deadline):
-                self.fail(rank, PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"), fatal=True)
-        finally:
-            with self._change:
-                del self._waiting[rank]
-        if not ready():
-            self._raise(rank)
-
-    def _sleep(self, rank: int, done: Callable[[], bool], deadline: float) -> bool:
-        """Let the others run; False where the deadline was over first."""
-        if self.parallel:
-            with self._change:
-                return self._change.wait_for(done, deadline)
-        state = torch.get_rng_state()
-        self._pass_on(rank)
-        in_time = self._gates[rank].acquire(timeout=deadline)
-        torch.set_rng_state(state)
-        return in_time
-
-    def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can use it; where none can, all wait for each other."""
-        self._look_for_deadlock()
-        order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
-        able = next((other for other in order if other not in self._ended and self._is_able(other)), None)
-        if able is not None:
-            self._gates[able].release()
-
-    def _is_able(self, rank: int) -> bool:
-        waits = self._waiting.get(rank)
-        return self.failure is not None or waits is None or waits.ready()
-
-    def _look_for_deadlock(self) -> None:
-        alive = [rank for rank in range(self.ranks) if rank not in self._ended]
-        if alive and not any(map(self._is_able, alive)):
-            self.fail(None, PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
-
-    def changed(self) -> None:
-        """Something that ranks may wait for has changed; only parallel ranks need to be told."""
-        if self.parallel:
-            with self._change:
-                self._change.notify_all()
-
-    # Failures ---------------------------------------------------------------------------------------------------------
-
-    def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
-        """Make a failure known to all, if it is the first; the rank, if any, raises it by itself. A fatal one is never got over."""
-        with self._change:
-            if rank in self._told and not fatal:  # this is the failure that it was told of, which the others may have got over
-                return
-            if self.failure is None:
-                self.failure = _Failure(error, fatal)
-            self.failure.fatal |= fatal
-            if rank is not None:
-                self.failure.raised.add(rank)
-            self._change.notify_all()
-
-    def _raise(self, rank: int) -> NoReturn:
-        assert self.failure is not None
-        self.failure.raised.add(rank)
-        self._told.add(rank)
-        error = self.failure.error
-        if isinstance(error, PipelineError):
-            raise PipelineError(*error.args) from error.__cause__
-        raise PipelineError(f"rank {rank} stopped because another rank failed: {error!r}") from error
-
+    @abstractmethod
     def enter(self, rank: int, deadline: float) -> None:
         """Begin what all ranks take part in. Who has not raised a failure yet raises it now; who has waits until all have."""
-        self._told.discard(rank)
-        failure = self.failure
-        if failure is None:
-            return
-        if failure.fatal or rank not in failure.raised:
-            self._raise(rank)
-        until = time.monotonic() + deadline
-        while not self._recovered():
-            if failure.fatal:
-                self._raise(rank)
-            if time.monotonic() > until:
-                raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
-            self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
 
-    def _recovered(self) -> bool:
-        """Once every rank that is left has come out of what failed, nothing of it is left."""
-        with self._change:
-            if self.failure is None:
-                return True
-            if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
-                return False
-            self.failure = None
-            for channel in self._channels.values():  # emptied, not dropped: executors hold on to them
-                channel.messages.clear()
-                channel.posted.clear()
-            self._boards.clear()
-            self._gathered = [0] * self.ranks
-            return True
+    @abstractmethod
+    def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
+        """Make a failure known to all, if it is the first; the rank, if any, raises it by itself. A fatal one is never got over."""
 
-    def report(self) -> str:
-        """What each rank does."""
-        lines = []
-        for rank in range(self.ranks):
-            waits = self._waiting.get(rank)
-            lines.append(f"  rank {rank} " + ("has ended" if rank in self._ended else f"waits for {waits.what}" if waits else "runs"))
-        return "\n".join(lines)
+    @abstractmethod
+    def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
+        """Make a failure known to all; the error that every rank raises."""
 
-    # Messages ---------------------------------------------------------------------------------------------------------
-
-    def channel(self, route: Route) -> Channel:
-        """The one channel of this route."""
-        return self._channels.setdefault(route, Channel())
-
-    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
-        """Everyone's value, in the order of ranks. All ranks gather the same things in the same order, or are told that they do not."""
-        self.enter(rank, deadline)
-        with self._change:
-            number = self._gathered[rank]
-            self._gathered[rank] += 1
-            board = self._boards.setdefault(number, _Board())
-            board.names[rank], board.values[rank] = name, value
-            self._change.notify_all()
-        self._refuse_others(rank, name, board)
-        self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
-        values = [board.values[other] for other in range(self.ranks)]
-        with self._change:
-            board.read += 1
-            if board.read == self.ranks:
-                del self._boards[number]
-        return values
-
-    def _refuse_others(self, rank: int, name: str, board: _Board) -> None:
-        for other, theirs in list(board.names.items()):
-            if theirs != name:
-                error = PipelineError(
-                    f"rank {rank} is at {name!r}, but rank {other} at {theirs!r}: every rank must make the same calls in the same order"
-                )
-                self.fail(rank, error)
-                raise error
+    @abstractmethod
+    def ident(self, thing: object) -> Hashable:
+        """What tells an object from all others, those of other ranks included."""

@@ -8,43 +8,43 @@ from typing import Any
 
 import torch
 
-from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime.group import Group
-
-
-class _Here(threading.local):
-    """Which rank of which group this thread is."""
-
-    group: Group | None = None
-    rank: int = 0
-
-
-_here = _Here()
-
-
-def rank() -> int:
-    """The rank that this code runs on; 0 outside `launch`."""
-    return _here.rank
-
-
-def current() -> tuple[Group, int]:
-    """The group and rank that this code runs on; outside `launch`, a group of one."""
-    if _here.group is None:
-        return Group(1), 0
-    return _here.group, _here.rank
+from penstock.errors import ScheduleError, UnknownNameError, nearest
+from penstock.runtime.here import CONNECT, join, stand, under_torchrun
+from penstock.runtime.virtual import VirtualGroup
+from penstock.runtime.workers import Workers, raise_first
 
 
 def launch(fn: Callable[..., Any], ranks: int, backend: str = "threads", args: Sequence[Any] = (), *, parallel: bool = False) -> list[Any]:
     """Call `fn(*args)` on every rank; the results by rank.
 
-    `threads` runs virtual ranks in this process, one at a time unless `parallel`. The first failure is raised, after every
-    rank has ended. Each rank starts from the caller's random state, which is left as it was.
+    `threads` runs virtual ranks in this process, one at a time unless `parallel`; `gloo` starts a process for each on this
+    machine, and takes functions from anywhere, a notebook too. Under `torchrun`, where the processes are there already, `gloo`
+    starts nothing and calls the function in this one. The first failure is raised, after every rank has ended. Each rank starts
+    from the caller's random state, which is left as it was.
     """
-    if backend != "threads":
-        raise ScheduleError(f"backend {backend!r}: only 'threads', virtual ranks in one process, is there")
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
-    group = Group(ranks, parallel=parallel)
+    if backend == "gloo":
+        return _joined(fn, ranks, args) if under_torchrun() else _started(fn, ranks, args)
+    if backend != "threads":
+        raise UnknownNameError(f"unknown backend {backend!r}; {nearest(backend, ('threads', 'gloo'))}")
+    return _threads(fn, ranks, args, parallel)
+
+
+def _started(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
+    with Workers(ranks) as workers:
+        return workers.run(fn, args)
+
+
+def _joined(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
+    group = join()
+    if group.ranks != ranks:
+        raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
+    return group.gather(group.rank, "launch", fn(*args), CONNECT)
+
+
+def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], parallel: bool) -> list[Any]:
+    group = VirtualGroup(ranks, parallel=parallel)
     state = torch.get_rng_state()
     failed: list[_Run] = []
     runs = [_Run(group, each, lambda: fn(*args), state, failed) for each in range(ranks)]
@@ -62,7 +62,7 @@ def launch(fn: Callable[..., Any], ranks: int, backend: str = "threads", args: S
         torch.set_rng_state(state)
     for run in runs:
         run.join()
-    _raise_first(failed)
+    raise_first([(run.rank, run.error) for run in failed if run.error is not None], ranks)
     return [run.result for run in runs]
 
 
@@ -73,7 +73,7 @@ _GRACE = 2.0
 class _Run(threading.Thread):
     """One rank's thread."""
 
-    def __init__(self, group: Group, rank: int, body: Callable[[], Any], state: torch.Tensor, failed: list[_Run]) -> None:
+    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: torch.Tensor, failed: list[_Run]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
         self.ended = threading.Event()
@@ -82,7 +82,7 @@ class _Run(threading.Thread):
 
     def run(self) -> None:
         self.group.begin(self.rank)
-        _here.group, _here.rank = self.group, self.rank
+        stand(self.group, self.rank)
         try:
             if not self.group.parallel:
                 torch.set_rng_state(self.state)
@@ -94,11 +94,3 @@ class _Run(threading.Thread):
         finally:
             self.group.end(self.rank)
             self.ended.set()
-
-
-def _raise_first(failed: Sequence[_Run]) -> None:
-    """The failure that came first, and a rank's own error rather than the report of another's."""
-    first = next((run for run in failed if not isinstance(run.error, PipelineError)), failed[0] if failed else None)
-    if first is not None and first.error is not None:
-        first.error.add_note(f"raised on rank {first.rank} of {first.group.ranks}")
-        raise first.error

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime import microbatch as mb
+from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
 from penstock.runtime.executor import Executor
 from penstock.runtime.gradients import Backup, clip_grad_norm
-from penstock.runtime.launch import current
+from penstock.runtime.here import current
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
@@ -60,7 +60,8 @@ class Pipeline:
     - `seed`: draw a forward's random numbers from a stream of (seed, step, stage, microbatch), whatever the ranks and the schedule;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
-    - `deadline`: seconds that a rank waits for another at most.
+    - `deadline`: seconds that a rank waits for another at most;
+    - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all.
     """
 
     def __init__(
@@ -82,8 +83,9 @@ class Pipeline:
         accumulate: str = "autograd",
         overlap: Callable[..., None] | None = None,
         deadline: float = 300.0,
+        group: Any = None,
     ) -> None:
-        self.group, self.rank = current()
+        self.group, self.rank = current(group)
         self.deadline = deadline
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
@@ -120,7 +122,7 @@ class Pipeline:
             "seed": self.seed,
         }
         unable = [stage for stage, part in self.stages.items() if not part.splits]
-        modules = {id(module) for stage in self.stages.values() for module in stage.module.modules()}
+        modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         found = self.gather("Pipeline", (mine, unable, modules))
         first = found[0][0]
         for rank, (theirs, _, _) in enumerate(found):
@@ -285,6 +287,8 @@ class Pipeline:
         except BaseException as error:
             self.group.fail(self.rank, error)
             raise
+        finally:
+            self.group.activity(self.rank).stop()
         return combine(shares, lambda values: mb.merge(values, self._out_dim()))
 
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
@@ -331,11 +335,8 @@ class Pipeline:
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
-        where = "the step" if executor.failed_at is None else f"{executor.failed_at}{_in_words(executor.failed_at)}"
-        report = PipelineError(f"{where} failed on rank {self.rank}: {type(error).__name__}: {error}\n{self.group.report()}")
-        report.__cause__ = error
-        self.group.fail(self.rank, report)
-        return report
+        where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
+        return self.group.report_failure(self.rank, f"{where} failed on rank {self.rank}: {type(error).__name__}: {error}", error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most this; the norm before. Shared parameters count once."""
@@ -344,12 +345,6 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
         return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
-
-
-def _in_words(action: Action) -> str:
-    names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward for the input", Kind.W: "backward for the weights"}
-    what = names.get(action.kind)
-    return "" if what is None else f" (stage {action.stage}, {what} of microbatch {action.microbatch})"
 
 
 def _checked_accumulate(accumulate: str) -> str:

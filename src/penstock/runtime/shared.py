@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ class _Held:
     """One parameter on one rank."""
 
     place: Place
-    ident: int
+    ident: Hashable
     shape: tuple[int, ...]
 
 
@@ -52,15 +52,15 @@ class Shared:
     def find(cls, pipeline: Pipeline, ties: Ties) -> Shared:
         parts = pipeline.partition.parts
         known = {name: (stage, k) for stage, part in enumerate(parts) if part for k, (name, _) in enumerate(part.parameters)}
-        mine = {name: _Held(known[name], id(p), tuple(p.shape)) for name, p in pipeline.local_parameters()}
+        mine = {name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape)) for name, p in pipeline.local_parameters()}
         tied = [[name for _, name, _ in holders] for holders in pipeline.partition.tied()]
         everyone = pipeline.gather("parameters", (mine, known, tied))
         groups = dict.fromkeys(tuple(group) for _, _, tied in everyone for group in tied)
         places = _places([known for _, known, _ in everyone], [*groups, *ties])
         held = [(places[name], each, rank) for rank, (theirs, _, _) in enumerate(everyone) for name, each in theirs.items()]
         _check_shapes(held)
-        owner: dict[int, int] = {}
-        idents: dict[Place, set[int]] = {}
+        owner: dict[Hashable, int] = {}
+        idents: dict[Place, set[Hashable]] = {}
         for place, each, rank in held:
             owner.setdefault(each.ident, rank)
             idents.setdefault(place, set()).add(each.ident)
@@ -110,7 +110,7 @@ class Shared:
         if not self.active:
             return
         mine = self._held(pipeline)
-        grads = {place: [(id(parameter), parameter.grad) for parameter in held] for place, held in mine.items()}
+        grads = {place: [(pipeline.group.ident(parameter), parameter.grad) for parameter in held] for place, held in mine.items()}
         everyone = pipeline.gather("sum", grads)
         sums = {place: _sum(grad for theirs in everyone for grad in theirs.get(place, ())) for place in mine}
         pipeline.gather("summed", None)  # nobody changes a gradient that another has yet to add
@@ -121,9 +121,9 @@ class Shared:
         self.before = {}
 
 
-def _sum(grads: Iterable[tuple[int, Tensor | None]]) -> Tensor | None:
+def _sum(grads: Iterable[tuple[Hashable, Tensor | None]]) -> Tensor | None:
     """One gradient of each object."""
-    seen: set[int] = set()
+    seen: set[Hashable] = set()
     total: Tensor | None = None
     for ident, grad in grads:
         if ident not in seen and grad is not None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.runtime.cells import EMPTY, Inbox
-from penstock.runtime.group import Group
-
-Operation = Callable[[], None]
+from penstock.runtime.activity import Activity, clock
+from penstock.runtime.cells import EMPTY
+from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
 
 
 class Wires:
@@ -19,9 +19,13 @@ class Wires:
 
     def __init__(self, program: Program, rank: int, group: Group, deadline: float) -> None:
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
+        self.number = zlib.crc32(program.rows.codes.tobytes())
+        """What tells the program from others."""
         self.cells: list[Any] = []
         self._places: dict[Any, int] = {}
-        self._inboxes: dict[Any, Inbox] = {}
+        self.activity: Activity = group.activity(rank)
+        self.inboxes: dict[Route, Inbox] = {}
+        self.outboxes: dict[Route, Outbox] = {}
 
     def _cell(self, *key: Any) -> int:
         found = self._places.get(key)
@@ -30,17 +34,20 @@ class Wires:
             self.cells.append(EMPTY)
         return found
 
-    def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        self.group.wait(self.rank, ready, what, self.deadline)
-
     def _rank_of(self, stage: int, microbatch: int) -> int:
         return self.program.placement.rank_of(stage, microbatch)
 
     def _inbox(self, source: int, what: str) -> Inbox:
-        key = (source, self.rank, what)
-        if key not in self._inboxes:
-            self._inboxes[key] = Inbox(self.group, key, self._wait)
-        return self._inboxes[key]
+        route = (source, self.rank, what)
+        if route not in self.inboxes:
+            self.inboxes[route] = self.group.inbox(route, self.number, self.deadline)
+        return self.inboxes[route]
+
+    def _outbox(self, target: int, what: str, kind: Kind) -> Outbox:
+        route = (self.rank, target, what)
+        if route not in self.outboxes:
+            self.outboxes[route] = self.group.outbox(route, self._slots(target, kind), self.number, self.deadline)
+        return self.outboxes[route]
 
     def _source(self, what: str, stage: int, other: int, microbatch: int) -> Callable[[], Any]:
         """How to get what another stage made for this one: `activations` of a lower stage, `gradients` of a higher."""
@@ -54,12 +61,13 @@ class Wires:
 
             return take_handed
         cell = self._cell("received", what, other, stage, microbatch)
-        inbox = self._inbox(self._rank_of(other, microbatch), what)
+        inbox, activity = self._inbox(self._rank_of(other, microbatch), what), self.activity
 
         def take_received() -> Any:
             value = cells[cell]
             if value is EMPTY:
                 value = inbox.pull(cells, cell)
+                activity.began = clock()  # what came before was waiting
             cells[cell] = EMPTY
             return value
 
@@ -75,17 +83,11 @@ class Wires:
         what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
         other = action.stage + step if action.peer is None else action.peer
         cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        group, target = self.group, self._rank_of(other, microbatch)
-        channel, parallel = group.channel((self.rank, target, what)), group.parallel
-        messages, slots = channel.messages, self._slots(target, action.kind)
+        put = self._outbox(self._rank_of(other, microbatch), what, action.kind).put
 
         def send() -> None:
-            if len(messages) >= slots and not channel.has_room(slots):
-                self._wait(lambda: channel.has_room(slots), f"rank {target} to take {what}")
-            messages.append(cells[cell])
+            put(cells[cell])
             cells[cell] = EMPTY
-            if parallel:
-                group.changed()
 
         return send
 
@@ -99,12 +101,4 @@ class Wires:
         what, step = ("activations", -1) if action.kind is Kind.RECV_F else ("gradients", 1)
         other = action.stage + step if action.peer is None else action.peer
         cell = self._cell("received", what, other, action.stage, microbatch)
-        posted = self._inbox(self._rank_of(other, microbatch), what).channel.posted
-        group, parallel = self.group, self.group.parallel
-
-        def receive() -> None:
-            posted.append(cell)
-            if parallel:
-                group.changed()
-
-        return receive
+        return self._inbox(self._rank_of(other, microbatch), what).expect(cell)

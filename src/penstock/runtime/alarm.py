@@ -1,0 +1,136 @@
+"""How ranks in different processes learn of a failure: a board in the store that connects them.
+
+The first rank that fails writes what happened. Every other rank, by a thread that looks at the board or because its connection
+broke, adds what it was doing. The first puts both together; that report is what every rank raises.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+import time
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_ROUND = 1.5
+"""Seconds that are waited for the other ranks to say what they were doing."""
+_PAUSE = 0.02
+
+
+@dataclass(frozen=True)
+class Told:
+    """An exception on its way to another process, which may not be able to rebuild it."""
+
+    pickled: bytes | None
+    name: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Told:
+        told = "".join(traceback.format_exception(error)).rstrip()
+        try:
+            pickled = serializer().dumps(error)
+        except Exception:
+            pickled = None
+        return cls(pickled, f"{type(error).__name__}: {error}", told)
+
+    def error(self) -> BaseException:
+        """The exception, or a plain one of the same text, with the traceback of where it was raised."""
+        try:
+            error: BaseException = pickle.loads(self.pickled or b"")
+        except Exception:
+            error = RuntimeError(self.name)
+        error.add_note(f"as it was raised there:\n{self.traceback}")
+        return error
+
+
+@dataclass(frozen=True)
+class Report:
+    """A failure as all ranks tell it."""
+
+    text: str
+    cause: Told | None
+    fatal: bool
+
+
+class Alarm:
+    """The board of one generation of connections. A store that is gone says nothing, and ranks then report what they know."""
+
+    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+        self.store, self.rank, self.ranks = store, rank, ranks
+        self._said = False
+
+    def heard(self) -> bool:
+        """Whether any rank has failed."""
+        return self._has("failure")
+
+    def say(self, line: str) -> None:
+        """Tell once what this rank was doing when it heard of the failure."""
+        if not self._said:
+            self._said = True
+            self._set(f"doing/{self.rank}", line.encode())
+
+    def sound(self, headline: str, cause: BaseException | None, line: str, *, fatal: bool = False) -> Report:
+        """Tell all ranks of a failure; the report, which is that of another rank's failure if there was one before."""
+        mine = pickle.dumps((self.rank, headline, None if cause is None else Told.of(cause), fatal))
+        first = mine
+        with contextlib.suppress(Exception):
+            first = self.store.compare_set("failure", "", mine)
+        self.say(line)
+        return self._compose(mine) if first == mine else self.report()
+
+    def _compose(self, failure: bytes) -> Report:
+        _, headline, cause, fatal = pickle.loads(failure)
+        self._wait(f"doing/{rank}" for rank in range(self.ranks))
+        report = Report("\n".join([headline, *self._lines()]), cause, fatal)
+        self._set("report", pickle.dumps(report))
+        return report
+
+    def _lines(self) -> Iterable[str]:
+        for rank in range(self.ranks):
+            line = self._get(f"doing/{rank}")
+            yield f"  rank {rank} {'does not answer' if line is None else line.decode()}"
+
+    def report(self) -> Report:
+        """What all ranks raise; made here from what is known if the rank that failed first does not come to it."""
+        self._wait(["report"], 2 * _ROUND)
+        made = self._get("report")
+        if made is not None:
+            found: Report = pickle.loads(made)
+            return found
+        failure = self._get("failure")
+        if failure is not None:
+            return self._compose(failure)
+        return Report("\n".join(["a rank failed, and the store that connects the ranks is gone", *self._lines()]), None, True)
+
+    # The store, which may go away at any time ---------------------------------------------------------------------------
+
+    def _has(self, *keys: str) -> bool:
+        with contextlib.suppress(Exception):
+            return bool(self.store.check(list(keys)))
+        return False
+
+    def _get(self, key: str) -> bytes | None:
+        with contextlib.suppress(Exception):
+            return bytes(self.store.get(key)) if self._has(key) else None
+        return None
+
+    def _set(self, key: str, value: bytes) -> None:
+        with contextlib.suppress(Exception):
+            self.store.set(key, value)
+
+    def _wait(self, keys: Iterable[str], seconds: float = _ROUND) -> None:
+        wanted, until = list(keys), time.monotonic() + seconds
+        while time.monotonic() < until and not self._has(*wanted):
+            time.sleep(_PAUSE)
+
+
+def serializer() -> Any:
+    """cloudpickle, which takes functions and classes of a script or notebook along; plain pickle where it is not installed."""
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError:
+        return pickle
+    return cloudpickle

@@ -1,0 +1,210 @@
+"""Values as bytes for a channel between processes: a header, then the tensors one after the other.
+
+A value's form (its tree, shapes, types, strides) is sent once, where it is new. While it stands, a message is one frame of a size
+that both ends know, and its header says whether what follows is of that form; so nothing is ever cut off, and receives can be
+posted before anything is known of what is under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.runtime.device import on_host, placed
+
+HEADER = 64
+"""Bytes; tensors behind it lie as they would in memory of their own."""
+_ALIGN = 64
+_Words = ctypes.c_int64 * 5
+
+
+class Header(NamedTuple):
+    """What is told of a message before anything else."""
+
+    program: int
+    """Which program sent it."""
+    number: int
+    """Its place among the messages of its channel and step."""
+    sent: int
+    """When, on the sender's clock."""
+    overflow: int
+    """How many bytes follow apart because the value's form is new; 0 where it stands."""
+    length: int = 0
+    """How many bytes of the frame are used, where that is not its form's to say."""
+
+    def write(self, frame: Tensor) -> None:
+        _Words.from_address(frame.data_ptr())[:] = list(self)
+
+    @classmethod
+    def read(cls, frame: Tensor) -> Header:
+        return cls(*_Words.from_address(frame.data_ptr()))
+
+
+def empty(size: int) -> Tensor:
+    """A frame of so many bytes."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a value, and where in the frame it lies."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    device: str
+    offset: int
+    size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int) -> Leaf:
+        stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
+
+    def fits(self, tensor: Tensor) -> bool:
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.grad
+            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _contiguous(self.shape)))
+            and tensor.device.type == self.device
+        )
+
+    def copy(self, tensor: Tensor, frame: Tensor) -> None:
+        if self.device != "cpu" or tensor.stride() != self.stride:
+            tensor = on_host(tensor, self.shape, self.stride)
+        ctypes.memmove(frame.data_ptr() + self.offset, tensor.data_ptr(), self.size)
+
+    def view(self, frame: Tensor) -> Tensor:
+        """The tensor that lies in the frame: no view of it to autograd, and no copy."""
+        tensor = torch.empty(0, dtype=self.dtype)
+        tensor.set_(frame.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
+        if self.device != "cpu":
+            tensor = placed(tensor, self.device)
+        return tensor.requires_grad_() if self.grad else tensor
+
+
+_ONE, _LIST = "one tensor", "a list"
+
+
+def _flat(value: Any) -> tuple[Sequence[Any], Any]:
+    """The parts of a value and how they hang together; quick for what goes round most, a tensor and a list of gradients."""
+    if type(value) is Tensor:
+        return (value,), _ONE
+    if type(value) is list and all(type(part) is Tensor or part is None for part in value):
+        return value, _LIST
+    return pytree.tree_flatten(value)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value looks like: how it hangs together, its tensors (`Leaf`) and its plain values."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    size: int
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        parts, spec = _flat(value)
+        end, leaves = HEADER, []
+        for part in parts:
+            if isinstance(part, Tensor):
+                leaves.append(Leaf.of(part, end))
+                end = -(-(end + leaves[-1].size) // _ALIGN) * _ALIGN
+            else:
+                leaves.append(part)
+        return cls(spec, tuple(leaves), end)
+
+    def fits(self, value: Any) -> bool:
+        """Whether a value is of this form, so that its tensors alone need to be sent."""
+        parts, spec = _flat(value)
+        return bool(spec == self.spec) and len(parts) == len(self.leaves) and all(map(_part_fits, parts, self.leaves))
+
+    def pack(self, value: Any, frame: Tensor) -> None:
+        """Copy the value's tensors into the frame."""
+        for part, leaf in zip(_flat(value)[0], self.leaves, strict=True):
+            if type(leaf) is Leaf:
+                leaf.copy(part, frame)
+
+    def unpack(self, frame: Tensor) -> Any:
+        """The value, its tensors lying in the frame."""
+        parts = [leaf.view(frame) if type(leaf) is Leaf else leaf for leaf in self.leaves]
+        if self.spec is _ONE:
+            return parts[0]
+        return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A tree travels as itself with numbers for its parts."""
+        tree = self.spec if self.spec in (_ONE, _LIST) else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        return _form, (tree, self.leaves, self.size)
+
+    def __str__(self) -> str:
+        def one(leaf: Any) -> str:
+            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if type(leaf) is Leaf else repr(leaf)
+
+        return ", ".join(map(one, self.leaves)) or "nothing"
+
+
+def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
+    spec = next((name for name in (_ONE, _LIST) if tree == name), None)
+    return Form(pytree.tree_structure(tree) if spec is None else spec, leaves, size)
+
+
+def pack_new(value: Any) -> tuple[Form, Tensor]:
+    """A value with its form in front of it, for the other end to learn."""
+    form = Form.of(value)
+    told = pickle.dumps(form)
+    frame = empty(8 + len(told) + _ALIGN + form.size)
+    at = -(-(8 + len(told)) // _ALIGN) * _ALIGN
+    body = frame[at : at + form.size]
+    form.pack(value, body)
+    ctypes.c_int64.from_address(frame.data_ptr()).value = len(told)
+    ctypes.memmove(frame.data_ptr() + 8, told, len(told))
+    return form, frame
+
+
+def unpack_new(frame: Tensor) -> tuple[Form, Any]:
+    """The reverse of `pack_new`."""
+    length = ctypes.c_int64.from_address(frame.data_ptr()).value
+    form: Form = pickle.loads(ctypes.string_at(frame.data_ptr() + 8, length))
+    at = -(-(8 + length) // _ALIGN) * _ALIGN
+    return form, form.unpack(frame[at : at + form.size].clone())
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _part_fits(part: Any, leaf: Any) -> bool:
+    if isinstance(part, Tensor):
+        return type(leaf) is Leaf and leaf.fits(part)
+    if type(part) is not type(leaf):
+        return False
+    try:
+        return bool(part == leaf)
+    except Exception:  # what cannot be compared is told anew each time
+        return False

@@ -1,0 +1,82 @@
+"""Which rank of which group this code runs on."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.errors import PipelineError, ScheduleError
+from penstock.runtime.group import Group
+from penstock.runtime.processes import Processes
+from penstock.runtime.stores import PrefixStore
+from penstock.runtime.virtual import VirtualGroup
+
+CONNECT = 120.0
+"""Seconds in which all ranks must have come."""
+
+
+class _Here(threading.local):
+    group: Group | None = None
+    rank: int = 0
+
+
+_here = _Here()
+_joined: dict[str, Processes] = {}
+
+
+def stand(group: Group | None, rank: int) -> None:
+    """This thread is a rank of a group from here on."""
+    _here.group, _here.rank = group, rank
+
+
+def rank() -> int:
+    """The rank that this code runs on; 0 outside `launch` and `torchrun`."""
+    if _here.group is None and under_torchrun():
+        return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    return _here.rank
+
+
+def under_torchrun() -> bool:
+    """Whether processes were started by `torchrun` or torch.distributed is set up already."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+
+
+def current(within: Any = None) -> tuple[Group, int]:
+    """The group and rank that this code runs on: of `launch`, else of torch.distributed, else a group of one.
+
+    `within` is a process group or a device mesh of one dimension whose ranks are the pipeline's.
+    """
+    if within is None and _here.group is not None:
+        return _here.group, _here.rank
+    if within is None and not under_torchrun():
+        return VirtualGroup(1), 0
+    joined = join(within)
+    return joined, joined.rank
+
+
+def join(within: Any = None) -> Processes:
+    """The ranks of a process group of torch.distributed, or all of them."""
+    if not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    group = _process_group(within)
+    name = group.group_name
+    if name not in _joined or _joined[name].closed:
+        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        _joined[name] = Processes(store, group.rank(), group.size(), CONNECT)
+    return _joined[name]
+
+
+def _process_group(within: Any) -> Any:
+    if within is None:
+        return dist.group.WORLD
+    if hasattr(within, "get_group"):
+        if within.ndim != 1:
+            raise ScheduleError(f"a device mesh of {within.ndim} dimensions: give the pipeline's own, mesh['pp'] say")
+        return within.get_group()
+    if within == dist.GroupMember.NON_GROUP_MEMBER:
+        raise PipelineError(f"process {dist.get_rank()} is not in the group that it was given for the pipeline")
+    return within

@@ -1,0 +1,172 @@
+"""The ranks of a pipeline as processes, connected by gloo.
+
+Connections have generations. On a failure every rank lets go of its own, which wakes whoever waits for it; what ranks do together
+next is done under the next generation, so nothing of what failed can reach it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Hashable
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from penstock.errors import PipelineError
+from penstock.runtime.activity import Activity, clock
+from penstock.runtime.alarm import Alarm, Report
+from penstock.runtime.exchange import Exchange
+from penstock.runtime.framed import FramedInbox, FramedOutbox
+from penstock.runtime.group import Group, Inbox, Outbox, Route
+from penstock.runtime.stores import PrefixStore
+
+_LOOK = 0.2
+"""Seconds between two looks at the board."""
+_PAUSE = 0.005
+_STORE = timedelta(seconds=10)
+
+
+class Processes(Group):
+    """This process's place among the ranks. `store` is one that all of them reach, under a name that is theirs alone."""
+
+    parallel = True
+
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._store = store.clone()  # one of its own: a store serves one call at a time
+        self._store.set_timeout(_STORE)
+        self.mine = Activity()
+        self.ends: list[Inbox | Outbox] = []
+        """All that may have something under way."""
+        self.generation = -1
+        self.connection: Any = None
+        self.exchange = Exchange(self)
+        self._failure: Report | None = None
+        self._told = False
+        """Whether this rank has raised the failure."""
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+        self._connect(deadline)
+        self._watch = threading.Thread(target=self._look, name="penstock watch", daemon=True)
+        self._watch.start()
+
+    # Connecting -------------------------------------------------------------------------------------------------------
+
+    def _connect(self, deadline: float) -> None:
+        """Meet all ranks under the next generation."""
+        generation = self.generation + 1
+        board = PrefixStore(f"penstock/{generation}", self._store)
+        self._meet(board, deadline)
+        try:
+            connection = dist.ProcessGroupGloo(board, self.rank, self.ranks, timedelta(seconds=deadline))
+        except RuntimeError as error:
+            raise PipelineError(f"rank {self.rank} cannot connect to the others: {error}") from error
+        with self._lock:
+            self.alarm = Alarm(board, self.rank, self.ranks)
+            self.generation, self.connection = generation, connection
+            self._failure, self._told = None, False
+
+    def _meet(self, board: Any, deadline: float) -> None:
+        board.set(f"here/{self.rank}", b"")
+        keys = [f"here/{rank}" for rank in range(self.ranks)]
+        until = time.monotonic() + deadline
+        while not board.check(keys):
+            ended = [rank for rank in range(self.ranks) if self._store.check([f"ended/{rank}"])]
+            if ended or time.monotonic() > until:
+                missing = [rank for rank, key in enumerate(keys) if not board.check([key])]
+                why = f"ranks {ended} have ended" if ended else f"ranks {missing} did not come within {deadline:g} s"
+                raise PipelineError(f"rank {self.rank} cannot connect to the others: {why}")
+            time.sleep(_PAUSE)
+
+    @property
+    def closed(self) -> bool:
+        return self._closing.is_set()
+
+    def close(self) -> None:
+        """Leave for good."""
+        self._closing.set()
+        self._watch.join()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Let go of the connection, and of all that holds on to it: this wakes whoever waits for this rank."""
+        self.connection = None
+        for end in self.ends:
+            end.drop()
+        self.exchange.drop()
+
+    # Failures ---------------------------------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Look for the failure of another rank while this one computes or waits."""
+        while not self._closing.wait(_LOOK):
+            alarm = self.alarm
+            if self.connection is not None and alarm.heard():
+                alarm.say(self.mine.describe())
+                with self._lock:
+                    if alarm is self.alarm:  # else the rank has got over it already
+                        self._disconnect()
+
+    def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
+        """A message could not be sent or had: raise the failure that is known, or report this one."""
+        if isinstance(error, RuntimeError) and not self.alarm.heard():
+            waited = (clock() - self.mine.since) / 1e9
+            timed_out = "timed out" in str(error).lower()
+            text = f"waited {waited:.1f} s for {what}" if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
+            raise self.report_failure(self.rank, f"rank {self.rank} {text}", error)
+        self._disconnect()
+        self._raise()
+
+    def _raise(self) -> NoReturn:
+        self._told = True
+        if self._failure is None:
+            self.alarm.say(self.mine.describe())
+            self._failure = self.alarm.report()
+        raise self._error(self._failure, None)
+
+    def _error(self, report: Report, cause: BaseException | None) -> PipelineError:
+        error = PipelineError(report.text)
+        error.__cause__ = cause or (None if report.cause is None else report.cause.error())
+        return error
+
+    def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
+        self._failure = self.alarm.sound(headline, cause, self.mine.describe())
+        self._told = True
+        self._disconnect()
+        mine = self._failure.text.startswith(headline)
+        return self._error(self._failure, cause if mine else None)
+
+    def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
+        if self.connection is not None or self._failure is None:
+            self._failure = self.alarm.sound(str(error) or repr(error), error.__cause__ or error, self.mine.describe(), fatal=fatal)
+            self._disconnect()
+        self._told = True
+
+    def enter(self, rank: int, deadline: float) -> None:
+        if self.connection is not None:
+            return
+        if not self._told:
+            self._raise()
+        if self._failure is not None and self._failure.fatal:
+            raise self._error(self._failure, None)
+        self._connect(deadline)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
+        return FramedOutbox(self, route, slots, program, deadline)
+
+    def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
+        return FramedInbox(self, route, program, deadline)
+
+    def activity(self, rank: int) -> Activity:
+        return self.mine
+
+    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
+        self.enter(rank, deadline)
+        return self.exchange.gather(name, value, deadline)
+
+    def ident(self, thing: object) -> Hashable:
+        return self.rank, id(thing)

@@ -1,0 +1,302 @@
+"""The ranks of a pipeline in one process: threads that pass a baton.
+
+One rank runs at a time and lets go only where it waits for another, so that a run is the same every time, and all ranks
+waiting is a deadlock that is known at once. Random state, and whatever torch keeps for a thread (gradient mode, autocast),
+belongs to the rank. `parallel=True` drops the baton and those guarantees: ranks then run at the same time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from penstock.errors import PipelineError
+from penstock.runtime.activity import Activity, clock
+from penstock.runtime.cells import EMPTY
+from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
+
+
+@dataclass
+class Channel:
+    """One way from a rank to another: messages that were sent, and the cells of receives that were posted, each in order."""
+
+    messages: deque[Any] = field(default_factory=deque)
+    posted: deque[int] = field(default_factory=deque)
+
+    def has_room(self, slots: int) -> bool:
+        """Whether a message can be sent: one for which a receive is posted takes no slot."""
+        return len(self.messages) - len(self.posted) < slots
+
+
+class _Waiting(NamedTuple):
+    ready: Callable[[], bool]
+    what: str
+
+
+@dataclass
+class _Failure:
+    """The first failure. Every rank raises it once; the group is whole again when all have, unless a rank was lost to it."""
+
+    error: BaseException
+    fatal: bool
+    raised: set[int] = field(default_factory=set)
+
+
+@dataclass
+class _Board:
+    """What ranks put together: the name and the value of each, and how many have read them."""
+
+    names: dict[int, str] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+    read: int = 0
+
+
+class VirtualGroup(Group):
+    """The virtual ranks of one `launch`: the channels between them, what they share, and whose turn it is."""
+
+    def __init__(self, ranks: int, *, parallel: bool = False) -> None:
+        self.ranks = ranks
+        self.parallel = parallel
+        self.failure: _Failure | None = None
+        self._channels: dict[Route, Channel] = {}
+        self._boards: dict[int, _Board] = {}
+        self._gathered = [0] * ranks
+        self._gates = [threading.Semaphore(0) for _ in range(ranks)]
+        self._change = threading.Condition(threading.RLock())
+        self._waiting: dict[int, _Waiting] = {}
+        self._ended: set[int] = set()
+        self._activities = [Activity() for _ in range(ranks)]
+        self._told: set[int] = set()
+        """Ranks on their way out of a failure that another has told them of."""
+
+    # Taking turns -----------------------------------------------------------------------------------------------------
+
+    def begin(self, rank: int) -> None:
+        """Wait for the first turn; rank 0 has it."""
+        if not self.parallel and rank != 0:
+            self._gates[rank].acquire()
+
+    def end(self, rank: int) -> None:
+        """Leave for good."""
+        with self._change:
+            self._ended.add(rank)
+            if self.parallel:
+                self._look_for_deadlock()
+                self._change.notify_all()
+        if not self.parallel:
+            self._pass_on(rank)
+
+    def wait(self, rank: int, ready: Callable[[], bool], what: str, deadline: float) -> None:
+        """Let others run until `ready`; raises where another rank failed, all of them wait, or the deadline is over."""
+        if ready():
+            return
+        activity = self._activities[rank]
+        with self._change:
+            activity.since, activity.waits = clock(), what
+            self._waiting[rank] = _Waiting(ready, what)
+            if self.parallel:
+                self._look_for_deadlock()
+        try:
+            if not self._sleep(rank, lambda: ready() or self.failure is not None, deadline):
+                self.fail(rank, PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"), fatal=True)
+        finally:
+            with self._change:
+                del self._waiting[rank]
+                activity.waits = None
+        if not ready():
+            self._raise(rank)
+
+    def _sleep(self, rank: int, done: Callable[[], bool], deadline: float) -> bool:
+        """Let the others run; False where the deadline was over first."""
+        if self.parallel:
+            with self._change:
+                return self._change.wait_for(done, deadline)
+        state = torch.get_rng_state()
+        self._pass_on(rank)
+        in_time = self._gates[rank].acquire(timeout=deadline)
+        torch.set_rng_state(state)
+        return in_time
+
+    def _pass_on(self, rank: int) -> None:
+        """Give the turn to the next rank that can use it; where none can, all wait for each other."""
+        self._look_for_deadlock()
+        order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
+        able = next((other for other in order if other not in self._ended and self._is_able(other)), None)
+        if able is not None:
+            self._gates[able].release()
+
+    def _is_able(self, rank: int) -> bool:
+        waits = self._waiting.get(rank)
+        return self.failure is not None or waits is None or waits.ready()
+
+    def _look_for_deadlock(self) -> None:
+        alive = [rank for rank in range(self.ranks) if rank not in self._ended]
+        if alive and not any(map(self._is_able, alive)):
+            self.fail(None, PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
+
+    def changed(self) -> None:
+        """Something that ranks may wait for has changed; only parallel ranks need to be told."""
+        if self.parallel:
+            with self._change:
+                self._change.notify_all()
+
+    # Failures ---------------------------------------------------------------------------------------------------------
+
+    def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
+        with self._change:
+            if rank in self._told and not fatal:  # this is the failure that it was told of, which the others may have got over
+                return
+            if self.failure is None:
+                self.failure = _Failure(error, fatal)
+            self.failure.fatal |= fatal
+            if rank is not None:
+                self.failure.raised.add(rank)
+            self._change.notify_all()
+
+    def _raise(self, rank: int) -> NoReturn:
+        assert self.failure is not None
+        self.failure.raised.add(rank)
+        self._told.add(rank)
+        error = self.failure.error
+        if isinstance(error, PipelineError):
+            raise PipelineError(*error.args) from error.__cause__
+        raise PipelineError(f"rank {rank} stopped because another rank failed: {error!r}") from error
+
+    def enter(self, rank: int, deadline: float) -> None:
+        self._told.discard(rank)
+        failure = self.failure
+        if failure is None:
+            return
+        if failure.fatal or rank not in failure.raised:
+            self._raise(rank)
+        until = time.monotonic() + deadline
+        while not self._recovered():
+            if failure.fatal:
+                self._raise(rank)
+            if time.monotonic() > until:
+                raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
+            self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
+
+    def _recovered(self) -> bool:
+        """Once every rank that is left has come out of what failed, nothing of it is left."""
+        with self._change:
+            if self.failure is None:
+                return True
+            if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
+                return False
+            self.failure = None
+            for channel in self._channels.values():  # emptied, not dropped: executors hold on to them
+                channel.messages.clear()
+                channel.posted.clear()
+            self._boards.clear()
+            self._gathered = [0] * self.ranks
+            return True
+
+    def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
+        error = PipelineError(f"{headline}\n{self.report()}")
+        error.__cause__ = cause
+        self.fail(rank, error)
+        return error
+
+    def report(self) -> str:
+        """What each rank does."""
+        said = ["has ended" if rank in self._ended else each.describe() for rank, each in enumerate(self._activities)]
+        return "\n".join(f"  rank {rank} {line}" for rank, line in enumerate(said))
+
+    def activity(self, rank: int) -> Activity:
+        return self._activities[rank]
+
+    def ident(self, thing: object) -> int:
+        return id(thing)
+
+    # Messages ---------------------------------------------------------------------------------------------------------
+
+    def channel(self, route: Route) -> Channel:
+        """The one channel of this route."""
+        return self._channels.setdefault(route, Channel())
+
+    def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
+        return _Outbox(self, route, slots, deadline)
+
+    def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
+        return _Inbox(self, route, deadline)
+
+    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
+        self.enter(rank, deadline)
+        with self._change:
+            number = self._gathered[rank]
+            self._gathered[rank] += 1
+            board = self._boards.setdefault(number, _Board())
+            board.names[rank], board.values[rank] = name, value
+            self._change.notify_all()
+        self._refuse_others(rank, name, board)
+        self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
+        values = [board.values[other] for other in range(self.ranks)]
+        with self._change:
+            board.read += 1
+            if board.read == self.ranks:
+                del self._boards[number]
+        return values
+
+    def _refuse_others(self, rank: int, name: str, board: _Board) -> None:
+        for other, theirs in list(board.names.items()):
+            if theirs != name:
+                error = PipelineError(
+                    f"rank {rank} is at {name!r}, but rank {other} at {theirs!r}: every rank must make the same calls in the same order"
+                )
+                self.fail(rank, error)
+                raise error
+
+
+class _Outbox(Outbox):
+    def __init__(self, group: VirtualGroup, route: Route, slots: int, deadline: float) -> None:
+        self.group, self.route, self.slots, self.deadline = group, route, slots, deadline
+        self.channel = group.channel(route)
+
+    def put(self, value: Any) -> None:
+        channel, slots = self.channel, self.slots
+        if len(channel.messages) >= slots and not channel.has_room(slots):
+            rank, target, what = self.route
+            self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
+        channel.messages.append(value)
+        if self.group.parallel:
+            self.group.changed()
+
+
+class _Inbox(Inbox):
+    """Messages go to the cells that receives were posted for, in order."""
+
+    def __init__(self, group: VirtualGroup, route: Route, deadline: float) -> None:
+        self.group, self.rank, self.deadline = group, route[1], deadline
+        self.channel = group.channel(route)
+        self.name = f"{route[2]} from rank {route[0]}"
+
+    def expect(self, cell: int) -> Operation:
+        group, posted, parallel = self.group, self.channel.posted, self.group.parallel
+
+        def post() -> None:
+            posted.append(cell)
+            if parallel:
+                group.changed()
+
+        return post
+
+    def pull(self, cells: list[Any], cell: int) -> Any:
+        messages, posted = self.channel.messages, self.channel.posted
+        while cells[cell] is EMPTY:
+            if not messages:
+                self.group.wait(self.rank, lambda: bool(messages), self.name, self.deadline)
+            cells[posted.popleft()] = messages.popleft()
+        return cells[cell]
+
+    def clear(self) -> None:
+        self.channel.posted.clear()
+
+    def pending(self) -> int:
+        return len(self.channel.posted)

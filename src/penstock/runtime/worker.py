@@ -1,0 +1,82 @@
+"""One rank's process: takes functions to call from the process that started it. `python -m penstock.runtime.worker`."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+from typing import IO, Any
+
+from penstock.runtime.orders import Start, Task, read, write
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one says when to stop
+    orders = os.fdopen(os.dup(0), "rb")
+    answers = os.fdopen(int(sys.argv[1]), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    start: Start = pickle.loads(read(orders) or b"")
+    sys.path[:] = start.path
+    tasks: queue.Queue[bytes | None] = queue.Queue()
+    threading.Thread(target=_listen, args=(orders, tasks), daemon=True).start()
+    serve(start, tasks, answers)
+
+
+def _listen(orders: IO[bytes], tasks: queue.Queue[bytes | None]) -> None:
+    """An empty message is the end; a pipe that closes before it means that nobody is left to work for."""
+    while True:
+        data = read(orders)
+        if data is None:
+            os._exit(1)
+        tasks.put(data or None)
+        if not data:
+            return
+
+
+def serve(start: Start, tasks: queue.Queue[bytes | None], answers: IO[bytes]) -> None:
+    from penstock.runtime.alarm import Told, serializer
+
+    while (data := tasks.get()) is not None:
+        task: Task = pickle.loads(data)
+        try:
+            answer = serializer().dumps((True, run(start, task)))
+        except BaseException as error:
+            answer = pickle.dumps((False, Told.of(error)))
+        write(answers, answer)
+
+
+def run(start: Start, task: Task) -> Any:
+    """Call the function as a rank of a group of its own."""
+    if start.rank >= task.ranks:
+        return None
+    import torch
+    import torch.distributed as dist
+
+    from penstock.runtime import here
+    from penstock.runtime.processes import Processes
+    from penstock.runtime.stores import PrefixStore, TCPStore
+
+    whole = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False)
+    store = PrefixStore(task.name, whole)
+    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=start.rank, world_size=task.ranks)
+    group = Processes(store, start.rank, task.ranks, here.CONNECT)
+    here.stand(group, start.rank)
+    try:
+        torch.set_rng_state(torch.load(io.BytesIO(task.seed)))
+        call, args = pickle.loads(task.call)
+        return call(*args)
+    except BaseException as error:
+        group.fail(start.rank, error, fatal=True)
+        raise
+    finally:
+        here.stand(None, 0)
+        group.close()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
