@@ -52,6 +52,10 @@ class UsageError(PenstockError, ValueError):
     """Arguments of a command that do not go together, or that name what is not there."""
 
 
+class PlanError(PenstockError, ValueError):
+    """Limits that no plan was found within; the message says by how much, where, and what would fit."""
+
+
 class VerifyError(PenstockError, ValueError):
     """A program that was refused, with every finding."""
 
@@ -62,6 +66,10 @@ class VerifyError(PenstockError, ValueError):
 
 class PipelineError(PenstockError, RuntimeError):
     """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
+
+
+class LostRankError(PipelineError):
+    """A rank whose process has ended before its work was done."""
 
 
 class SplitError(PenstockError, RuntimeError):

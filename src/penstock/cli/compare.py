@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,10 +13,12 @@ import typer
 
 from penstock.cli.costs import Per, PerOption
 from penstock.cli.options import AsJson, CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, Unit, file_or_stdout
+from penstock.cli.overlay import Entry, Overlay, lay, read_scale
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.cli.source import Wanted
+    from penstock.cli.timed import Timed
     from penstock.draw.terminal import Line
     from penstock.simulator.timeline import Timeline
 
@@ -48,6 +50,30 @@ def compare(
     fsdp: Fsdp = False,
     merge_backward: MergeBackward = False,
     receive: Receive = None,
+    overlay: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlay/--no-overlay", help="Lay timelines of the same work over the first.  [default: measured ones over the prediction]"
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            "--scale",
+            metavar="FACTOR",
+            parser=read_scale,
+            help="Multiply predicted times by this where measured ones are laid over them; 'auto' makes the median action agree.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0,
+            max=10,
+            help="How late an action may be and still be as predicted, as a share of the makespan.  [default: 0.01]",
+        ),
+    ] = None,
     unit: Unit = None,
     as_json: AsJson = False,
     output: Annotated[
@@ -57,61 +83,84 @@ def compare(
             "--output",
             metavar="FILE",
             callback=file_or_stdout,
-            help="Draw the timelines too, below each other on one time axis: .svg, .png or .html.",
+            help="Draw the timelines too, below each other on one time axis, rank by rank if laid over each other: .svg, .png or .html.",
         ),
     ] = None,
 ) -> None:
-    """Time several schedules and rank them.
+    """Time several schedules and rank them, and lay what was measured over what was predicted.
 
     So that schedules with one and with several stages a rank do the same work, the costs are those of a rank's share of the model,
     divided among its stages; with --per stage every stage costs as much. Timelines that were saved stay as they are unless there
-    are --costs.
+    are --costs, and measured ones always.
+
+    A measured timeline is laid over the first that is not, if both are of the same work: figures of both, where they part, and what
+    makes the measured one longer. Measured times are seconds; with --unit they are told in the unit of the prediction.
 
     \b
     Examples:
       penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
       penstock compare 1f1b "interleaved-1f1b{chunks=4}" -p 4 -m 16 --costs "f=1,i=1,w=1,latency=0.1" -o compare.png
       penstock compare before.json after.json --by bubble
+      penstock compare predicted.json measured.json --unit ms -o overlay.svg
+      penstock compare 1f1b measured.json -p 4 -m 16 --costs costs.toml --per stage --scale auto
     """
     from penstock.cli.output import deliver
     from penstock.cli.progress import progress
     from penstock.cli.timed import Timed, check_output, check_unit, recipe
-    from penstock.draw.save import PICTURES, save_picture
+    from penstock.draw.save import PICTURES
 
     check_unit(unit)
     check_output(output, PICTURES)
     how = recipe(lower, fsdp, merge_backward, receive)
     wanted = _wanted(sources, ranks, microbatches)
     timed = [Timed.read(each, costs, per, how) for each in wanted]
-    found: list[Entry] = []
-    with progress(len(timed) + 1) as step:
+    entries: list[Entry] = []
+    with progress(len(timed) + 2) as step:
         for name, each in zip(sources, timed, strict=True):
             step(f"timing {name}")
-            found.append(Entry(name, each.timeline()))
+            entries.append(Entry(name, _timeline(each, unit)))
+        step("comparing")
+        laid = lay(entries, overlay, scale, tolerance)
+        if laid.pairs and unit is None and any(entry.is_measured for entry in entries):
+            unit = "s"
+        found = sorted(laid.entries, key=lambda entry: (_value(entry, by), _value(entry, By.PEAK)))
+        said = {"by": by.value, "results": [_data(entry, found[0], by) for entry in found], **(laid.data(unit) if as_json else {})}
         step("drawing")
-        found.sort(key=lambda entry: (entry.value(by), entry.value(By.PEAK)))
-        said = {"by": by.value, "results": [_data(entry, found[0], by) for entry in found]}
         if output is not None:
-            names = [entry.name for entry in found]
-            save_picture([entry.timeline for entry in found], output, names=names, **({} if unit is None else {"unit": unit}))
-    deliver(lambda _: _lines(found, by, unit), lambda: said, as_json=as_json, output=None)
+            _draw(laid, found, output, {} if unit is None else {"unit": unit})
+    deliver(lambda _: chain(_lines(found, by, unit), laid.lines(unit)), lambda: said, as_json=as_json, output=None)
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One timeline under the name it was asked for by."""
+def _timeline(timed: Timed, unit: str | None) -> Timeline:
+    """What ran is not timed anew; it is in seconds."""
+    from penstock.draw.numbers import seconds
+    from penstock.simulator.scaling import scaled
 
-    name: str
-    timeline: Timeline
+    measured = timed.measured()
+    if measured is None:
+        return timed.timeline()
+    return measured if unit is None else scaled(measured, 1 / seconds(unit))
 
-    def value(self, by: By) -> float:
-        timeline = self.timeline
-        return {
-            By.MAKESPAN: timeline.makespan,
-            By.BUBBLE: timeline.bubble,
-            By.PEAK: max(timeline.peak_memory),
-            By.MESSAGES: float(timeline.num_messages),
-        }[by]
+
+def _draw(laid: Overlay, found: list[Entry], output: Path, options: dict[str, Any]) -> None:
+    """The pairs if everything is in one, else the timelines below each other."""
+    from penstock.draw.save import save_overlay, save_picture
+
+    if laid.is_whole:
+        pairs = laid.pairs
+        save_overlay([pair.found for pair in pairs], output, names=[pair.title for pair in pairs], words=pairs[0].words, **options)
+    else:
+        save_picture([entry.timeline for entry in found], output, names=[entry.name for entry in found], **options)
+
+
+def _value(entry: Entry, by: By) -> float:
+    timeline = entry.timeline
+    return {
+        By.MAKESPAN: timeline.makespan,
+        By.BUBBLE: timeline.bubble,
+        By.PEAK: max(timeline.peak_memory),
+        By.MESSAGES: float(timeline.num_messages),
+    }[by]
 
 
 def _wanted(sources: list[str], ranks: int | None, microbatches: int | None) -> list[Wanted]:
@@ -155,7 +204,7 @@ def _data(entry: Entry, best: Entry, by: By) -> dict[str, Any]:
 
 def _relative(entry: Entry, best: Entry, by: By) -> float | None:
     """How many times the best; None where the best is 0 and this is not."""
-    value, least = entry.value(by), best.value(by)
+    value, least = _value(entry, by), _value(best, by)
     return value / least if least else 1.0 if not value else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,14 +38,19 @@ class Timed:
     def read(cls, wanted: Wanted, costs: str | None, per: Per, recipe: Recipe | None) -> Timed:
         return cls(wanted, None if costs is None else read_costs(costs), per, recipe)
 
+    def measured(self) -> Timeline | None:
+        """The timeline in the file, if it was measured."""
+        return None if self._saved is None or self._saved.source == "simulated" else self._saved
+
     def timeline(self) -> Timeline:
-        saved = self._saved()
+        saved = self._saved
         if saved is not None and self.costs is None and self.recipe is None:
             return saved
         return self._simulated(self._lowered(self._table() if saved is None else saved.table))
 
+    @cached_property
     def _saved(self) -> Timeline | None:
-        """The timeline in the file, if it is one."""
+        """The timeline in the file, if it is one, or what a plan predicts."""
         from penstock.simulator.timeline_json import decode
 
         path = Path(self.wanted.source)
@@ -54,9 +60,13 @@ class Timed:
             data = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError):
             return None  # what is wrong is said when it is read as a schedule
-        if not isinstance(data, dict) or data.get("type") != "timeline":
+        if not isinstance(data, dict) or data.get("type") not in ("timeline", "plan"):
             return None
         self.wanted.refuse_shape()
+        if data["type"] == "plan":
+            from penstock.planner.plan_file import decode as decode_plan
+
+            return decode_plan(data, self.wanted.source).predicted
         return decode(data, self.wanted.source)
 
     def _table(self) -> Table:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, optimizer_boxes
 from penstock.draw.canvas import IDLE, PAPER, POINTS, text_width
 from penstock.draw.mixed import mixed, spaced
-from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, shaded
+from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, paler, shaded
 from penstock.ir.kind import COMPUTE, Kind
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ class Bars:
     labels: bool = True
     panel: int = 0
     """Its place among the timelines of the figure."""
+    pitch: float = 1.0
+    shift: float = 0.0
+    """From one row to the next, and where the first begins, in heights of a row."""
+    pale: float = 0.0
+    """How much white is in the colours."""
 
     @cached_property
     def boxes(self) -> Boxes:
@@ -73,15 +78,16 @@ class Bars:
         return _STRIP - 0.06 if len(self.collectives) else 1 - self._top
 
     def draw(self, axes: Axes) -> None:
-        """Fill the axes; row r reaches from r to r + 1."""
+        """Fill the axes; row r has a height of 1 and begins at `r * pitch + shift`."""
         if is_mixed(self.timeline):
             self._draw_mixed(axes)
         else:
-            ranks, none = np.arange(self.timeline.ranks), np.zeros(self.timeline.ranks)
-            _add(axes, (ranks, none, none + self.timeline.makespan), (self._top, self._floor), _Fill(IDLE, self._id("idle")))
+            rows, none = self._rows(np.arange(self.timeline.ranks)), np.zeros(self.timeline.ranks)
+            _add(axes, (rows, none, none + self.timeline.makespan), (self._top, self._floor), _Fill(IDLE, self._id("idle")))
             self._draw_boxes(axes)
         self._draw_collectives(axes)
-        _add(axes, optimizer_boxes(self.timeline), (self._top, self._floor), _Fill(OPTIMIZER.fill, self._id("optimizer")))
+        rank, start, end = optimizer_boxes(self.timeline)
+        _add(axes, (self._rows(rank), start, end), (self._top, self._floor), _Fill(paler(OPTIMIZER, self.pale).fill, self._id("optimizer")))
 
     def _draw_boxes(self, axes: Axes) -> None:
         boxes, chunks = self.boxes, self.timeline.table.chunks
@@ -89,10 +95,10 @@ class Bars:
         line = self._line_width(boxes)
         fits = self._label_size()
         for kind, chunk in sorted(set(zip(boxes.kind.tolist(), boxes.chunk.tolist(), strict=True))):
-            tone = shaded(TONES[Kind(kind)], chunk, chunks)
+            tone = paler(shaded(TONES[Kind(kind)], chunk, chunks), self.pale)
             of = np.flatnonzero((boxes.kind == kind) & (boxes.chunk == chunk))
             fill = _Fill(tone.fill, self._id(f"{tone.sample}{chunk}"), line)
-            _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (top[of], bottom[of]), fill)
+            _add(axes, (self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]), (top[of], bottom[of]), fill)
             if fits is not None:
                 self._label(axes, of, tone, (top, bottom), fits)
 
@@ -125,25 +131,38 @@ class Bars:
 
     def _label(self, axes: Axes, of: Ints, tone: Tone, bounds: tuple[Floats, Floats], size: float) -> None:
         boxes, (top, bottom) = self.boxes, bounds
+        middles = self._rows(boxes.rank) + (top + bottom) / 2
         room = text_width(self._widest, size) * POINTS + 0.99 * _PAD
         for box in of[(boxes.length[of] * self.unit_points >= room) & ((bottom - top)[of] * self.row_points >= 1.24 * size)].tolist():
-            middle = boxes.rank[box] + (top[box] + bottom[box]) / 2
             place, text = (boxes.start[box] + boxes.end[box]) / 2, str(boxes.microbatch[box])
-            axes.text(place, middle, text, color=tone.ink, fontsize=size, ha="center", va="center_baseline")
+            axes.text(place, middles[box], text, color=tone.ink, fontsize=size, ha="center", va="center_baseline")
 
     def _draw_collectives(self, axes: Axes) -> None:
         boxes = self.collectives
         for place, kind in enumerate((Kind.REDUCE_GRAD, Kind.UNSHARD)):
             of = boxes.kind == kind
             if of.any():
-                fill = _Fill(shaded(SHARDING, place, 2).fill, self._id(kind.name))
-                _add(axes, (boxes.rank[of], boxes.start[of], boxes.end[of]), (_STRIP, 1 - self._top), fill)
+                fill = _Fill(paler(shaded(SHARDING, place, 2), self.pale).fill, self._id(kind.name))
+                _add(axes, (self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]), (_STRIP, 1 - self._top), fill)
 
     def _draw_mixed(self, axes: Axes) -> None:
         columns = max(int(self.timeline.makespan * self.unit_points * 3), 1)
-        image = spaced(mixed(self.timeline, self.boxes, columns), self.timeline.ranks, (self._top, self._floor))
-        extent = (0.0, self.timeline.makespan, float(self.timeline.ranks), 0.0)
-        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest").set_gid(self._id("mixed"))
+        image, ranks = mixed(self.timeline, self.boxes, columns), self.timeline.ranks
+        image = np.asarray(image + (255 - image) * self.pale, dtype=np.uint8)
+        if self.pitch == 1.0 and not self.shift:
+            self._show(axes, spaced(image, ranks, (self._top, self._floor)), (ranks, 0.0), "mixed")
+            return
+        for rank, (lines, row) in enumerate(zip(np.split(image, ranks), self._rows(np.arange(ranks)), strict=True)):
+            self._show(axes, lines, (row + self._floor, row + self._top), f"mixed-{rank}")
+
+    def _show(self, axes: Axes, image: NDArray[np.uint8], bounds: tuple[float, float], name: str) -> None:
+        """Lines of colours from the one bound up to the other."""
+        extent = (0.0, self.timeline.makespan, *bounds)
+        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest").set_gid(self._id(name))
+
+    def _rows(self, rank: Ints) -> Floats:
+        """Where the rows of ranks begin."""
+        return np.asarray(rank * self.pitch + self.shift, dtype=np.float64)
 
 
 @dataclass(frozen=True)
@@ -155,15 +174,15 @@ class _Fill:
     line: float = 0.0
 
 
-def _add(axes: Axes, boxes: tuple[Ints, Floats, Floats], bounds: tuple[Floats | float, Floats | float], fill: _Fill) -> None:
-    """One collection of boxes, given by rank, start and end, between top and bottom of their rows."""
+def _add(axes: Axes, boxes: tuple[Floats, Floats, Floats], bounds: tuple[Floats | float, Floats | float], fill: _Fill) -> None:
+    """One collection of boxes, given by where their rows begin, start and end, between top and bottom of their rows."""
     from matplotlib.collections import PolyCollection
 
-    rank, start, end = boxes
-    corners = np.empty((len(rank), 4, 2))
+    row, start, end = boxes
+    corners = np.empty((len(row), 4, 2))
     corners[:, :2, 0], corners[:, 2:, 0] = start[:, None], end[:, None]
-    corners[:, (0, 3), 1] = (rank + bounds[0])[:, None]
-    corners[:, (1, 2), 1] = (rank + bounds[1])[:, None]
+    corners[:, (0, 3), 1] = (row + bounds[0])[:, None]
+    corners[:, (1, 2), 1] = (row + bounds[1])[:, None]
     made = PolyCollection(
         list(corners), facecolors=fill.colour, edgecolors=PAPER if fill.line else "none", linewidths=fill.line, clip_on=False
     )

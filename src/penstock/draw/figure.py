@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.draw import legend as legends
 from penstock.draw import strip
@@ -56,11 +57,11 @@ def figure(
     if unit is not None:
         seconds(unit)
     with style():
-        return _Sheet(given, list(names or map(title_of, given)), width, labels, memory, legend, unit).figure()
+        return Sheet(given, list(names or map(title_of, given)), width, labels, memory, legend, unit).figure()
 
 
 @dataclass(frozen=True)
-class _Band:
+class Band:
     """A part of the sheet over its whole width, from the top down; one with `timed` has the time axis."""
 
     height: float
@@ -69,7 +70,9 @@ class _Band:
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class Sheet:
+    """Timelines below each other."""
+
     timelines: list[Timeline]
     names: list[str]
     asked_width: float | None
@@ -118,7 +121,7 @@ class _Sheet:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
-        bands = [_Band(_EDGE), *self._bands(), _Band(_EDGE)]
+        bands = [Band(_EDGE), *self.bands(), Band(_EDGE)]
         height = sum(band.height for band in bands)
         made = Figure(figsize=(self.width, height), facecolor=PAPER)
         FigureCanvasAgg(made)
@@ -132,7 +135,7 @@ class _Sheet:
                 band.draw(axes)
         return made
 
-    def _prepare(self, axes: Axes, band: _Band, last: bool) -> None:
+    def _prepare(self, axes: Axes, band: Band, last: bool) -> None:
         axes.patch.set_visible(False)
         for side in axes.spines.values():
             side.set_visible(False)
@@ -148,26 +151,37 @@ class _Sheet:
         else:
             axes.tick_params(axis="x", bottom=False, labelbottom=False)
 
-    def _bands(self) -> list[_Band]:
-        found: list[_Band] = []
+    def bands(self) -> list[Band]:
+        """Everything from the top down."""
+        found: list[Band] = []
         for panel, (name, timeline) in enumerate(zip(self.names, self.timelines, strict=True)):
-            found += [_Band(_GAP * self.zoom)] if found else []
-            found += [self._header(name, timeline), self._rows(panel, timeline), *self._memory(timeline)]
-        found.append(_Band(_AXIS * self.zoom))
+            found += [self.space()] if found else []
+            found += [self.header(name, self._facts(timeline)), self._rows(panel, timeline), *self._memory(timeline)]
+        return found + self.footer(legends.entries(self.timelines, self._memory_form))
+
+    def space(self) -> Band:
+        """Nothing, between two parts."""
+        return Band(_GAP * self.zoom)
+
+    def footer(self, entries: Sequence[legends.Entry]) -> list[Band]:
+        """The room of the time axis, and the legend if there is to be one."""
+        found = [Band(_AXIS * self.zoom)]
         if self.legend:
-            lines = legends.wrapped(legends.entries(self.timelines, self._memory_form), self.inner / self.zoom + _RIGHT - _EDGE)
-            found.append(_Band(len(lines) * legends.LINE * self.zoom, lambda axes: legends.draw_legend(axes, lines, self.zoom)))
+            lines = legends.wrapped(entries, self.inner / self.zoom + _RIGHT - _EDGE)
+            found.append(Band(len(lines) * legends.LINE * self.zoom, lambda axes: legends.draw_legend(axes, lines, self.zoom)))
         return found
 
-    def _header(self, name: str, timeline: Timeline) -> _Band:
-        """The name, and the facts in as many lines as they take."""
+    def _facts(self, timeline: Timeline) -> list[str]:
         peak = fullest_rank(timeline)
-        facts = [
+        return [
             ", ".join(shape_of(timeline)),
             f"makespan {number(timeline.makespan)}{f' {self.unit}' if self.unit else ''}",
             f"bubble {percent(timeline.bubble)}",
             f"peak memory {number(timeline.peak_memory[peak])} (rank {peak})",
         ]
+
+    def header(self, name: str, facts: Sequence[str]) -> Band:
+        """The name, and the facts in as many lines as they take."""
         room = self.inner / self.zoom + _RIGHT - _EDGE
         lines = _flowed(facts, room)
 
@@ -176,9 +190,9 @@ class _Sheet:
             for place, line in enumerate(lines):
                 axes.text(0, 0.3 + _LINE * place, line, fontsize=_TEXT * self.zoom, color=FAINT, va="center_baseline")
 
-        return _Band((_HEADER + _LINE * (len(lines) - 1)) * self.zoom, draw)
+        return Band((_HEADER + _LINE * (len(lines) - 1)) * self.zoom, draw)
 
-    def _rows(self, panel: int, timeline: Timeline) -> _Band:
+    def _rows(self, panel: int, timeline: Timeline) -> Band:
         height = row_height(timeline.ranks, len(self.timelines))
         bars = Bars(timeline, self.inner * POINTS / self.end, height * POINTS, self.labels, panel)
 
@@ -186,11 +200,11 @@ class _Sheet:
             axes.set_ylim(timeline.ranks, 0)
             bars.draw(axes)
             axes.set_xlim(0.0, self.end)
-            self._rank_ticks(axes, timeline.ranks, height, "rank")
+            self.rank_ticks(axes, np.arange(timeline.ranks) + 0.5, height, "rank")
 
-        return _Band(timeline.ranks * height, draw, timed=True)
+        return Band(timeline.ranks * height, draw, timed=True)
 
-    def _memory(self, timeline: Timeline) -> list[_Band]:
+    def _memory(self, timeline: Timeline) -> list[Band]:
         form = self._memory_form
         if not form:
             return []
@@ -208,18 +222,18 @@ class _Sheet:
                 else:
                     scale = axes.inset_axes((1.0 + 0.08 / self.inner, 0.0, 0.1 / self.inner, 1.0))
                     strip.draw_map(axes, scale, timeline, columns, size)
-                self._rank_ticks(axes, timeline.ranks, height / timeline.ranks, "memory")
+                self.rank_ticks(axes, np.arange(timeline.ranks) + 0.5, height / timeline.ranks, "memory")
             axes.set_xlim(0.0, self.end)
 
-        return [_Band(_GAP * self.zoom), _Band(height, draw, timed=True)]
+        return [Band(_GAP * self.zoom), Band(height, draw, timed=True)]
 
-    def _rank_ticks(self, axes: Axes, ranks: int, height: float, label: str) -> None:
-        """Numbers at the middle of rows, as many as can be read."""
+    def rank_ticks(self, axes: Axes, middles: NDArray[np.floating], height: float, label: str) -> None:
+        """Numbers at the middle of rows that are so many inches high, as many as can be read."""
         step = 1
         while step * height < 0.12 * self.zoom:
             step *= 2
-        shown = np.arange(0, ranks, step)
-        axes.set_yticks(shown + 0.5, [str(rank) for rank in shown], fontsize=_SMALL * self.zoom)
+        shown = np.arange(0, len(middles), step)
+        axes.set_yticks(middles[shown], [str(rank) for rank in shown], fontsize=_SMALL * self.zoom)
         axes.tick_params(axis="y", length=0, pad=3)
         self._name_axis(axes, label)
 

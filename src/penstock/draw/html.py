@@ -7,9 +7,13 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw.canvas import FAINT, IDLE, INK, PAPER, rendered
+from penstock.draw.differences import WORDS, Part, parts
 from penstock.draw.summary import shape_of, summary, title_of
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from penstock.simulator.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 # The figure's own colours of text and background, as the page's.
@@ -37,11 +41,15 @@ svg {{ display: block; width: 100%; height: auto; }}
 table {{ margin-top: 2rem; border-collapse: collapse; font-variant-numeric: tabular-nums; }}
 th, td {{ padding: .3rem 2rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: pre; }}
 th {{ font-weight: 600; }}
+h1 {{ margin: 2.5rem 0 0; font-size: 1.4rem; }}
+h2 {{ margin: 2rem 0 .5rem; font-size: 1.1rem; }}
+h2 + table {{ margin-top: 0; }}
+p {{ margin: .3rem 0; }}
 </style>
 </head>
 <body>
 {figure}
-{table}
+{body}
 </body>
 </html>
 """
@@ -52,10 +60,25 @@ def html(timelines: Sequence[Timeline], **options: Any) -> str:
     from penstock.draw.figure import figure
 
     drawn = figure(timelines, **options)
-    drawn.patch.set_visible(False)
     names = list(options.get("names") or map(title_of, timelines))
-    title = escape(f"{', '.join(names)}: {', '.join(shape_of(timelines[0]))}")
-    return _PAGE.format(title=title, figure=_inline(rendered(drawn, "svg").decode()), table=_table(timelines, names, options.get("unit")))
+    return _page(f"{', '.join(names)}: {', '.join(shape_of(timelines[0]))}", drawn, _table(timelines, names, options.get("unit")))
+
+
+def overlay_html(found: Sequence[Differences], **options: Any) -> str:
+    """The page of measured timelines under their predictions; options are those of `penstock.draw.overlay.overlay`."""
+    from penstock.draw.overlay import overlay
+
+    names = list(options.get("names") or (title_of(each.measured) for each in found))
+    body: list[str] = []
+    for name, each in zip(names, found, strict=True):
+        body.append(f"<h1>{escape(name)}</h1>")
+        body += [_part(part) for part in parts(each, options.get("unit"), options.get("words", WORDS))]
+    return _page(", ".join(names), overlay(found, **options), "\n".join(body))
+
+
+def _page(title: str, drawn: Figure, body: str) -> str:
+    drawn.patch.set_visible(False)
+    return _PAGE.format(title=escape(title), figure=_inline(rendered(drawn, "svg").decode()), body=body)
 
 
 def _inline(svg: str) -> str:
@@ -73,6 +96,14 @@ def _table(timelines: Sequence[Timeline], names: Sequence[str], unit: str | None
     lines = [_row("th", ["", *names])]
     lines += [_row("td", [name, *(column.get(name, "0") for column in columns)]) for name in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"
+
+
+def _part(part: Part) -> str:
+    """A heading, a table and sentences."""
+    lines = [f"<h2>{escape(part.title)}</h2>"]
+    if part.rows:
+        lines += ["<table>", _row("th", part.header), *(_row("td", row) for row in part.rows), "</table>"]
+    return "\n".join([*lines, *(f"<p>{escape(sentence)}</p>" for sentence in part.said)])
 
 
 def _row(cell: str, texts: Sequence[str]) -> str:

@@ -62,6 +62,14 @@ def shaded(tone: Tone, chunk: int, chunks: int) -> Tone:
     return replace(tone, fill=fill, ink=ink_on(fill))
 
 
+def paler(tone: Tone, white: float) -> Tone:
+    """The tone with so much white in it."""
+    if not white:
+        return tone
+    fill = _mixed(tone.fill, white)
+    return replace(tone, fill=fill, ink=ink_on(fill))
+
+
 def ink_on(fill: str) -> str:
     """Black or white, whichever reads better on the fill: the two are even at a luminance of 0.179."""
     return "#000000" if _luminance(fill) > 0.179 else "#ffffff"

@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import FileFormatError
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from penstock.simulator.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 PICTURES = (".svg", ".png", ".html")
@@ -36,17 +39,31 @@ def save(timeline: Timeline, path: str | PathLike[str], **options: Any) -> None:
 
 def save_picture(timelines: Sequence[Timeline], path: str | PathLike[str], **options: Any) -> None:
     """Write several timelines as one `.svg`, `.png` or `.html` picture on one time axis."""
+    from penstock.draw.figure import figure
+    from penstock.draw.html import html
+
+    _write_picture(path, timelines, html, figure, options)
+
+
+def save_overlay(found: Sequence[Differences], path: str | PathLike[str], **options: Any) -> None:
+    """Write measured timelines under their predictions as one picture; options are those of `penstock.draw.overlay.overlay`."""
+    from penstock.draw.html import overlay_html
+    from penstock.draw.overlay import overlay
+
+    _write_picture(path, found, overlay_html, overlay, options)
+
+
+def _write_picture(
+    path: str | PathLike[str], what: Sequence[Any], page: Callable[..., str], figure: Callable[..., Figure], options: dict[str, Any]
+) -> None:
+    from penstock.draw.canvas import rendered
+
     suffix = suffix_of(path, PICTURES)
     if suffix == ".html":
-        from penstock.draw.html import html
-
-        _write(path, lambda: html(timelines, **options))
+        _write(path, lambda: page(what, **options))
         return
-    from penstock.draw.canvas import rendered
-    from penstock.draw.figure import figure
-
     dpi = {"dpi": options.pop("dpi")} if suffix == ".png" and "dpi" in options else {}
-    _write(path, lambda: rendered(figure(timelines, **options), suffix.removeprefix("."), **dpi))
+    _write(path, lambda: rendered(figure(what, **options), suffix.removeprefix("."), **dpi))
 
 
 def suffix_of(path: str | PathLike[str], known: Sequence[str]) -> str:

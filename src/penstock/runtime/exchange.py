@@ -14,13 +14,15 @@ from torch import Tensor
 
 from penstock.runtime.activity import clock
 from penstock.runtime.framed import TAGS
-from penstock.runtime.frames import HEADER, Header, empty
+from penstock.runtime.frames import LENGTH, OVERFLOW, TRAILER, empty, trailer
 
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
 
 ROOM = 1024
 """Bytes of a frame; what is longer follows apart."""
+_KEPT = 64
+"""How many sends are held before it is seen to that the oldest is through."""
 _TAG = TAGS["control"]
 
 
@@ -29,7 +31,9 @@ class Exchange:
 
     def __init__(self, group: Processes) -> None:
         self.group = group
-        self._flight: deque[Any] = deque()
+        self._flight: deque[tuple[Any, Tensor]] = deque()
+        self._posted: dict[int, tuple[Any, Tensor]] = {}
+        """The next receive from each rank that passes on to this one, posted ahead."""
         self._number = 0
 
     def gather(self, name: str, value: Any, deadline: float) -> list[Any]:
@@ -52,39 +56,52 @@ class Exchange:
                 raise group.report_failure(rank, text)
             values += more
             distance *= 2
-        while self._flight:
-            self._flight.popleft().wait(timeout)
         return [loads(values[(rank - other) % ranks]) for other in range(ranks)]
 
     def _send(self, target: int, data: bytes, name: str) -> None:
         frame = empty(ROOM)
-        fits = len(data) <= ROOM - HEADER
-        Header(0, 0, clock(), 0 if fits else len(data), len(data)).write(frame)
+        words, fits = trailer(frame), len(data) <= ROOM - TRAILER
+        words[LENGTH], words[OVERFLOW] = len(data), 0 if fits else len(data)
         if fits:
-            ctypes.memmove(frame.data_ptr() + HEADER, data, len(data))
+            ctypes.memmove(frame.data_ptr(), data, len(data))
         try:
-            self._flight.append(self.group.connection.send([frame], target, _TAG))
+            while len(self._flight) > _KEPT:  # taken long ago, for the other ranks have answered since
+                self._flight.popleft()[0].wait()
+            self._dispatch(frame, target, _TAG)
             if not fits:
-                self._flight.append(self.group.connection.send([torch.frombuffer(bytearray(data), dtype=torch.uint8)], target, _TAG + 1))
-        except (RuntimeError, AttributeError) as error:
+                self._dispatch(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, _TAG + 1)
+        except (RuntimeError, AttributeError, IndexError) as error:
             self.group.lost(target, f"all ranks to reach {name!r}", error)
 
+    def _dispatch(self, frame: Tensor, target: int, tag: int) -> None:
+        self._flight.append((self.group.connection.send([frame], target, tag), frame))  # the work does not hold the memory
+
     def _receive(self, source: int, name: str, timeout: timedelta) -> bytes:
-        activity, frame = self.group.mine, empty(ROOM)
+        activity, posted = self.group.mine, self._posted
         activity.since, activity.waits = clock(), f"all ranks to reach {name!r}"
         try:
-            self.group.connection.recv([frame], source, _TAG).wait(timeout)
-            header, at = Header.read(frame), HEADER
-            if header.overflow:
-                frame, at = empty(header.overflow), 0
+            if source not in posted:
+                self._post(source)
+            work, frame = posted.pop(source)
+            work.wait(timeout)
+            words = trailer(frame)
+            length, overflow = words[LENGTH], words[OVERFLOW]
+            if overflow:
+                frame = empty(overflow)
                 self.group.connection.recv([frame], source, _TAG + 1).wait(timeout)
-        except (RuntimeError, AttributeError) as error:
-            self.group.lost(source, activity.waits, error)
+            self._post(source)
+        except (RuntimeError, AttributeError, KeyError) as error:  # the latter two: the connection was closed meanwhile
+            self.group.lost(source, f"all ranks to reach {name!r}", error)
         activity.waits = None
-        return ctypes.string_at(frame.data_ptr() + at, header.length)
+        return ctypes.string_at(frame.data_ptr(), length)
+
+    def _post(self, source: int) -> None:
+        frame = empty(ROOM)
+        self._posted[source] = self.group.connection.recv([frame], source, _TAG), frame
 
     def drop(self) -> None:
         self._flight.clear()
+        self._posted.clear()
         self._number = 0
 
 

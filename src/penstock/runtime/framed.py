@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY
-from penstock.runtime.frames import HEADER, Form, Header, empty, pack_new, unpack_new
+from penstock.runtime.frames import NUMBER, OVERFLOW, PROGRAM, SENT, TRAILER, Form, Slot, empty, pack_new, trailer, unpack_new
 from penstock.runtime.group import Inbox, Operation, Outbox, Route, nothing
 
 if TYPE_CHECKING:
@@ -19,8 +19,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-AHEAD = 4
-"""How many receives are posted before they are asked for: gloo moves a message once its receive is."""
+AHEAD, ROOM = 32, 1 << 22
+"""How many receives are posted before they are asked for, at most, and how many bytes they may take together: gloo moves a message
+only once its receive is posted."""
+KEPT = 1 << 16
+"""Bytes up to which frames that were sent are kept to send from again: small ones cost more to make than to hold."""
 TAGS = {"activations": 0, "gradients": 2, "control": 4}
 """Of each kind of traffic; what does not fit its frame goes under the next one."""
 
@@ -36,7 +39,9 @@ class FramedOutbox(Outbox):
         self.forms: list[Form] = []
         self.generation = group.generation
         self.count = 0
-        self.flight: deque[tuple[int, Any]] = deque()
+        self.flight: deque[tuple[int, Any, Slot | Tensor]] = deque()
+        """Number, work, and what holds the memory, for the work does not."""
+        self.free: list[Slot] = []
         group.ends.append(self)
 
     def begin(self) -> None:
@@ -48,28 +53,39 @@ class FramedOutbox(Outbox):
         self.count = 0
 
     def put(self, value: Any) -> None:
-        number, forms = self.count, self.forms
+        number, forms, flight = self.count, self.forms, self.flight
         self.count = number + 1
-        form = forms[number] if number < len(forms) else None
-        frame = empty(HEADER if form is None else form.size)
-        if form is not None and form.fits(value):
-            form.pack(value, frame)
-            Header(self.program, number, clock(), 0).write(frame)
-            self._send(number, frame, self.tag)
-            return
-        new, overflow = pack_new(value)
-        logger.debug("rank %d sends %s %d to rank %d: %s, %d bytes", self.route[0], self.route[2], number, self.target, new, new.size)
-        forms[number : number + 1] = [new]
-        Header(self.program, number, clock(), len(overflow)).write(frame)
-        self._send(number, frame, self.tag)
-        self._send(number, overflow, self.tag + 1)
-
-    def _send(self, number: int, frame: Tensor, tag: int) -> None:
-        flight = self.flight
         while flight and number - flight[0][0] >= self.slots:
             self._wait_for_oldest()
+        if number >= len(forms):
+            self._put_new(number, TRAILER, value)
+        elif (form := forms[number]).fits(value):
+            slot = self._slot(form.size)
+            form.pack(value, slot.address)
+            self._send(number, slot, 0)
+        else:
+            self._put_new(number, form.size, value)
+
+    def _put_new(self, number: int, size: int, value: Any) -> None:
+        """A value of a new form follows apart, behind a frame of the size that the other end expects."""
+        new, overflow = pack_new(value)
+        logger.debug("rank %d sends %s %d to rank %d: %s, %d bytes", self.route[0], self.route[2], number, self.target, new, new.size)
+        self.forms[number : number + 1] = [new]
+        self._send(number, self._slot(size), len(overflow))
+        self._dispatch(number, [overflow], self.tag + 1, overflow)
+
+    def _slot(self, size: int) -> Slot:
+        free = self.free
+        return free.pop() if free and free[-1].size == size else Slot(size)
+
+    def _send(self, number: int, slot: Slot, overflow: int) -> None:
+        words = slot.words
+        words[PROGRAM], words[NUMBER], words[SENT], words[OVERFLOW] = self.program, number, clock(), overflow
+        self._dispatch(number, slot.frames, self.tag, slot)
+
+    def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: Slot | Tensor) -> None:
         try:
-            flight.append((number, self.group.connection.send([frame], self.target, tag)))
+            self.flight.append((number, self.group.connection.send(frames, self.target, tag), held))
         except (RuntimeError, AttributeError) as error:  # AttributeError: the connection was closed meanwhile
             self.group.lost(self.target, self._what, error)
 
@@ -77,9 +93,12 @@ class FramedOutbox(Outbox):
         activity = self.group.mine
         activity.since, activity.waits = clock(), self._what
         try:
-            self.flight.popleft()[1].wait(self.timeout)
+            _, work, held = self.flight.popleft()
+            work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
             self.group.lost(self.target, self._what, error)
+        if isinstance(held, Slot) and held.size <= KEPT:
+            self.free.append(held)
         activity.waits = None
 
     def drop(self) -> None:
@@ -101,6 +120,8 @@ class FramedInbox(Inbox):
         self.generation = group.generation
         self.posted: deque[tuple[Any, Tensor]] = deque()
         self.count = 0
+        self.ahead = 0
+        """How many receives are posted before they are asked for."""
         group.ends.append(self)
 
     def expect(self, cell: int) -> Operation:
@@ -114,11 +135,14 @@ class FramedInbox(Inbox):
             self.forms.clear()
         self.posted.clear()
         self.count = 0
-        for number in range(min(AHEAD, len(self.order))):
+        largest = max((form.size for form in self.forms), default=TRAILER)
+        self.ahead = min(AHEAD, max(2, ROOM // largest))
+        for number in range(min(self.ahead, len(self.order))):
             self._post(number)
 
     def _post(self, number: int) -> None:
-        frame = empty(self.forms[number].size if number < len(self.forms) else HEADER)
+        forms = self.forms
+        frame = forms[number].frame() if number < len(forms) else empty(TRAILER)
         try:
             self.posted.append((self.group.connection.recv([frame], self.source, self.tag), frame))
         except (RuntimeError, AttributeError) as error:
@@ -131,30 +155,26 @@ class FramedInbox(Inbox):
         return cells[cell]
 
     def _take(self, number: int) -> Any:
-        if number + AHEAD < len(self.order):
-            self._post(number + AHEAD)
+        if number + self.ahead < len(self.order):
+            self._post(number + self.ahead)
         self.count = number + 1
-        asked = clock()
-        frame = self._arrived(asked)
-        header = Header.read(frame)
-        if header.program != self.program or header.number != number:
-            text = f"rank {self.source} sent {self.route[2]} of another step than rank {self.route[1]} runs"
-            raise self.group.report_failure(
-                self.route[1], f"{text}: give all ranks the same count of microbatches, and make the same calls on all"
-            )
-        self.times[number] = header.sent, asked, clock()
-        return self._learn(number, header.overflow) if header.overflow else self.forms[number].unpack(frame)
-
-    def _arrived(self, asked: int) -> Tensor:
         activity = self.group.mine
-        activity.since, activity.waits = asked, self.name
+        activity.since = asked = clock()
+        activity.waits = self.name
         try:
             work, frame = self.posted.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:
             self.group.lost(self.source, self.name, error)
         activity.waits = None
-        return frame
+        words = trailer(frame)
+        if words[NUMBER] != number or words[PROGRAM] != self.program:
+            text = f"rank {self.source} sent {self.route[2]} of another step than rank {self.route[1]} runs"
+            raise self.group.report_failure(
+                self.route[1], f"{text}: give all ranks the same count of microbatches, and make the same calls on all"
+            )
+        self.times[number] = words[SENT], asked, clock()
+        return self._learn(number, words[OVERFLOW]) if words[OVERFLOW] else self.forms[number].unpack(frame)
 
     def _learn(self, number: int, size: int) -> Any:
         """A value of a new form, which follows apart."""

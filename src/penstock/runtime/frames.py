@@ -1,8 +1,8 @@
-"""Values as bytes for a channel between processes: a header, then the tensors one after the other.
+"""Values as bytes for a channel between processes: the tensors one after the other, then a trailer.
 
 A value's form (its tree, shapes, types, strides) is sent once, where it is new. While it stands, a message is one frame of a size
-that both ends know, and its header says whether what follows is of that form; so nothing is ever cut off, and receives can be
-posted before anything is known of what is under way.
+that both ends know, and its trailer says whether what comes before is of that form; so nothing is ever cut off, and receives can
+be posted before anything is known of what is under way.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import pickle
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,37 +19,36 @@ from torch.utils import _pytree as pytree
 
 from penstock.runtime.device import on_host, placed
 
-HEADER = 64
-"""Bytes; tensors behind it lie as they would in memory of their own."""
 _ALIGN = 64
+"""Tensors in a frame lie as they would in memory of their own."""
+TRAILER = 64
+"""Bytes."""
 _Words = ctypes.c_int64 * 5
 
+PROGRAM, NUMBER, SENT, OVERFLOW, LENGTH = range(5)
+"""The words of a trailer: which program sent the message, its place among those of its channel and step, when it was sent on the
+sender's clock, how many bytes follow apart (because the form is new; 0 where it stands), and how many bytes are used where that is
+not the form's to say."""
 
-class Header(NamedTuple):
-    """What is told of a message before anything else."""
 
-    program: int
-    """Which program sent it."""
-    number: int
-    """Its place among the messages of its channel and step."""
-    sent: int
-    """When, on the sender's clock."""
-    overflow: int
-    """How many bytes follow apart because the value's form is new; 0 where it stands."""
-    length: int = 0
-    """How many bytes of the frame are used, where that is not its form's to say."""
-
-    def write(self, frame: Tensor) -> None:
-        _Words.from_address(frame.data_ptr())[:] = list(self)
-
-    @classmethod
-    def read(cls, frame: Tensor) -> Header:
-        return cls(*_Words.from_address(frame.data_ptr()))
+def trailer(frame: Tensor) -> Any:
+    """The words behind all else in a frame."""
+    return _Words.from_address(frame.data_ptr() + frame.numel() * frame.element_size() - TRAILER)
 
 
 def empty(size: int) -> Tensor:
-    """A frame of so many bytes."""
+    """Memory of so many bytes."""
     return torch.empty(size, dtype=torch.uint8)
+
+
+class Slot:
+    """A frame to send from, with what is needed to fill it."""
+
+    __slots__ = ("address", "frames", "size", "words")
+
+    def __init__(self, size: int) -> None:
+        frame = empty(size)
+        self.size, self.frames, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
 
 
 @dataclass(frozen=True)
@@ -76,18 +75,21 @@ class Leaf:
             and tensor.dtype is self.dtype
             and tensor.requires_grad is self.grad
             and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _contiguous(self.shape)))
-            and tensor.device.type == self.device
+            and (tensor.is_cpu if self.device == "cpu" else tensor.device.type == self.device)
         )
 
-    def copy(self, tensor: Tensor, frame: Tensor) -> None:
+    def copy(self, tensor: Tensor, address: int) -> None:
         if self.device != "cpu" or tensor.stride() != self.stride:
             tensor = on_host(tensor, self.shape, self.stride)
-        ctypes.memmove(frame.data_ptr() + self.offset, tensor.data_ptr(), self.size)
+        ctypes.memmove(address + self.offset, tensor.data_ptr(), self.size)
 
     def view(self, frame: Tensor) -> Tensor:
         """The tensor that lies in the frame: no view of it to autograd, and no copy."""
         tensor = torch.empty(0, dtype=self.dtype)
         tensor.set_(frame.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
+        return self.finish(tensor)
+
+    def finish(self, tensor: Tensor) -> Tensor:
         if self.device != "cpu":
             tensor = placed(tensor, self.device)
         return tensor.requires_grad_() if self.grad else tensor
@@ -112,35 +114,50 @@ class Form:
     spec: Any
     leaves: tuple[Any, ...]
     size: int
+    """Bytes of its frame."""
+    alone: Leaf | None = field(init=False, compare=False)
+    """The one tensor that it is or that its list holds: most messages, so they have a quick way."""
+    dtype: torch.dtype = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        alone = self.leaves[0] if self.spec in (_ONE, _LIST) and len(self.leaves) == 1 and type(self.leaves[0]) is Leaf else None
+        object.__setattr__(self, "alone", alone)
+        object.__setattr__(self, "dtype", torch.uint8 if alone is None else alone.dtype)
 
     @classmethod
     def of(cls, value: Any) -> Form:
         parts, spec = _flat(value)
-        end, leaves = HEADER, []
+        end, leaves = 0, []
         for part in parts:
             if isinstance(part, Tensor):
                 leaves.append(Leaf.of(part, end))
                 end = -(-(end + leaves[-1].size) // _ALIGN) * _ALIGN
             else:
                 leaves.append(part)
-        return cls(spec, tuple(leaves), end)
+        return cls(spec, tuple(leaves), end + TRAILER)
 
     def fits(self, value: Any) -> bool:
         """Whether a value is of this form, so that its tensors alone need to be sent."""
         parts, spec = _flat(value)
         return bool(spec == self.spec) and len(parts) == len(self.leaves) and all(map(_part_fits, parts, self.leaves))
 
-    def pack(self, value: Any, frame: Tensor) -> None:
-        """Copy the value's tensors into the frame."""
+    def pack(self, value: Any, address: int) -> None:
+        """Copy the value's tensors into the frame at an address."""
         for part, leaf in zip(_flat(value)[0], self.leaves, strict=True):
             if type(leaf) is Leaf:
-                leaf.copy(part, frame)
+                leaf.copy(part, address)
+
+    def frame(self) -> Tensor:
+        """A frame to receive into, which becomes the value's tensor where there is but one."""
+        return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype)
 
     def unpack(self, frame: Tensor) -> Any:
         """The value, its tensors lying in the frame."""
+        alone = self.alone
+        if alone is not None:
+            tensor = alone.finish(frame.as_strided_(alone.shape, alone.stride))
+            return tensor if self.spec is _ONE else [tensor]
         parts = [leaf.view(frame) if type(leaf) is Leaf else leaf for leaf in self.leaves]
-        if self.spec is _ONE:
-            return parts[0]
         return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -164,12 +181,11 @@ def pack_new(value: Any) -> tuple[Form, Tensor]:
     """A value with its form in front of it, for the other end to learn."""
     form = Form.of(value)
     told = pickle.dumps(form)
-    frame = empty(8 + len(told) + _ALIGN + form.size)
-    at = -(-(8 + len(told)) // _ALIGN) * _ALIGN
-    body = frame[at : at + form.size]
-    form.pack(value, body)
+    at = _after(len(told))
+    frame = empty(at + form.size)
     ctypes.c_int64.from_address(frame.data_ptr()).value = len(told)
     ctypes.memmove(frame.data_ptr() + 8, told, len(told))
+    form.pack(value, frame.data_ptr() + at)
     return form, frame
 
 
@@ -177,8 +193,13 @@ def unpack_new(frame: Tensor) -> tuple[Form, Any]:
     """The reverse of `pack_new`."""
     length = ctypes.c_int64.from_address(frame.data_ptr()).value
     form: Form = pickle.loads(ctypes.string_at(frame.data_ptr() + 8, length))
-    at = -(-(8 + length) // _ALIGN) * _ALIGN
-    return form, form.unpack(frame[at : at + form.size].clone())
+    body = form.frame()
+    ctypes.memmove(body.data_ptr(), frame.data_ptr() + _after(length), form.size)
+    return form, form.unpack(body)
+
+
+def _after(length: int) -> int:
+    return -(-(8 + length) // _ALIGN) * _ALIGN
 
 
 def is_dense(tensor: Tensor) -> bool:

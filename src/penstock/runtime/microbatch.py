@@ -35,11 +35,9 @@ def sizes_of(total: int, count: int) -> list[int]:
 
 def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     """The value of each microbatch: tensors along their batch dimension, everything else as it is."""
-    leaves, spec = pytree.tree_flatten(value)
-    spread = _spread(dims, value)
     columns = [
         _slices(leaf, dim, sizes) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
-        for leaf, dim in zip(leaves, spread, strict=True)
+        for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True)
     ]
     if not columns:
         return [value] * len(sizes)
@@ -47,6 +45,7 @@ def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
         return list(columns[0])
     if type(value) is tuple and len(value) == len(columns):
         return list(zip(*columns, strict=True))  # the usual arguments: a tuple that holds no other trees
+    spec = pytree.tree_structure(value)
     return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
 
 
@@ -105,14 +104,23 @@ def _size(leaf: Tensor, dim: int) -> int:
 
 
 def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:
-    pairs = zip(pytree.tree_leaves(value), _spread(dims, value), strict=True)
+    pairs = zip(_leaves(value), _spread(dims, value), strict=True)
     return [(leaf, dim) for leaf, dim in pairs if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """A tree's leaves; quick for what most steps are given, a tensor and a tuple of tensors."""
+    if type(value) is Tensor:
+        return [value]
+    if type(value) is tuple and all(type(part) is Tensor for part in value):
+        return list(value)
+    return pytree.tree_leaves(value)
 
 
 def _spread(dims: Dims, value: Any) -> list[int | None]:
     """One dimension a leaf: a number holds for all below it, and so does None."""
     if dims is None or isinstance(dims, int):
-        return [dims] * len(pytree.tree_leaves(value))
+        return [dims] * len(_leaves(value))
     if isinstance(dims, dict) and isinstance(value, dict):
         return [each for key in value for each in _spread(dims.get(key, 0), value[key])]
     if isinstance(dims, (tuple, list)) and isinstance(value, (tuple, list)) and len(dims) == len(value):

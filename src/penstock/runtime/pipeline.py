@@ -23,11 +23,14 @@ from penstock.runtime.here import current
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
+from penstock.runtime.planned import planned_split, recomputing
 from penstock.runtime.programs import find_table, forward_program, training_program
 from penstock.runtime.randomness import kept_random_state
-from penstock.runtime.result import Share, StepResult, combine
+from penstock.runtime.recorder import Record, offsets, timeline
+from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
+from penstock.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +43,9 @@ class _Absent:
 
 
 ABSENT: Any = _Absent()
+
+_DRIFT = 1000
+"""Recorded steps after which the ranks' clocks are compared again."""
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
 
@@ -61,7 +67,8 @@ class Pipeline:
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
-    - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all.
+    - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike.
     """
 
     def __init__(
@@ -84,6 +91,7 @@ class Pipeline:
         overlap: Callable[..., None] | None = None,
         deadline: float = 300.0,
         group: Any = None,
+        record: bool = False,
     ) -> None:
         self.group, self.rank = current(group)
         self.deadline = deadline
@@ -93,8 +101,11 @@ class Pipeline:
         if weight is None:
             self.loss.check_own_reduction()
         self.weight, self.seed, self.overlap = weight, seed, overlap
+        self.record = record
+        self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
-        self.partition: Partition = partition(model, self.table.stages, split)
+        model, split = planned_split(model, plan if schedule is None else schedule, split)
+        self.partition: Partition = recomputing(partition(model, self.table.stages, split), plan if schedule is None else schedule)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -289,7 +300,8 @@ class Pipeline:
             raise
         finally:
             self.group.activity(self.rank).stop()
-        return combine(shares, lambda values: mb.merge(values, self._out_dim()))
+        recorded = self._recorded(executor) if self.record else None
+        return StepResult(shares, lambda values: mb.merge(values, self._out_dim()), recorded)
 
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
@@ -329,6 +341,15 @@ class Pipeline:
                     f"rank {rank} ran {theirs.microbatches} microbatches, rank {self.rank} {share.microbatches}: give all ranks the same"
                 )
         return shares
+
+    def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
+        """Everyone's times; clocks are compared again every so many steps, for they drift."""
+        if self._clocks is None or self._clocks[0] >= _DRIFT:
+            self._clocks = 0, offsets(self.group, self.rank, self.deadline)
+        count, ahead = self._clocks
+        self._clocks = count + 1, ahead
+        records = self.gather("timeline", Record.of(executor))
+        return lambda: timeline(executor.program, records, ahead)
 
     def _out_dim(self) -> int:
         return self.batch_dims if isinstance(self.batch_dims, int) else 0

@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
 
-@dataclass(frozen=True)
 class StepResult:
-    """Loss, losses, metrics and outputs of a step, microbatches in their own order."""
+    """Loss, losses, metrics and outputs of a step, microbatches in their own order.
 
-    loss: Tensor | None
-    """The loss of the whole batch, side losses included; None where none was computed."""
-    losses: list[Tensor] = field(default_factory=list)
-    """Each microbatch's loss as the loss function gave it."""
-    metrics: dict[str, list[Tensor]] = field(default_factory=dict)
-    """Each metric's value for each microbatch that reported it."""
-    outputs: Any = None
-    """The last stage's outputs, joined along the batch dimension where that can be; None unless asked for."""
-    timeline: Timeline | None = None
+    Every rank has every rank's share of them; they are put together when they are first asked for.
+    """
+
+    def __init__(self, shares: Sequence[Share], merge: Callable[[list[Any]], Any], timeline: Callable[[], Timeline] | None = None) -> None:
+        self._shares, self._merge, self._timeline = shares, merge, timeline
+
+    @cached_property
+    def loss(self) -> Tensor | None:
+        """The loss of the whole batch, side losses included; None where none was computed.
+
+        Summed in the order of microbatches and stages, so that every rank gets the same.
+        """
+        side = _in_order({(m, s): v for share in self._shares for (s, m), v in share.side.items()})
+        total: Tensor | None = None
+        for value in (*(loss * scale for loss, scale in self._weighted if scale), *side):
+            total = value if total is None else total + value
+        return total
+
+    @cached_property
+    def losses(self) -> list[Tensor]:
+        """Each microbatch's loss as the loss function gave it."""
+        return [loss for loss, _ in self._weighted]
+
+    @cached_property
+    def _weighted(self) -> list[tuple[Tensor, float]]:
+        return _in_order({k: v for share in self._shares for k, v in share.losses.items()})
+
+    @cached_property
+    def metrics(self) -> dict[str, list[Tensor]]:
+        """Each metric's value for each microbatch that reported it."""
+        found: dict[str, dict[tuple[int, int], Tensor]] = {}
+        for share in self._shares:
+            for name, values in share.metrics.items():
+                found.setdefault(name, {}).update({(m, s): v for (s, m), v in values.items()})
+        return {name: _in_order(found[name]) for name in sorted(found)}
+
+    @cached_property
+    def outputs(self) -> Any:
+        """The last stage's outputs, joined along the batch dimension where that can be; None unless asked for."""
+        outputs = _in_order({k: v for share in self._shares for k, v in share.outputs.items()})
+        return self._merge(outputs) if outputs else None
+
+    @cached_property
+    def timeline(self) -> Timeline | None:
+        """When everything ran on every rank; None unless the pipeline records."""
+        return None if self._timeline is None else self._timeline()
 
 
 @dataclass
@@ -39,25 +77,19 @@ class Share:
     metrics: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: losses of one kind as one tensor, which is quicker to send than many."""
+        state = dict(self.__dict__)
+        tensors = [loss for loss, _ in self.losses.values()]
+        if len({(loss.dtype, loss.shape) for loss in tensors}) == 1:
+            state["losses"] = list(self.losses), torch.stack(tensors), [scale for _, scale in self.losses.values()]
+        return state
 
-def combine(shares: list[Share], merge: Callable[[list[Any]], Any]) -> StepResult:
-    """The whole result, summed in the order of microbatches and stages so that every rank gets the same."""
-    losses = _in_order({k: v for share in shares for k, v in share.losses.items()})
-    side = _in_order({(m, s): v for share in shares for (s, m), v in share.side.items()})
-    total: Tensor | None = None
-    for value in (*(loss * scale for loss, scale in losses if scale), *side):
-        total = value if total is None else total + value
-    metrics: dict[str, dict[tuple[int, int], Tensor]] = {}
-    for share in shares:
-        for name, values in share.metrics.items():
-            metrics.setdefault(name, {}).update({(m, s): v for (s, m), v in values.items()})
-    outputs = _in_order({k: v for share in shares for k, v in share.outputs.items()})
-    return StepResult(
-        total,
-        [loss for loss, _ in losses],
-        {name: _in_order(metrics[name]) for name in sorted(metrics)},
-        merge(outputs) if outputs else None,
-    )
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if isinstance(state["losses"], tuple):
+            numbers, tensors, scales = state["losses"]
+            state["losses"] = dict(zip(numbers, zip(tensors.unbind(), scales, strict=True), strict=True))
+        self.__dict__.update(state)
 
 
 def _in_order(values: dict[Any, Any]) -> list[Any]:

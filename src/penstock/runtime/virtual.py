@@ -28,6 +28,8 @@ class Channel:
 
     messages: deque[Any] = field(default_factory=deque)
     posted: deque[int] = field(default_factory=deque)
+    sent: deque[int] = field(default_factory=deque)
+    """When each of the messages was."""
 
     def has_room(self, slots: int) -> bool:
         """Whether a message can be sent: one for which a receive is posted takes no slot."""
@@ -194,6 +196,7 @@ class VirtualGroup(Group):
             for channel in self._channels.values():  # emptied, not dropped: executors hold on to them
                 channel.messages.clear()
                 channel.posted.clear()
+                channel.sent.clear()
             self._boards.clear()
             self._gathered = [0] * self.ranks
             return True
@@ -264,6 +267,7 @@ class _Outbox(Outbox):
         if len(channel.messages) >= slots and not channel.has_room(slots):
             rank, target, what = self.route
             self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
+        channel.sent.append(clock())
         channel.messages.append(value)
         if self.group.parallel:
             self.group.changed()
@@ -273,11 +277,14 @@ class _Inbox(Inbox):
     """Messages go to the cells that receives were posted for, in order."""
 
     def __init__(self, group: VirtualGroup, route: Route, deadline: float) -> None:
+        super().__init__()
         self.group, self.rank, self.deadline = group, route[1], deadline
+        self.count = 0
         self.channel = group.channel(route)
         self.name = f"{route[2]} from rank {route[0]}"
 
     def expect(self, cell: int) -> Operation:
+        self.times.append((0, 0, 0))
         group, posted, parallel = self.group, self.channel.posted, self.group.parallel
 
         def post() -> None:
@@ -287,11 +294,17 @@ class _Inbox(Inbox):
 
         return post
 
+    def begin(self) -> None:
+        self.count = 0
+
     def pull(self, cells: list[Any], cell: int) -> Any:
         messages, posted = self.channel.messages, self.channel.posted
         while cells[cell] is EMPTY:
+            asked = clock()
             if not messages:
                 self.group.wait(self.rank, lambda: bool(messages), self.name, self.deadline)
+            self.times[self.count] = self.channel.sent.popleft(), asked, clock()
+            self.count += 1
             cells[posted.popleft()] = messages.popleft()
         return cells[cell]
 

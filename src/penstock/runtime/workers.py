@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import LostRankError, PipelineError, ScheduleError
 from penstock.runtime.alarm import Told, serializer
 from penstock.runtime.orders import Start, Task, read, write
 from penstock.runtime.stores import PrefixStore, TCPStore
@@ -99,13 +100,13 @@ class Workers:
         raise_first(failed, count)
         return [results[rank] for rank in range(count)]
 
-    def _death(self, rank: int, store: Any) -> PipelineError:
+    def _death(self, rank: int, store: Any) -> LostRankError:
         """A process has ended: those that wait for it need wait no longer."""
         self._lost = True
         store.set(f"ended/{rank}", b"")
         code = self.processes[rank].wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return PipelineError(f"the process of rank {rank} {how}")
+        return LostRankError(f"the process of rank {rank} {how}")
 
     def stop(self) -> None:
         """End all processes, whatever they do."""
@@ -142,15 +143,13 @@ class Workers:
 
 def _reachable() -> dict[str, str]:
     """The environment in which a worker finds this package, also where it runs from its source tree."""
-    import penstock
-
-    source = os.path.dirname(os.path.dirname(os.path.abspath(penstock.__file__)))
+    source = str(Path(__file__).resolve().parents[2])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))}
 
 
 def raise_first(failed: Sequence[tuple[int, BaseException]], ranks: int) -> None:
-    """The failure that came first, and a rank's own error rather than the report of another's."""
+    """The failure that came first: a rank's own error rather than a lost rank, and both rather than the report of another's."""
     if failed:
-        rank, error = next((each for each in failed if not isinstance(each[1], PipelineError)), failed[0])
+        rank, error = min(failed, key=lambda each: (isinstance(each[1], PipelineError), not isinstance(each[1], LostRankError)))
         error.add_note(f"raised on rank {rank} of {ranks}")
         raise error

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
 CAUSES = ("fill", "waiting", "communication", "memory", "drain")
+OVERHEAD = "overhead"
+"""The cause that only measured timelines have."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Gap:
     - `fill`: before the rank's first computation, and `drain`: after its last;
     - `waiting`: for `action` on `rank` to end;
     - `communication`: for what `action` on `rank` sent, or gathered, to arrive;
-    - `memory`: for a slot of the channel that `action` is sent on.
+    - `memory`: for a slot of the channel that `action` is sent on;
+    - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
     """
 
     start: float
@@ -37,6 +40,7 @@ class Gap:
             "waiting": f"waits for {self.action} on rank {self.rank}",
             "communication": f"waits for the message of {self.action} from rank {self.rank}",
             "memory": f"waits for a slot to send {self.action}",
+            OVERHEAD: f"has all that {self.action} needs",
         }[self.cause]
         return f"{self.start:g} to {self.end:g}: {what}"
 
@@ -56,11 +60,11 @@ def gaps(timeline: Timeline, rank: int) -> list[Gap]:
         if begun and start > clock:
             found += _waits(timeline, node, clock, start)
         clock = max(clock, float(timeline.end[node]))
-    found += _tail(timeline, rank, clock)
+    found += tail(timeline, rank, clock)
     return found
 
 
-def _tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
+def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
     """What follows the last action: the optimizer's step is work, the rest drains."""
     step_end = float(timeline.finished[rank])
     step = float(timeline.optimizer[rank])

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from penstock.simulator.critical import PathStep
     from penstock.simulator.gaps import Gap
     from penstock.simulator.memory import Curve
+    from penstock.simulator.waits import Waits
 
 Floats = NDArray[np.float64]
 
@@ -141,6 +142,13 @@ class Timeline:
     def num_messages(self) -> int:
         return len(self.depart)
 
+    @cached_property
+    def waits(self) -> Waits:
+        """What each computation waited for."""
+        from penstock.simulator.waits import Waits
+
+        return Waits(self)
+
     # Parts ------------------------------------------------------------------------------------------------------------
 
     def spans(self, rank: int) -> list[Span]:
@@ -181,8 +189,9 @@ class Timeline:
     def gaps(self, rank: int) -> list[Gap]:
         """The rank's idle times, each with its cause."""
         from penstock.simulator.gaps import gaps
+        from penstock.simulator.measured import measured_gaps
 
-        return gaps(self, rank)
+        return gaps(self, rank) if self.source == "simulated" else measured_gaps(self, rank)
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
@@ -192,15 +201,16 @@ class Timeline:
         total = dict.fromkeys(CAUSES, 0.0)
         for rank in range(self.ranks):
             for gap in self.gaps(rank):
-                total[gap.cause] += gap.end - gap.start
+                total[gap.cause] = total.get(gap.cause, 0.0) + (gap.end - gap.start)
         return total
 
     @cached_property
     def critical_path(self) -> list[PathStep]:
-        """A chain of actions and messages without a pause, from the start to the makespan."""
+        """A chain of actions and messages from the start to the makespan; without a pause where it is simulated."""
         from penstock.simulator.critical import critical_path
+        from penstock.simulator.measured import measured_path
 
-        return critical_path(self)
+        return critical_path(self) if self.source == "simulated" else measured_path(self)
 
     # Files ------------------------------------------------------------------------------------------------------------
 

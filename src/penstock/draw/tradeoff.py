@@ -1,0 +1,186 @@
+"""What a plan was chosen from: time against memory, a mark a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from penstock.draw import palette
+from penstock.draw.canvas import FAINT, INK, PAPER, POINTS, rendered, style, text_width
+from penstock.draw.save import suffix_of
+from penstock.errors import UsageError
+from penstock.ir.csv_form import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from penstock.planner.candidate import Candidate
+    from penstock.planner.plan import Plan
+
+SUFFIXES = (".svg", ".png")
+_WIDTH, _HEIGHT = 7.2, 4.6
+_TEXT, _SMALL = 8.0, 7.0
+_SLOWEST = 1.5
+"""Times the plan's time; slower candidates are not shown."""
+_COLOURS = {
+    "linear": palette.FORWARD.fill,
+    "looped": palette.INPUT.fill,
+    "v": palette.WEIGHT.fill,
+    "wave": palette.OVERLAP.fill,
+    "bidirectional": palette.BACKWARD.fill,
+}
+
+
+def save_tradeoff(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write the figure as `.svg` or `.png`."""
+    suffix = suffix_of(path, SUFFIXES)
+    write_whole(path, rendered(tradeoff(plan), suffix.removeprefix(".")))
+
+
+def tradeoff(plan: Plan) -> Figure:
+    """Each candidate that was timed by the memory of its fullest rank and its time; those that do not fit are hollow."""
+    with style():
+        return _Sheet(plan).figure()
+
+
+@dataclass(frozen=True)
+class _Sheet:
+    plan: Plan
+
+    @cached_property
+    def shown(self) -> list[Candidate]:
+        """The candidates that were timed and are not far too slow."""
+        found = [each for each in self.plan.alternatives if each.objective is not None and each.peak is not None]
+        if not found:
+            raise UsageError("the plan has no alternatives to draw: it was made without them")
+        return [each for each in found if self._time(each) <= _SLOWEST * self.plan.objective]
+
+    @cached_property
+    def shares(self) -> bool:
+        """Whether memory is shown as a share of the limit, where ranks have different ones."""
+        return len(set(self.plan.memory_limit or ())) > 1
+
+    @cached_property
+    def scale(self) -> tuple[float, str]:
+        """What a memory is divided by, and what it then is."""
+        if self.shares:
+            return 1.0, "peak memory, as a share of the rank's limit"
+        label = "peak memory of the fullest rank"
+        if not self.plan.in_bytes:
+            return 1.0, label
+        return 2.0**30, f"{label} (GiB)"
+
+    def _memory(self, each: Candidate) -> float:
+        peak = each.peak or 0.0
+        if self.shares:
+            return peak / (peak - (each.excess or 0.0))
+        return peak / self.scale[0]
+
+    def _time(self, each: Candidate) -> float:
+        return each.objective or 0.0
+
+    def figure(self) -> Figure:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        made = Figure(figsize=(_WIDTH, _HEIGHT), facecolor=PAPER, layout="constrained")
+        FigureCanvasAgg(made)
+        axes = made.add_subplot()
+        self._prepare(axes)
+        self._limits(axes)
+        self._marks(axes)
+        axes.legend(fontsize=_SMALL, frameon=False, loc="upper right")
+        made.draw_without_rendering()  # places the axes, so that points can be found on the sheet
+        self._names(axes)
+        return made
+
+    def _prepare(self, axes: Axes) -> None:
+        from matplotlib.ticker import LogLocator
+
+        plan = self.plan
+        memories = [self._memory(each) for each in self.shown]
+        if min(memories) > 0 and max(memories) > 3 * min(memories):
+            axes.set_xscale("log")
+            axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+            axes.xaxis.set_minor_formatter(lambda value, _: "")
+        what = "makespan" if plan.barrier else "longest rank span"
+        axes.set_xlabel(self.scale[1], fontsize=_TEXT)
+        axes.set_ylabel(f"{what}{f' ({plan.profile.time_unit})' if plan.profile.time_unit else ''}", fontsize=_TEXT)
+        axes.tick_params(labelsize=_SMALL, length=3, width=0.6)
+        axes.grid(color="#eeeeee", linewidth=0.6)
+        axes.set_axisbelow(True)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        slower = sum(each.objective is not None for each in plan.alternatives) - len(self.shown)
+        left_out = f"; {slower} slower ones are not shown" if slower else ""
+        axes.set_title(f"{plan.placement.ranks} ranks, {len(self.shown)} candidates{left_out}", fontsize=_TEXT, color=FAINT, loc="left")
+
+    def _limits(self, axes: Axes) -> None:
+        plan, limits = self.plan, self.plan.memory_limit
+        axes.axhline(plan.overall_bound, color=FAINT, linewidth=0.8, linestyle=":", label="bound of all candidates")
+        if limits is not None:
+            axes.axvline(1.0 if self.shares else limits[0] / self.scale[0], color=INK, linewidth=0.8, linestyle="--", label="memory limit")
+
+    def _marks(self, axes: Axes) -> None:
+        for kind in dict.fromkeys(each.placement for each in self.shown):
+            colour = _COLOURS.get(kind, FAINT)
+            for fits in (True, False):
+                those = [each for each in self.shown if each.placement == kind and each.fits is fits]
+                points = [self._memory(each) for each in those], [self._time(each) for each in those]
+                label = kind if fits or not any(each.placement == kind and each.fits for each in self.shown) else "_"
+                axes.scatter(*points, s=22, facecolors=colour if fits else "none", edgecolors=colour, linewidths=0.9, label=label, zorder=3)
+        chosen = self.plan.alternatives[self.plan.chosen]
+        axes.scatter(
+            [self._memory(chosen)],
+            [self._time(chosen)],
+            s=110,
+            facecolors="none",
+            edgecolors=INK,
+            linewidths=1.3,
+            zorder=4,
+            label="the plan",
+        )
+
+    def _names(self, axes: Axes) -> None:
+        """Name the plan and the candidates that nothing beats in both time and memory, where there is room for the name."""
+        chosen = self.plan.alternatives[self.plan.chosen]
+        taken: list[tuple[float, float, float, float]] = []
+        for each in dict.fromkeys([chosen, *self._front()]):
+            bold = each is chosen
+            box = self._free_box(axes, each, text_width(each.name, _SMALL, bold), taken)
+            if box is None:
+                continue
+            taken.append(box)
+            axes.text(
+                box[0],
+                box[1],
+                each.name,
+                transform=axes.figure.dpi_scale_trans,
+                fontsize=_SMALL,
+                color=INK if bold else FAINT,
+                fontweight="bold" if bold else "normal",
+            )
+
+    def _free_box(self, axes: Axes, each: Candidate, width: float, taken: Sequence[tuple[float, float, float, float]]) -> Any:
+        """Left, bottom, right and top in inches of the first place beside a mark that no other name has."""
+        at = axes.transData.transform((self._memory(each), self._time(each))) / axes.figure.dpi
+        height, away = _SMALL / POINTS, 0.09
+        lefts, bottoms = (at[0] + away, at[0] - away - width), (at[1] + 0.03, at[1] - height, at[1] + 0.12, at[1] - 0.12 - height)
+        for left, bottom in ((left, bottom) for bottom in bottoms for left in lefts):
+            box = (float(left), float(bottom), float(left + width), float(bottom + height))
+            free = all(box[0] > b[2] or box[2] < b[0] or box[1] > b[3] or box[3] < b[1] for b in taken)
+            if free and box[0] > 0.5 and box[2] < _WIDTH and box[1] > 0.45:
+                return box
+        return None
+
+    def _front(self) -> Sequence[Candidate]:
+        found: list[Candidate] = []
+        for each in sorted(self.shown, key=lambda each: (self._memory(each), self._time(each))):
+            if not found or self._time(each) < self._time(found[-1]) * (1 - 1e-9):
+                found.append(each)
+        return found

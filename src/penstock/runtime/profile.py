@@ -1,0 +1,283 @@
+"""Measure a model layer by layer on the device that it is on."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from penstock.errors import PlacementError, ScheduleError, nearest
+from penstock.planner.profile import Layer, Profile
+from penstock.runtime import holdings
+from penstock.runtime import microbatch as mb
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.loss import Loss
+from penstock.runtime.partition import Layers, partition
+from penstock.runtime.randomness import kept_random_state
+from penstock.runtime.recording import run_backward
+from penstock.runtime.stage import Stage
+from penstock.runtime.values import cut, detached, roots
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def profile(
+    model: Any,
+    sample: Any,
+    *,
+    loss_fn: Callable[..., Any] | None = None,
+    target: Any = None,
+    split: Layers | None = None,
+    microbatch_sizes: Sequence[int] | None = None,
+    optimizer: Optimizer | str | None = "adamw",
+    device: str | torch.device | None = None,
+    warmup: int = 3,
+    repeats: int = 7,
+    latency: float = 0.0,
+    bandwidth: float | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> Profile:
+    """The profile of a model: F, I and W of every layer, and what each holds. Times in seconds, sizes in bytes.
+
+    - `model`: a list of layers, an `nn.Sequential`, or another module with `split=Layers(...)`;
+    - `sample`: a microbatch; a tuple is several arguments. `microbatch_sizes` measures other sizes too, from its rows repeated;
+    - `loss_fn(output, target)` or `loss_fn(output)` counts with the last layer; without one its backward starts from ones;
+    - `optimizer`: whose memory counts: adamw, adam, sgd or none, or what makes one from parameters;
+    - `device`: move the model and the sample there; "auto" is a GPU if there is one.
+
+    Each layer is run as a stage is: its backward is split by the same means, so that W is what can really wait. Times are
+    the median of `repeats` rounds after `warmup`. Memory is what is really held: the distinct memory that the forward saves, and that
+    the weights' backward waits with. Nothing of the model is changed but its device.
+    """
+    if warmup < 0 or repeats < 1:
+        raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
+    named = _named_layers(model, split)
+    args, target = _on(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
+    own = mb.batch_size(args, 0)
+    if own is None:
+        raise ScheduleError("the sample has no tensor with a batch dimension: give at least one tensor")
+    measuring = _Measuring(named, Loss(loss_fn, "mean") if loss_fn is not None else None, _maker(optimizer), warmup, repeats, progress)
+    sizes = list(dict.fromkeys(microbatch_sizes or [own]))
+    if min(sizes) < 1:
+        raise ScheduleError(f"microbatch_sizes={sizes}: a microbatch has at least 1 row")
+    first, *others = (measuring.at(size, mb_args(args, size), mb_args(target, size)) for size in sizes)
+    source = f"measured on {_device_name(args)} with torch {torch.__version__}, median of {repeats}"
+    return replace(
+        first, latency=latency, bandwidth=bandwidth, time_unit="s", size_unit="B", source=source, keeps_output=True, variants=others
+    )
+
+
+def mb_args(value: Any, size: int) -> Any:
+    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer."""
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        return leaf if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
+
+    return pytree.tree_map(resized, value)
+
+
+def _named_layers(model: Any, split: Layers | None) -> list[tuple[str, nn.Module]]:
+    if isinstance(model, (list, tuple, nn.ModuleList)) and split is None:
+        layers = [(f"{place} {type(layer).__name__}", layer) for place, layer in enumerate(model)]
+        if not layers or not all(isinstance(layer, nn.Module) for _, layer in layers):
+            raise PlacementError("a model is a list of at least one layer, each an nn.Module")
+        return layers
+    if isinstance(split, Layers):
+        inner = model.get_submodule(split.layers)
+        count = len(split.head) + len(inner) + len(split.tail)
+        split = replace(split, sizes=[1] * count)
+    elif not isinstance(model, nn.Sequential):
+        raise PlacementError(
+            f"a {type(model).__name__} does not say which layers it has: give a list, an nn.Sequential or split=Layers(...)"
+        )
+    else:
+        count = len(model)
+    parts = partition(model, count, split or [1] * count).parts
+    return [(part.layers[0], part.module) for part in parts if part is not None]
+
+
+def _maker(optimizer: Optimizer | str | None) -> Optimizer | None:
+    if not isinstance(optimizer, str):
+        return optimizer
+    known: dict[str, Optimizer | None] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "none": None}
+    if optimizer not in known:
+        raise ScheduleError(f"there is no optimizer {optimizer!r}: {nearest(optimizer, known)}")
+    return known[optimizer]
+
+
+def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], value: Any) -> Any:
+    """The value on the device, to which the layers are moved too; where nothing is said, all stay where they are."""
+    if device is None:
+        return value
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    for _, layer in named:
+        layer.to(where)
+    return pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def _device_name(args: Any) -> str:
+    device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@dataclass
+class _Run:
+    """One forward of a layer as a stage runs it, with all that its backwards need."""
+
+    leaves: Any
+    made: Any
+    ends: list[Tensor]
+    grads: list[Tensor | None]
+    deferral: Deferral
+
+
+@dataclass
+class _Measuring:
+    named: list[tuple[str, nn.Module]]
+    loss: Loss | None
+    optimizer: Optimizer | None
+    warmup: int
+    repeats: int
+    progress: Callable[[str, int, int], None] | None
+
+    def at(self, size: int, args: tuple[Any, ...], target: Any) -> Profile:
+        """The layers for microbatches of one size, timed in rounds over all of them, so that what disturbs one run disturbs one of each."""
+        ones: list[_One] = []
+        given: Any = args
+        with _kept([module for _, module in self.named]):
+            for place, (name, module) in enumerate(self.named):
+                last = place == len(self.named) - 1
+                ones.append(_One(name, Stage(place, module, unpack=place == 0), self.loss if last else None, target, given))
+                given = ones[-1].look(self.warmup, self.optimizer)
+            for round_ in range(self.repeats):
+                self._tell(f"round {round_ + 1} of {self.repeats}, microbatches of {size}", round_)
+                for one in ones:
+                    one.time()
+        return Profile([one.layer() for one in ones], microbatch=size, input=float(sum(holdings.sizes(args).values())))
+
+    def _tell(self, what: str, done: int) -> None:
+        if self.progress is not None:
+            self.progress(what, done, self.repeats)
+
+
+@dataclass
+class _One:
+    """One layer, and what is known of it."""
+
+    name: str
+    stage: Stage
+    loss: Loss | None
+    target: Any
+    given: Any
+    times: list[tuple[float, float, float]] = field(default_factory=list)
+    sizes: dict[str, float] = field(default_factory=dict)
+
+    def look(self, warmup: int, optimizer: Optimizer | None) -> Any:
+        """Run it until it is warm, and see what it holds; what it gives the next one."""
+        for _ in range(warmup):
+            self._run_once()
+        held, stash, made = self._held()
+        module = self.stage.module
+        found = {
+            "activation": held,
+            "weight_stash": stash,
+            "output": sum(holdings.sizes(made).values()),
+            "parameters": sum(holdings.of_module(module).values()),
+            "gradients": sum(holdings.sizes([p.grad for p in module.parameters()]).values()),
+            "optimizer": holdings.of_optimizer(module, optimizer),
+        }
+        self.sizes = {name: float(size) for name, size in found.items()}
+        return made
+
+    def time(self) -> None:
+        self.times.append(self._run_once())
+
+    def layer(self) -> Layer:
+        f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
+        return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
+
+    def _forward(self) -> _Run:
+        leaves = cut(self.given)
+        deferral = Deferral()
+        with self._recording(deferral):
+            made = self.stage.run([leaves], {})
+        if self.loss is None:
+            ends = roots(made)
+            return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral)
+        loss = self.loss(made, None if self.target is None else [self.target], 0)
+        ends = [loss] if loss.requires_grad else []
+        return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral)
+
+    @contextmanager
+    def _recording(self, deferral: Deferral) -> Iterator[None]:
+        if self.stage.splits:
+            with self.stage.deferrable().forward(deferral):
+                yield
+        else:
+            yield
+
+    def _backward(self, run: _Run) -> None:
+        if not run.ends:
+            return
+        if self.stage.splits:
+            self.stage.deferrable().backward_input(run.deferral, run.ends, run.grads)
+        else:
+            run_backward(run.ends, run.grads)
+
+    def _run_once(self) -> tuple[float, float, float]:
+        """How long F, I and W take."""
+        marks = [_now()]
+        run = self._forward()
+        marks.append(_now())
+        self._backward(run)
+        marks.append(_now())
+        self.stage.backward_weights(run.deferral)
+        marks.append(_now())
+        return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
+
+    def _held(self) -> tuple[int, int, Any]:
+        """What is held from F to I, and from I to W, and the output."""
+        own = holdings.of_module(self.stage.module)
+        with holdings.saved() as seen:
+            run = self._forward()
+            held = {**seen, **holdings.sizes(run.leaves)}
+            if self.loss is None:  # counted with who reads it: the next layer, or the message
+                held = {key: size for key, size in held.items() if key not in holdings.sizes(run.made)}
+            self._backward(run)
+        stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
+        made = detached(run.made)
+        self.stage.backward_weights(run.deferral)
+        return holdings.total(held, own), holdings.total(stash, own), made
+
+
+def _now() -> float:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@contextmanager
+def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Leave gradients, buffers and torch's random state as they were."""
+    grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
+    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with torch.enable_grad(), kept_random_state():
+            yield
+    finally:
+        for parameter, grad in grads:
+            parameter.grad = grad
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)

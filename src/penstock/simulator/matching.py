@@ -1,0 +1,120 @@
+"""Two timelines of the same work: which action and which message of one is which of the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.errors import UsageError
+from penstock.ir import codes
+from penstock.ir.action import Action
+from penstock.ir.kind import COMPUTE
+from penstock.ir.rows import Ints, Rows
+from penstock.simulator.timeline import Timeline
+from penstock.simulator.waits import Waits
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """For each computation and message of `measured`, the same one of `predicted`.
+
+    One may be of a schedule and the other of its program: what is computed is matched by what it is, not by where it stands.
+    """
+
+    predicted: Waits
+    measured: Waits
+    action: Ints
+    """For each computation of `measured`, its place among those of `predicted`."""
+    message: Ints
+
+    @cached_property
+    def other_order(self) -> tuple[int, Action, Action] | None:
+        """The first rank that computes in another order: the rank, and its first actions that differ, predicted and measured."""
+        wrong = np.flatnonzero(self.action != np.arange(len(self.action)))
+        if not len(wrong):
+            return None
+        place = int(wrong[0])
+        return int(self.measured.rank[place]), self.predicted.action(place), self.measured.action(place)
+
+
+def match(predicted: Timeline, measured: Timeline) -> Match:
+    """The pairs; a `UsageError` says why there are none if these are not timelines of the same work."""
+    _check_shapes(predicted, measured)
+    one, other = _Sorted(predicted), _Sorted(measured)
+    if not (np.array_equal(one.entry_codes, other.entry_codes) and np.array_equal(one.entry_ranks, other.entry_ranks)):
+        raise UsageError(f"they do not compute the same: {_first_difference(predicted, measured)}")
+    waits = predicted.waits, measured.waits
+    action = np.empty(len(waits[1].node), dtype=np.int64)
+    action[waits[1].place[other.groups]] = waits[0].place[one.groups]
+    message = np.empty(measured.num_messages, dtype=np.int64)
+    if predicted.num_messages != measured.num_messages or not np.array_equal(one.message_keys, other.message_keys):
+        raise UsageError("they do not send the same: their stages are joined in other ways, or stand on other ranks")
+    message[other.message_order] = one.message_order
+    return Match(*waits, action, message)
+
+
+def _check_shapes(one: Timeline, other: Timeline) -> None:
+    for what in ("ranks", "stages", "microbatches"):
+        counts = getattr(one.table, what), getattr(other.table, what)
+        if counts[0] != counts[1]:
+            raise UsageError(f"one has {counts[0]} {what} and the other {counts[1]}")
+
+
+@dataclass(frozen=True, eq=False)
+class _Sorted:
+    """A timeline's computations and messages in an order that does not depend on when they ran."""
+
+    timeline: Timeline
+
+    @property
+    def rows(self) -> Rows:
+        return self.timeline.table.rows
+
+    @cached_property
+    def entries(self) -> Ints:
+        """By rank and by the first part of the action."""
+        rows = self.rows
+        found = np.flatnonzero(rows.is_kind(*COMPUTE))
+        head = rows.codes[rows.group_starts[found]] & ~codes.JOIN
+        return found[np.lexsort((found, head, rows.rank[found]))]
+
+    @property
+    def entry_codes(self) -> Ints:
+        return self.rows.codes[self.entries]
+
+    @property
+    def entry_ranks(self) -> Ints:
+        return self.rows.rank[self.entries]
+
+    @property
+    def groups(self) -> Ints:
+        return self.rows.group[self.entries[self.rows.heads[self.entries]]]
+
+    @cached_property
+    def message_order(self) -> Ints:
+        made, used = self._ends
+        return np.lexsort((used, made))
+
+    @property
+    def message_keys(self) -> Ints:
+        made, used = self._ends
+        messages, order = self.timeline.messages, self.message_order
+        return np.stack((made, used, messages.source, messages.target))[:, order]
+
+    @property
+    def _ends(self) -> tuple[Ints, Ints]:
+        """What makes each message and what uses it."""
+        messages, plain = self.timeline.messages, self.rows.codes & ~codes.JOIN
+        return plain[messages.maker], plain[messages.after]
+
+
+def _first_difference(predicted: Timeline, measured: Timeline) -> str:
+    for rank in range(predicted.ranks):
+        one, other = ([action for action in timeline.table[rank] if action.is_compute] for timeline in (predicted, measured))
+        for who, mine, others in (("first", one, set(other)), ("second", other, set(one))):
+            alone = next((action for action in mine if action not in others), None)
+            if alone is not None:
+                return f"{alone} of rank {rank} is in the {who} alone"
+    return "some of it is there twice"

@@ -1,0 +1,176 @@
+"""`penstock compare predicted.json measured.json`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from penstock.simulator.scaling import scaled
+
+TABLE = ps.schedule("1f1b", ranks=4, microbatches=8)
+USUAL = ps.Costs(latency=0.125)
+SLOW = ps.Costs(f=[1, 1, 1.5, 1], latency=0.125)
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A prediction in some unit, the program that ran in the same unit with a slow stage 2, and the same in thousandths of it."""
+    monkeypatch.chdir(tmp_path)
+    ran = replace(ps.simulate(ps.lower(TABLE), SLOW), source="measured")
+    ps.simulate(TABLE, USUAL).save("predicted.json")
+    ran.save("measured.json")
+    scaled(ran, 1e-3).save("seconds.json")
+    return ran
+
+
+def compared(run, *args) -> dict:
+    result = run("compare", *args, "--json")
+    assert (result.code, result.err) == (0, "")
+    return json.loads(result.out)
+
+
+def test_the_ranking_comes_first_and_then_what_differs(run, files):
+    result = run("compare", "predicted.json", "measured.json")
+    assert (result.code, result.err) == (0, "")
+    out = result.out.splitlines()
+    assert [line.split()[1] for line in out[1:3]] == ["predicted.json", "measured.json"]
+    assert "measured.json against predicted.json, in s" in out
+    whole = ps.simulate(TABLE, USUAL).makespan, files.makespan
+    assert next(line for line in out if line.startswith("  makespan")).split() == [
+        "makespan",
+        f"{whole[0]:g}",
+        f"{whole[1]:g}",
+        f"{whole[1] / whole[0]:.3f}",
+    ]
+    assert next(line for line in out if "stage 2 F" in line).split() == ["stage", "2", "F", "8", "1", "1.5", "1.500"]
+    parting = out.index("where they part")
+    assert out[parting + 1].startswith("  first at 2F0 on rank 2: it ends at 3.75 instead of 3.25,")
+    causes = out[next(at for at, line in enumerate(out) if line.startswith("what makes it")) :]
+    assert causes[2].startswith("  stage 2 F")
+    assert "+0.5: 2F0 on rank 2 takes 1.5 instead of 1" in "\n".join(causes)
+
+
+def test_the_same_whichever_comes_first(run, files):
+    one, other = (
+        compared(run, *names)["differences"] for names in (("predicted.json", "measured.json"), ("measured.json", "predicted.json"))
+    )
+    assert one == other
+    assert (one[0]["predicted"], one[0]["measured"]) == ("predicted.json", "measured.json")
+
+
+def test_json_has_all_of_it(run, files):
+    (found,) = compared(run, "predicted.json", "measured.json")["differences"]
+    assert found["makespan"]["measured"] == files.makespan
+    assert [each["busy"]["measured"] for each in found["ranks"]] == files.busy.tolist()
+    assert len(found["actions"]) == 4 * 16
+    assert sum(each["added"] for each in found["path"]) == pytest.approx(found["makespan"]["measured"] - found["makespan"]["predicted"])
+    assert sum(each["added"] for each in found["delays"]) == pytest.approx(found["makespan"]["measured"] - found["makespan"]["predicted"])
+    assert (found["first"]["rank"], found["first"]["action"]) == (2, "2F0")
+    ratios = {(part["stage"], part["kind"]): each["mean"]["ratio"] for each in found["stages"] for part in each["parts"]}
+    assert {key for key, ratio in ratios.items() if ratio != 1} == {(2, "F")}
+    assert found["idle_by_cause"]["fill"]["measured"] == files.idle_by_cause["fill"]
+
+
+def test_a_prediction_by_name_and_costs_leaves_what_was_measured(run, files):
+    found = compared(run, "1f1b", "measured.json", "-p", 4, "-m", 8, "--costs", "latency=0.125", "--lower")
+    (differences,) = found["differences"]
+    assert differences["makespan"]["measured"] == files.makespan
+    assert differences["makespan"]["predicted"] == pytest.approx(ps.simulate(TABLE, USUAL).makespan)
+
+
+def test_units(run, files):
+    """Measured times are seconds: told in the prediction's unit they are its size."""
+    apart = run("compare", "predicted.json", "seconds.json")
+    assert "the units must differ" in apart.out
+    result = run("compare", "predicted.json", "seconds.json", "--unit", "ms")
+    assert "the units must differ" not in result.out
+    assert "seconds.json against predicted.json, in ms" in result.out
+    (found,) = compared(run, "predicted.json", "seconds.json", "--unit", "ms")["differences"]
+    assert found["unit"] == "ms"
+    assert found["makespan"]["measured"] == pytest.approx(files.makespan)
+
+
+@pytest.mark.parametrize("scale", ["auto", "0.001"])
+def test_scale(run, files, scale):
+    said = compared(run, "predicted.json", "seconds.json", "--scale", scale)
+    (found,) = said["differences"]
+    assert found["scale"] == pytest.approx(1e-3)
+    assert found["first"]["action"] == "2F0"
+    ranked = {each["source"]: each["timeline"]["makespan"] for each in said["results"]}
+    assert ranked["predicted.json"] == pytest.approx(ps.simulate(TABLE, USUAL).makespan / 1000)
+    assert "multiplied by 0.001" in run("compare", "predicted.json", "seconds.json", "--scale", scale).out
+
+
+def test_tolerance(run, files):
+    assert "nowhere" in run("compare", "predicted.json", "measured.json", "--tolerance", 0.5).out
+    (found,) = compared(run, "predicted.json", "measured.json", "--tolerance", 0.02)["differences"]
+    assert found["first"]["action"] == "2F1"
+
+
+def test_two_simulated_ones_when_asked_for(run, files):
+    assert "where they part" not in run("compare", "1f1b", "gpipe").out
+    result = run("compare", "1f1b", "gpipe", "--overlay")
+    assert "gpipe against 1f1b" in result.out
+    assert "the orders differ: rank 0 runs 0B0 where it runs 0F4 as second" in result.out
+    assert "where they part" not in run("compare", "predicted.json", "measured.json", "--no-overlay").out
+
+
+def test_several_measured_ones(run, files):
+    replace(files, source="measured").save("again.json")
+    said = compared(run, "predicted.json", "measured.json", "again.json")
+    assert [each["measured"] for each in said["differences"]] == ["measured.json", "again.json"]
+    assert run("compare", "predicted.json", "measured.json", "again.json", "-o", "both.svg").code == 0
+
+
+def test_two_measured_ones(run, files):
+    replace(ps.simulate(ps.lower(TABLE), USUAL), source="measured").save("before.json")
+    result = run("compare", "before.json", "measured.json")
+    assert "measured.json against before.json, in s" in result.out
+    assert "first  second" in result.out
+    assert "first at 2F0 on rank 2" in result.out
+
+
+def test_other_work_is_ranked_and_the_reason_said(run, files):
+    result = run("compare", "zb-h1", "measured.json", "-p", 4, "-m", 8, "-o", "two.svg")
+    assert result.code == 0
+    assert "measured.json is not laid over the prediction: they do not compute the same: 0I0 of rank 0 is in the first alone" in result.out
+    assert "where they part" not in result.out
+    said = compared(run, "zb-h1", "measured.json", "-p", 4, "-m", 8)
+    assert said["differences"] == []
+    assert said["refused"][0]["source"] == "measured.json"
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png", "html"])
+def test_one_figure_of_the_pair(run, files, suffix):
+    result = run("compare", "predicted.json", "measured.json", "-o", f"out.{suffix}", "--unit", "s")
+    assert result.code == 0
+    made = Path(f"out.{suffix}").read_bytes()
+    if suffix == "png":
+        assert made.startswith(b"\x89PNG")
+    else:
+        assert b">measured.json against predicted.json<" in made
+        assert b"time (s)" in made
+        assert b"upper row (pale): predicted, lower row: measured" in made
+    if suffix == "html":
+        assert b"<h2>where they part</h2>" in made
+        assert b"2F0 on rank 2 takes 1.5 instead of 1" in made
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("1f1b", "gpipe", "--scale", "2"), "--scale is for timelines laid over each other"),
+        (("1f1b", "gpipe", "--tolerance", "0.1"), "--tolerance is for timelines laid over each other"),
+        (("1f1b", "--overlay"), "give two or more"),
+        (("1f1b", "zbv", "--overlay"), "zbv cannot be laid over 1f1b: one has 4 stages and the other 8"),
+        (("1f1b", "gpipe", "--overlay", "--scale", "car"), "neither a number above 0 nor 'auto'"),
+        (("1f1b", "gpipe", "--overlay", "--scale", "-1"), "neither a number above 0 nor 'auto'"),
+        (("1f1b", "gpipe", "--overlay", "--tolerance", "-1"), "--tolerance"),
+    ],
+)
+def test_wrong_usage_is_2(refused, args, said):
+    assert said in refused(2, "compare", *args)

@@ -1,0 +1,262 @@
+"""Profiles that are measured: against formulas, against what a running pipeline holds, and without a trace."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import penstock as ps
+from penstock.errors import PlacementError, ScheduleError
+from penstock.runtime import Layers, Pipeline, launch
+from penstock.runtime.profile import profile
+from runtime.live import Live
+
+QUICK = {"warmup": 0, "repeats": 1}
+
+
+def example() -> Any:
+    path = Path(__file__).parents[2] / "examples" / "gpt.py"
+    spec = importlib.util.spec_from_file_location("example_gpt", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["example_gpt"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+gpt = example()
+SHAPE = gpt.Shape(vocabulary=64, context=32, width=32, heads=4, blocks=2)
+
+
+@pytest.fixture(scope="module")
+def measured() -> ps.Profile:
+    layers, tokens, loss, target = gpt.build(SHAPE, batch=3)
+    return profile(layers, tokens, loss_fn=loss, target=target, **QUICK)
+
+
+def test_a_transformer_holds_what_the_formulas_say(measured):
+    """All but statistics of the norms, 2 numbers a token each, which the formulas leave out, and a little for masks."""
+    wanted = ps.Profile.transformer(layers=2, hidden=32, heads=4, sequence=32, vocabulary=64, flops=1, microbatch=3, bytes=4)
+    tokens = 3 * 32
+    for found, computed in zip(measured.layers[1:3], wanted.layers[1:3], strict=True):
+        assert computed.activation <= found.activation <= computed.activation + 2 * 2 * 4 * tokens + 4 * tokens
+        assert found.weight_stash == computed.weight_stash
+        assert found.output == computed.output
+    head, computed = measured.layers[-1], wanted.layers[-1]
+    assert computed.activation <= found_with_loss(head) <= computed.activation + 2 * 4 * tokens + 8 * tokens + 1024
+    assert head.weight_stash == computed.weight_stash
+    assert measured.input == 8 * tokens + 8 * 3  # of the tokens, which the sample has one more of a row
+
+
+def found_with_loss(head: ps.Layer) -> float:
+    """The head's activation without the logits' logarithms, which the loss keeps too."""
+    return head.activation
+
+
+def test_parameters_gradients_and_optimizer(measured):
+    layers, *_ = gpt.build(SHAPE)
+    for layer, found in zip(layers, measured.layers, strict=True):
+        size = sum(parameter.nbytes for parameter in layer.parameters())
+        assert found.parameters == found.gradients == size
+        steps = 4 * len(list(layer.parameters()))  # AdamW counts its steps for each
+        assert found.optimizer == 2 * size + steps
+
+
+def test_labels(measured):
+    assert (measured.microbatch, measured.time_unit, measured.size_unit, measured.keeps_output) == (3, "s", "B", True)
+    assert "measured on cpu" in measured.source
+    assert [layer.name for layer in measured.layers] == ["0 Embedding", "1 Block", "2 Block", "3 Head"]
+    assert all(layer.f > 0 and layer.i > 0 and layer.w > 0 for layer in measured.layers)
+
+
+# Against a pipeline that runs -----------------------------------------------------------------------------------------
+
+
+def in_phases(ranks: int, microbatches: int) -> ps.Schedule:
+    """All F, then all I, then all W."""
+    rows = [[f"{rank}{kind}{m}" for kind in "FIW" for m in range(microbatches)] for rank in range(ranks)]
+    return ps.Schedule.from_actions(rows, ps.Placement.linear(ranks))
+
+
+def test_a_running_stage_holds_what_was_measured():
+    """Between the phases a rank holds so many activations, and then so many stashes; what a rank received counts where it was made."""
+    microbatches, rows = 4, 3
+    layers, tokens, loss, target = gpt.build(SHAPE, batch=rows)
+    measured = profile(layers, tokens, loss_fn=loss, target=target, **QUICK)
+    sizes = (2, 2)
+    costs = ps.Profile.at(measured, rows)
+    model = nn.Sequential(*layers)
+    _, x, _, y = gpt.build(SHAPE, batch=rows * microbatches)
+
+    def train() -> list[int]:
+        pipe = Pipeline(model, in_phases(2, microbatches), loss_fn=loss, split=list(sizes))
+        pipe.step(x, target=y)
+        held = []
+        with Live() as live:
+            live.forget(x, y, *model.parameters(), *(p.grad for p in model.parameters()))
+            executor = pipe._executor(microbatches, True)
+            run = executor.run
+            executor.run = lambda feed: run(feed, lambda at: held.append((executor.actions[at].kind.name, live.bytes)))
+            pipe.step(x, target=y)
+        return held
+
+    from penstock.planner.stage_costs import stage_costs
+
+    stages = stage_costs(costs, sizes, ps.Placement.linear(2), (False, False))
+    for rank, held in enumerate(launch(train, 2)):
+        activations = max(size for kind, size in held if kind == "F")
+        received = 0 if rank == 0 else microbatches * measured.layers[1].output
+        given = microbatches * measured.input if rank == 0 else 0  # the batch was there before
+        assert activations + received == pytest.approx(microbatches * stages.of_stage("activation", rank) - given, rel=0.03)
+        stashes = [size for kind, size in held if kind == "I"][-1]
+        own = microbatches * stages.of_stage("weight_stash", rank)
+        # Inputs that were received, and gradients that came, are stashed too but were made elsewhere.
+        assert own - 2 * microbatches * measured.layers[1].output <= stashes <= own * 1.05
+
+
+# Layers of all sorts --------------------------------------------------------------------------------------------------
+
+
+def one(layer: nn.Module, sample: Any, **given: Any) -> ps.Layer:
+    return profile([layer], sample, **QUICK, **given).layers[0]
+
+
+class Twice(nn.Module):
+    """Saves one tensor in several places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.exp()
+        return y * y + y.view(-1).sum() * y.detach()
+
+
+def test_memory_that_is_saved_twice_counts_once():
+    x = torch.randn(8, 16, requires_grad=True)
+    found = one(Twice(), x)
+    assert found.activation == 2 * x.nbytes  # the input, which every stage holds, and its exponential
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+def test_a_checkpoint_holds_its_input_alone():
+    inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
+    x = torch.randn(8, 16, requires_grad=True)
+    assert one(Checkpointed(inner), x).activation == x.nbytes
+    assert one(inner, x).activation > 4 * x.nbytes
+
+
+def test_what_waits_is_the_input_and_the_output_s_gradient_of_each_map():
+    x = torch.randn(8, 16, requires_grad=True)
+    found = one(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), x)
+    assert found.weight_stash == 4 * 8 * (16 + 64 + 64 + 16)
+    assert one(nn.Tanh(), x).weight_stash == 0
+
+
+def test_a_frozen_layer_has_no_gradients():
+    layer = nn.Linear(16, 16).requires_grad_(False)
+    found = one(layer, torch.randn(8, 16, requires_grad=True))
+    assert (found.gradients, found.optimizer, found.weight_stash) == (0, 0, 0)
+    assert found.parameters == 4 * (16 * 16 + 16)
+    assert one(layer, torch.randn(8, 16)).activation == 4 * 8 * 16  # nothing goes backward, but the stage has its input
+
+
+class Pair(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return x * y, {"sum": x + y}
+
+
+class Join(nn.Module):
+    def forward(self, pair: tuple[Tensor, dict[str, Tensor]]) -> Tensor:
+        return pair[0] + pair[1]["sum"]
+
+
+def test_trees_of_tensors_and_several_arguments():
+    x = torch.randn(8, 16)
+    found = profile([Pair(), Join()], (x, x.clone()), **QUICK)
+    assert [layer.output for layer in found.layers] == [2 * x.nbytes, x.nbytes]
+    assert found.input == 2 * x.nbytes
+
+
+def test_layers_by_name():
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+            self.head = nn.Linear(8, 10)
+
+    found = profile(Model(), torch.randint(10, (4, 5)), split=Layers("blocks", head=["embed"], tail=["head"]), **QUICK)
+    assert [layer.name for layer in found.layers] == ["embed", "blocks.0", "blocks.1", "blocks.2", "head"]
+    assert [layer.name for layer in profile(nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(2, 8), **QUICK).layers] == ["0", "1"]
+
+
+def test_other_microbatch_sizes_from_the_sample_s_rows():
+    found = profile([nn.Linear(16, 8)], torch.randn(4, 16), microbatch_sizes=[2, 4, 10], **QUICK)
+    assert found.sizes == (2, 4, 10)
+    assert [found.at(size).layers[0].output for size in (2, 4, 10)] == [4 * 8 * size for size in (2, 4, 10)]
+
+
+def test_an_optimizer_of_one_s_own():
+    layer, x = nn.Linear(16, 16, bias=False), torch.randn(2, 16)
+    assert one(layer, x, optimizer="sgd").optimizer == 0
+    assert one(layer, x, optimizer=None).optimizer == 0
+    assert one(layer, x, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9)).optimizer == 4 * 16 * 16
+
+
+def test_a_compiled_layer_is_not_split():
+    found = one(torch.compile(nn.Linear(16, 16), backend="eager"), torch.randn(8, 16))
+    assert found.weight_stash == 0
+    assert found.gradients == 4 * (16 * 16 + 16)
+
+
+def test_nothing_of_the_model_is_changed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
+    model[0].weight.grad = torch.ones(8, 8)
+    x = torch.randn(6, 8)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    random = torch.get_rng_state()
+    profile(model, x, loss_fn=functional.mse_loss, target=torch.zeros(6, 8), warmup=1, repeats=2)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.ones(8, 8))
+    assert [parameter.grad is None for parameter in model.parameters()] == [False] + [True] * 5
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.training
+
+
+def test_the_median_of_the_rounds_is_taken(monkeypatch):
+    import penstock.runtime.profile as module
+
+    clock = iter([mark for f in (5, 1, 100) for mark in (0, f, f + 2, f + 5)])
+    monkeypatch.setattr(module, "_now", lambda: float(next(clock)))
+    found = profile([nn.Linear(4, 4)], torch.randn(2, 4), warmup=0, repeats=3).layers[0]
+    assert (found.f, found.i, found.w) == (5, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "sample", "given", "kind", "said"),
+    [
+        ([], torch.zeros(2, 4), {}, PlacementError, "at least one layer"),
+        ([3], torch.zeros(2, 4), {}, PlacementError, "each an nn.Module"),
+        (nn.Linear(4, 4), torch.zeros(2, 4), {}, PlacementError, "does not say which layers it has"),
+        ([nn.Linear(4, 4)], 3, {}, ScheduleError, "no tensor with a batch dimension"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"repeats": 0}, ScheduleError, "repeats=0"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"optimizer": "adm"}, ScheduleError, "did you mean 'adam'"),
+        ([nn.Linear(4, 4)], torch.zeros(2, 4), {"microbatch_sizes": [0]}, ScheduleError, "microbatch_sizes"),
+    ],
+)
+def test_what_cannot_be_measured(model, sample, given, kind, said):
+    with pytest.raises(kind, match=said):
+        profile(model, sample, **{**QUICK, **given})
