@@ -105,6 +105,13 @@ class Alarm:
             return self._compose(failure)
         return Report("\n".join(["a rank failed, and the store that connects the ranks is gone", *self._lines()]), None, True)
 
+    def leave(self, seconds: float) -> None:
+        """Wait until every rank is through, or one has failed."""
+        self._set(f"left/{self.rank}", b"")
+        left, until = [f"left/{rank}" for rank in range(self.ranks)], time.monotonic() + seconds
+        while time.monotonic() < until and not self._has(*left) and not self.heard():
+            time.sleep(_PAUSE / 4)
+
     # The store, which may go away at any time ---------------------------------------------------------------------------
 
     def _has(self, *keys: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from typing import Any
@@ -67,6 +68,7 @@ def join(within: Any = None) -> Processes:
     if name not in _joined or _joined[name].closed:
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
         _joined[name] = Processes(store, group.rank(), group.size(), CONNECT)
+        atexit.register(_joined[name].close)
     return _joined[name]
 
 

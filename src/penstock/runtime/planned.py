@@ -14,7 +14,7 @@ from penstock.runtime.partition import Layers, Partition
 
 def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
     """The model and its split, as the plan cuts it unless a split says otherwise. A list with one module a layer is cut too."""
-    sizes = getattr(plan, "partition", None)
+    sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # a text has a method of that name
     if sizes is None or isinstance(model, Mapping):
         return model, split
     if isinstance(split, Layers) and split.sizes is None:

@@ -25,6 +25,8 @@ from penstock.runtime.stores import PrefixStore
 _LOOK = 0.2
 """Seconds between two looks at the board."""
 _PAUSE = 0.005
+LEAVE = 10.0
+"""Seconds that a rank which is through waits for the others to be."""
 _STORE = timedelta(seconds=10)
 
 
@@ -85,7 +87,9 @@ class Processes(Group):
         return self._closing.is_set()
 
     def close(self) -> None:
-        """Leave for good."""
+        """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
+        if self.connection is not None:
+            self.alarm.leave(LEAVE)
         self._closing.set()
         self._watch.join()
         self._disconnect()

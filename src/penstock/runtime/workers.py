@@ -152,4 +152,6 @@ def raise_first(failed: Sequence[tuple[int, BaseException]], ranks: int) -> None
     if failed:
         rank, error = min(failed, key=lambda each: (isinstance(each[1], PipelineError), not isinstance(each[1], LostRankError)))
         error.add_note(f"raised on rank {rank} of {ranks}")
+        if isinstance(error, LostRankError):
+            raise error from next((other for _, other in failed if other is not error), None)
         raise error
