@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.activity import clock
+from penstock.runtime.alarm import serializer
 from penstock.runtime.framed import TAGS
 from penstock.runtime.frames import LENGTH, OVERFLOW, TRAILER, empty, trailer
 
@@ -111,7 +112,7 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
-        flat = obj.detach().cpu().contiguous().reshape(-1)
+        flat = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
         return _rebuilt, (data, obj.dtype, tuple(obj.shape), obj.device.type)
 
@@ -123,7 +124,10 @@ def _rebuilt(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: st
 
 def dumps(value: Any) -> bytes:
     buffer = io.BytesIO()
-    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    try:
+        _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except (pickle.PicklingError, AttributeError):  # a class of a script or notebook
+        return bytes(serializer().dumps(value))
     return buffer.getvalue()
 
 

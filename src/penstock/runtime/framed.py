@@ -151,10 +151,11 @@ class FramedInbox(Inbox):
     def pull(self, cells: list[Any], cell: int) -> Any:
         while cells[cell] is EMPTY:
             number = self.count
-            cells[self.order[number]] = self._take(number)
+            cells[self.order[number]] = self.take(number)
         return cells[cell]
 
-    def _take(self, number: int) -> Any:
+    def take(self, number: int) -> Any:
+        """The message of this number, which is the next."""
         if number + self.ahead < len(self.order):
             self._post(number + self.ahead)
         self.count = number + 1

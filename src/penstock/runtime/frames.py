@@ -16,7 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from penstock.errors import ScheduleError
+from penstock.runtime.alarm import serializer
 from penstock.runtime.device import on_host, placed
 
 _ALIGN = 64
@@ -65,6 +68,9 @@ class Leaf:
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Leaf:
+        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+            what = type(tensor).__name__ if type(tensor) is not Tensor else "nested" if tensor.is_nested else str(tensor.layout)
+            raise ScheduleError(f"a stage passes on a tensor of another sort ({what}), which cannot be sent: pass on plain, dense tensors")
         stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
@@ -79,7 +85,7 @@ class Leaf:
         )
 
     def copy(self, tensor: Tensor, address: int) -> None:
-        if self.device != "cpu" or tensor.stride() != self.stride:
+        if self.device != "cpu" or tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
             tensor = on_host(tensor, self.shape, self.stride)
         ctypes.memmove(address + self.offset, tensor.data_ptr(), self.size)
 
@@ -143,7 +149,7 @@ class Form:
 
     def pack(self, value: Any, address: int) -> None:
         """Copy the value's tensors into the frame at an address."""
-        for part, leaf in zip(_flat(value)[0], self.leaves, strict=True):
+        for part, leaf in zip(self.parts(value), self.leaves, strict=True):
             if type(leaf) is Leaf:
                 leaf.copy(part, address)
 
@@ -157,7 +163,16 @@ class Form:
         if alone is not None:
             tensor = alone.finish(frame.as_strided_(alone.shape, alone.stride))
             return tensor if self.spec is _ONE else [tensor]
-        parts = [leaf.view(frame) if type(leaf) is Leaf else leaf for leaf in self.leaves]
+        return self.join([leaf.view(frame) if type(leaf) is Leaf else leaf for leaf in self.leaves])
+
+    def parts(self, value: Any) -> Sequence[Any]:
+        """The value's tensors and plain values."""
+        return _flat(value)[0]
+
+    def join(self, parts: list[Any]) -> Any:
+        """The reverse of `parts`."""
+        if self.spec is _ONE:
+            return parts[0]
         return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -180,7 +195,7 @@ def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
 def pack_new(value: Any) -> tuple[Form, Tensor]:
     """A value with its form in front of it, for the other end to learn."""
     form = Form.of(value)
-    told = pickle.dumps(form)
+    told = serializer().dumps(form)
     at = _after(len(told))
     frame = empty(at + form.size)
     ctypes.c_int64.from_address(frame.data_ptr()).value = len(told)
@@ -220,12 +235,11 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+_FIXED = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+"""Plain values that nothing can change, and that are the same if they are written the same; others are told anew each time."""
+
+
 def _part_fits(part: Any, leaf: Any) -> bool:
     if isinstance(part, Tensor):
         return type(leaf) is Leaf and leaf.fits(part)
-    if type(part) is not type(leaf):
-        return False
-    try:
-        return bool(part == leaf)
-    except Exception:  # what cannot be compared is told anew each time
-        return False
+    return type(part) is type(leaf) and type(part) in _FIXED and repr(part) == repr(leaf)

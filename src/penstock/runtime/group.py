@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from penstock.errors import PipelineError
@@ -68,6 +68,17 @@ class Group(ABC):
     ranks: int
     parallel: bool
     """Whether ranks run at the same time."""
+
+    rendezvous = False
+    """Whether messages between two ranks share one queue, so that programs must be proved under `rendezvous`."""
+    direct = False
+    """Whether the forms of messages must be agreed before a step."""
+
+    def open(self, routes: Iterable[Route], deadline: float) -> None:  # noqa: B027 - most have nothing to do
+        """Make the channels ready that a program uses."""
+
+    def agree(self, program: int, inputs: Any, deadline: float) -> None:  # noqa: B027
+        """Compare with the other ranks whether a step's inputs look as they did the last time."""
 
     @abstractmethod
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.group import Group
-from penstock.runtime.processes import Processes
+from penstock.runtime.processes import TRANSPORTS, Processes
 from penstock.runtime.stores import PrefixStore
 from penstock.runtime.virtual import VirtualGroup
 
@@ -46,7 +46,7 @@ def under_torchrun() -> bool:
     return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
 
 
-def current(within: Any = None) -> tuple[Group, int]:
+def current(within: Any = None, transport: str = "auto") -> tuple[Group, int]:
     """The group and rank that this code runs on: of `launch`, else of torch.distributed, else a group of one.
 
     `within` is a process group or a device mesh of one dimension whose ranks are the pipeline's.
@@ -55,19 +55,21 @@ def current(within: Any = None) -> tuple[Group, int]:
         return _here.group, _here.rank
     if within is None and not under_torchrun():
         return VirtualGroup(1), 0
-    joined = join(within)
+    joined = join(within, transport)
     return joined, joined.rank
 
 
-def join(within: Any = None) -> Processes:
-    """The ranks of a process group of torch.distributed, or all of them."""
+def join(within: Any = None, transport: str = "auto") -> Processes:
+    """The ranks of a process group of torch.distributed, or all of them; `transport` is that of `Processes`."""
+    if transport not in TRANSPORTS:
+        raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group = _process_group(within)
-    name = group.group_name
+    name = f"{group.group_name}/{transport}"
     if name not in _joined or _joined[name].closed:
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
-        _joined[name] = Processes(store, group.rank(), group.size(), CONNECT)
+        _joined[name] = Processes(store, group.rank(), group.size(), CONNECT, transport)
         atexit.register(_joined[name].close)
     return _joined[name]
 

@@ -6,6 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
 from penstock.runtime.executor import Executor
+from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.here import current
 from penstock.runtime.loss import Loss
@@ -68,7 +70,8 @@ class Pipeline:
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike.
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike;
+    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`.
     """
 
     def __init__(
@@ -92,8 +95,9 @@ class Pipeline:
         deadline: float = 300.0,
         group: Any = None,
         record: bool = False,
+        transport: str = "auto",
     ) -> None:
-        self.group, self.rank = current(group)
+        self.group, self.rank = current(group, transport)
         self.deadline = deadline
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
@@ -182,10 +186,15 @@ class Pipeline:
     def _executor(self, count: int, training: bool) -> Executor:
         found = self._executors.get((count, training))
         if found is None:
-            program = training_program(self.table, count, self.unsplit) if training else forward_program(self.table, count)
+            semantics = "rendezvous" if self.group.rendezvous else "channels"
+            if training:
+                program = training_program(self.table, count, self.unsplit, semantics)
+            else:
+                program = forward_program(self.table, count, semantics)
             found = Executor(
                 program, self.rank, self.stages, loss=self.loss, group=self.group, deadline=self.deadline, overlap=self.overlap
             )
+            self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found
         return found
 
@@ -285,6 +294,8 @@ class Pipeline:
         if training and self.table.stages - 1 in self.stages and feed.targets is None and not (self.loss.alone and self.weight is None):
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
         self.group.enter(self.rank, self.deadline)
+        if self.group.direct:
+            self.group.agree(executor.number, self._looks(feed), self.deadline)
         if self.seed is not None:
             feed.seed = f"{self.seed}/{self._steps}"
         try:
@@ -301,7 +312,13 @@ class Pipeline:
         finally:
             self.group.activity(self.rank).stop()
         recorded = self._recorded(executor) if self.record else None
-        return StepResult(shares, lambda values: mb.merge(values, self._out_dim()), recorded)
+        return StepResult(shares, partial(mb.merge, dim=self._out_dim()), recorded)
+
+    def _looks(self, feed: Feed) -> list[str]:
+        """All that the forms of this rank's messages can depend on."""
+        kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
+        trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
+        return [str(Form.of(value)) for value in (*feed.args, kwargs, trained, torch.is_autocast_enabled("cpu"))]
 
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
@@ -349,7 +366,7 @@ class Pipeline:
         count, ahead = self._clocks
         self._clocks = count + 1, ahead
         records = self.gather("timeline", Record.of(executor))
-        return lambda: timeline(executor.program, records, ahead)
+        return partial(timeline, executor.program, records, ahead)
 
     def _out_dim(self) -> int:
         return self.batch_dims if isinstance(self.batch_dims, int) else 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,11 +17,15 @@ import torch.distributed as dist
 from penstock.errors import PipelineError
 from penstock.runtime.activity import Activity, clock
 from penstock.runtime.alarm import Alarm, Report
+from penstock.runtime.device import is_direct, local_device
+from penstock.runtime.direct import DirectInbox, DirectOutbox
 from penstock.runtime.exchange import Exchange
 from penstock.runtime.framed import FramedInbox, FramedOutbox
 from penstock.runtime.group import Group, Inbox, Outbox, Route
 from penstock.runtime.stores import PrefixStore
+from penstock.runtime.tensors import Tensors
 
+TRANSPORTS = ("auto", "framed", "direct", "edges")
 _LOOK = 0.2
 """Seconds between two looks at the board."""
 _PAUSE = 0.005
@@ -31,12 +35,22 @@ _STORE = timedelta(seconds=10)
 
 
 class Processes(Group):
-    """This process's place among the ranks. `store` is one that all of them reach, under a name that is theirs alone."""
+    """This process's place among the ranks. `store` is one that all of them reach, under a name that is theirs alone.
+
+    `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
+    in one queue; `edges` does so with a queue for each channel. `auto` is direct where every rank has a device of its own.
+    """
 
     parallel = True
 
-    def __init__(self, store: Any, rank: int, ranks: int, deadline: float) -> None:
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto") -> None:
         self.rank, self.ranks = rank, ranks
+        self.transport = transport
+        self.tensors: Tensors | None = None
+        self.learning = False
+        """Whether this step tells the forms of its messages."""
+        self._agreed: dict[int, list[Any]] = {}
+        self._routes: list[Route] = []
         self._store = store.clone()  # one of its own: a store serves one call at a time
         self._store.set_timeout(_STORE)
         self.mine = Activity()
@@ -69,6 +83,21 @@ class Processes(Group):
             self.alarm = Alarm(board, self.rank, self.ranks)
             self.generation, self.connection = generation, connection
             self._failure, self._told = None, False
+        self._agreed.clear()
+        if self.transport == "auto":
+            found = self.exchange.gather("devices", local_device(), deadline)
+            self.transport = "direct" if is_direct(found) else "framed"
+        if self.direct:
+            self.tensors = Tensors(board, self.rank, self.ranks, deadline, edges=self.transport == "edges")
+            self.tensors.open(self._routes)
+
+    @property
+    def direct(self) -> bool:  # type: ignore[override]
+        return self.transport != "framed"
+
+    @property
+    def rendezvous(self) -> bool:  # type: ignore[override]
+        return self.transport == "direct"
 
     def _meet(self, board: Any, deadline: float) -> None:
         board.set(f"here/{self.rank}", b"")
@@ -100,6 +129,9 @@ class Processes(Group):
         for end in self.ends:
             end.drop()
         self.exchange.drop()
+        tensors, self.tensors = self.tensors, None
+        if tensors is not None:
+            tensors.stop()
 
     # Failures ---------------------------------------------------------------------------------------------------------
 
@@ -160,10 +192,29 @@ class Processes(Group):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return FramedOutbox(self, route, slots, program, deadline)
+        return DirectOutbox(self, route, program, deadline) if self.direct else FramedOutbox(self, route, slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return FramedInbox(self, route, program, deadline)
+        return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
+
+    def open(self, routes: Iterable[Route], deadline: float) -> None:
+        if self.direct:
+            everyone = self.gather(self.rank, "routes", sorted(routes), deadline)
+            self._routes = sorted({*self._routes, *(route for theirs in everyone for route in theirs)})
+            assert self.tensors is not None
+            self.tensors.open(self._routes)
+
+    def agree(self, program: int, inputs: Any, deadline: float) -> None:
+        if self.direct:
+            everyone = self.gather(self.rank, "inputs", inputs, deadline)
+            self.learning = self._agreed.get(program) != everyone
+            self._agreed[program] = everyone
+
+    def data(self, route: Route, peer: int) -> tuple[Any, int]:
+        """The connection that carries a route's tensors, and the peer's number there."""
+        if self.tensors is None:
+            raise AttributeError("the connection was closed")
+        return self.tensors.of(route, peer)
 
     def activity(self, rank: int) -> Activity:
         return self.mine

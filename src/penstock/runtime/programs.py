@@ -41,8 +41,8 @@ def find_table(given: Any, ranks: int, microbatches: int | None) -> Table:
     return table if microbatches in (None, table.microbatches) else _remade(table, int(microbatches or 0))
 
 
-def training_program(table: Table, count: int, unsplit: Sequence[int]) -> Program:
-    """The program for so many microbatches, proved; `unsplit` stages run I and W as one B."""
+def training_program(table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels") -> Program:
+    """The program for so many microbatches, proved for the transport; `unsplit` stages run I and W as one B."""
     if count != table.microbatches:
         table = _remade(table, count)
     if not table.training:
@@ -55,6 +55,8 @@ def training_program(table: Table, count: int, unsplit: Sequence[int]) -> Progra
     elif program.buffers is None:
         program = Buffers().apply(program)
     verify(program)
+    if semantics != "channels":
+        verify(program, semantics=semantics)
     return program
 
 
@@ -75,7 +77,7 @@ def _remade(table: Table, count: int) -> Table:
     return table.remake(count)
 
 
-def forward_program(table: Table, count: int) -> Program:
+def forward_program(table: Table, count: int, semantics: str = "channels") -> Program:
     """Forwards in waves, for any count: each as soon as the one before it can have ended.
 
     An edge needs room for what is under way and one more to be written into: two buffers where a rank has one stage.
@@ -88,6 +90,10 @@ def forward_program(table: Table, count: int) -> Program:
     rows = Rows.sorted_by(entries, rank[order], table.ranks)
     schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=f"{table.name} forward".strip())
     span = max((target - source for source, target in graph.edges), default=1)
+    if semantics != "channels":
+        program = lower(schedule)
+        verify(program, semantics=semantics)
+        return program
     program = PassList.of([SendReceive("just-in-time"), Buffers(slots=span * placement.chunks + 1)]).apply(schedule)
     verify(program)
     return program

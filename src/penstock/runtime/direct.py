@@ -1,0 +1,151 @@
+"""Channels that carry tensors as they are, for NCCL: nothing can be told along with them, so their forms are agreed beforehand.
+
+In a step whose inputs are new to any rank, each message's form goes ahead of it by the control connection. In the steps after, as
+long as no rank's inputs change, both ends know it. Receives are posted where the program has them, which must be proved under
+`rendezvous`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.runtime.activity import clock
+from penstock.runtime.cells import EMPTY
+from penstock.runtime.framed import FramedInbox, FramedOutbox
+from penstock.runtime.frames import Form, Leaf
+from penstock.runtime.group import Inbox, Operation, Outbox, Route
+from penstock.runtime.values import detached
+
+if TYPE_CHECKING:
+    from penstock.runtime.processes import Processes
+
+_ONCE = 1 << 30
+"""Slots of a channel whose messages are small and few."""
+
+
+class DirectOutbox(Outbox):
+    """Sends a value's tensors one after the other."""
+
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+        self.group, self.route = group, route
+        self.ahead = FramedOutbox(group, route, _ONCE, program, deadline)
+        self.timeout = timedelta(seconds=deadline)
+        self.forms: list[Form] = []
+        self.count = 0
+        self.flight: deque[tuple[Any, Tensor]] = deque()
+        self._what = f"rank {route[1]} to take {route[2]}"
+        group.ends.append(self)
+
+    def begin(self) -> None:
+        self.ahead.begin()
+        self.count = 0
+        self.flight.clear()
+        if self.group.learning:
+            self.forms.clear()
+
+    def put(self, value: Any) -> None:
+        number, self.count = self.count, self.count + 1
+        form = Form.of(value)
+        if self.group.learning:
+            self.forms.append(form)
+            self.ahead.put(form)
+        elif form != self.forms[number]:
+            what, rank = self.route[2], self.route[0]
+            text = f"rank {rank} made {what} {number} of the form {form}, where the steps before had {self.forms[number]}"
+            raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
+        try:
+            connection, peer = self.group.data(self.route, self.route[1])
+            for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
+                if type(leaf) is Leaf:
+                    sent = part.contiguous()
+                    self.flight.append((connection.send([sent], peer, 0), sent))
+        except (RuntimeError, AttributeError) as error:
+            self.group.lost(self.route[1], self._what, error)
+
+    def drop(self) -> None:
+        self.flight.clear()
+
+
+class DirectInbox(Inbox):
+    """Receives where the program says so, and waits where the value is used."""
+
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+        super().__init__()
+        self.group, self.route = group, route
+        self.ahead = FramedInbox(group, route, program, deadline)
+        self.timeout = timedelta(seconds=deadline)
+        self.name = f"{route[2]} from rank {route[0]}"
+        self.order: list[int] = []
+        self.forms: list[Form] = []
+        self.posted: deque[tuple[int, Form, list[Any], list[Any]]] = deque()
+        self.count = 0
+        group.ends.append(self)
+
+    def expect(self, cell: int) -> Operation:
+        self.order.append(cell)
+        self.times.append((0, 0, 0))
+        self.ahead.expect(cell)
+        return self._post
+
+    def begin(self) -> None:
+        self.posted.clear()
+        self.count = 0
+        if self.group.learning:
+            self.forms.clear()
+            self.ahead.begin()
+
+    def _post(self) -> None:
+        number = self.count
+        self.count = number + 1
+        if self.group.learning:
+            self.forms.append(self.ahead.take(number))
+        form = self.forms[number]
+        parts = [_room(leaf) if type(leaf) is Leaf else leaf for leaf in form.leaves]
+        try:
+            connection, peer = self.group.data(self.route, self.route[0])
+            works = [connection.recv([part], peer, 0) for part, leaf in zip(parts, form.leaves, strict=True) if type(leaf) is Leaf]
+        except (RuntimeError, AttributeError) as error:
+            self.group.lost(self.route[0], self.name, error)
+        self.posted.append((number, form, parts, works))
+
+    def pull(self, cells: list[Any], cell: int) -> Any:
+        while cells[cell] is EMPTY:
+            number, form, parts, works = self.posted.popleft()
+            activity, asked = self.group.mine, clock()
+            activity.since, activity.waits = asked, self.name
+            try:
+                for work in works:
+                    work.wait(self.timeout)
+            except RuntimeError as error:
+                self.group.lost(self.route[0], self.name, error)
+            activity.waits = None
+            self.times[number] = asked, asked, clock()
+            cells[self.order[number]] = form.join([_laid(part, leaf) for part, leaf in zip(parts, form.leaves, strict=True)])
+        return cells[cell]
+
+    def clear(self) -> None:
+        self.posted.clear()
+
+    def pending(self) -> int:
+        return len(self.posted)
+
+    def drop(self) -> None:
+        self.posted.clear()
+
+
+def _room(leaf: Leaf) -> Tensor:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
+def _laid(part: Any, leaf: Any) -> Any:
+    """A received tensor with the strides that it was made with, so that what is computed from it is the same."""
+    if type(leaf) is not Leaf:
+        return part
+    if part.stride() != leaf.stride:
+        part = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device).copy_(part)
+    return part.requires_grad_() if leaf.grad else part
