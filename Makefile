@@ -7,13 +7,14 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # Two stages of installation, each marked by a stamp that is older than pyproject.toml when it has to run again.
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
+DEEPSPEED := .venv-deepspeed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick bench lint
+.PHONY: help setup demo test quick bench deepspeed lint
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-7s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 setup: $(DEV)  ## create .venv and install everything that the tests need
 
@@ -21,13 +22,16 @@ demo: $(BASE)  ## build, lower, prove and draw a zero-bubble schedule, and refus
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV) lint  ## check style and types and run every test
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
-	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not slow'
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py
+
+deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
+	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py
 
 lint: $(DEV)
 	$(BIN)/ruff format --check
@@ -47,3 +51,11 @@ $(DEV): pyproject.toml | $(BIN)/python
 	$(PIP) install torch==2.13.0
 	$(PIP) install -e '.[dev]'
 	@touch $(BASE) $@
+
+# DeepSpeed is built from source, so it gets an environment of its own on top of the tests', which stays as it is.
+$(DEEPSPEED)/.installed: $(DEV)
+	$(BIN)/python -m venv $(DEEPSPEED)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(DEEPSPEED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
+	$(DEEPSPEED)/bin/python -m pip --disable-pip-version-check -q install setuptools wheel
+	DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip --disable-pip-version-check -q install --no-build-isolation deepspeed==0.19.8
+	@touch $@

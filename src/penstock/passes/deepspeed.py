@@ -1,7 +1,8 @@
 """DeepSpeed's dialect: a rank's program as lists of instructions, one list a step.
 
 Works on what that language can say: one stage a rank in a line, full backwards. Each list can be run between two
-barriers: a send and its receive stand in the same step on both sides, the step after the one that made the message.
+barriers: a send and its receive stand in the same step on both sides. An activation crosses in the step after the forward
+that made it. A gradient crosses in the step of the backward that uses it, since DeepSpeed's engine has room for one.
 """
 
 from __future__ import annotations
@@ -113,11 +114,11 @@ Said = list[list[tuple[str, int | None]]]
 """Instructions with the microbatch in place of the buffer."""
 
 
-def _made(slots: list[list[Slot]], rank: int, step: int, kind: Kind) -> int | None:
-    """The microbatch that the rank made of this kind in the step before, if that rank and step exist."""
-    if not 0 <= rank < len(slots) or step == 0:
+def _runs(slots: list[list[Slot]], rank: int, step: int, kind: Kind) -> int | None:
+    """The microbatch that the rank runs in the step, if that rank and step exist and it is of this kind."""
+    if not 0 <= rank < len(slots) or step < 0:
         return None
-    slot = slots[rank][step - 1]
+    slot = slots[rank][step]
     return slot[1] if slot is not None and slot[0] is kind else None
 
 
@@ -127,11 +128,11 @@ def _train(slots: list[list[Slot]], rank: int) -> Said:
     last = len(slots) - 1
     for step, slot in enumerate(slots[rank]):
         if step % 2 == rank % 2:
-            send = ("SendGrad", _made(slots, rank, step, Kind.B) if rank else None)
-            exchange = [send, ("RecvActivation", _made(slots, rank - 1, step, Kind.F))]
+            send = ("SendGrad", _runs(slots, rank - 1, step, Kind.B))
+            exchange = [send, ("RecvActivation", _runs(slots, rank - 1, step - 1, Kind.F))]
         else:
-            send = ("SendActivation", _made(slots, rank, step, Kind.F) if rank < last else None)
-            exchange = [("RecvGrad", _made(slots, rank + 1, step, Kind.B)), send]
+            send = ("SendActivation", _runs(slots, rank, step - 1, Kind.F) if rank < last else None)
+            exchange = [("RecvGrad", _runs(slots, rank, step, Kind.B) if rank < last else None), send]
         said.append([each for each in exchange if each[1] is not None] + _compute(slot, rank in (0, last)))
     said[-1] += [("ReduceTiedGrads", None), ("ReduceGrads", None), ("OptimizerStep", None)]
     return said
@@ -143,8 +144,8 @@ def _inference(slots: list[list[Slot]], rank: int) -> Said:
     last = len(slots) - 1
     for step, slot in enumerate(slots[rank]):
         exchange = [
-            ("SendActivation", _made(slots, rank, step, Kind.F) if rank < last else None),
-            ("RecvActivation", _made(slots, rank - 1, step, Kind.F)),
+            ("SendActivation", _runs(slots, rank, step - 1, Kind.F) if rank < last else None),
+            ("RecvActivation", _runs(slots, rank - 1, step - 1, Kind.F)),
         ]
         talk = [each for each in (exchange if rank % 2 == 0 else exchange[::-1]) if each[1] is not None]
         compute = _compute(slot, rank in (0, last))

@@ -10,7 +10,7 @@ import contextlib
 import pickle
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,11 +105,11 @@ class Alarm:
             return self._compose(failure)
         return Report("\n".join(["a rank failed, and the store that connects the ranks is gone", *self._lines()]), None, True)
 
-    def leave(self, seconds: float) -> None:
-        """Wait until every rank is through, or one has failed."""
+    def leave(self, seconds: float, is_over: Callable[[], bool]) -> None:
+        """Wait until every rank is through, or one has failed, or it `is_over` for another reason."""
         self._set(f"left/{self.rank}", b"")
         left, until = [f"left/{rank}" for rank in range(self.ranks)], time.monotonic() + seconds
-        while time.monotonic() < until and not self._has(*left) and not self.heard():
+        while time.monotonic() < until and not self._has(*left) and not self.heard() and not is_over():
             time.sleep(_PAUSE / 4)
 
     # The store, which may go away at any time ---------------------------------------------------------------------------

@@ -24,8 +24,16 @@ AHEAD, ROOM = 32, 1 << 22
 only once its receive is posted."""
 KEPT = 1 << 16
 """Bytes up to which frames that were sent are kept to send from again: small ones cost more to make than to hold."""
-TAGS = {"activations": 0, "gradients": 2, "control": 4}
-"""Of each kind of traffic; what does not fit its frame goes under the next one."""
+TAGS = {"activations": 0, "gradients": 1, "control": 2}
+"""Of each kind of traffic, for what is always of the same size."""
+
+
+def tag_of(what: str, program: int) -> int:
+    """The tag of a program's messages, and of what does not fit their frames the next one.
+
+    Programs do not share tags: gloo ends a process that is sent more than it expects.
+    """
+    return 4 + 4 * (program & 0xFFFFFF) + 2 * TAGS[what]
 
 
 class FramedOutbox(Outbox):
@@ -33,7 +41,8 @@ class FramedOutbox(Outbox):
 
     def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program = group, route, slots, program
-        self.target, self.tag = route[1], TAGS[route[2]]
+        self.target, self.tag = route[1], tag_of(route[2], program)
+        self._hello = Slot(TRAILER)
         self._what = f"rank {self.target} to take {route[2]}"
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
@@ -51,6 +60,8 @@ class FramedOutbox(Outbox):
         while self.flight:  # all taken, for the step that they belong to is over
             self._wait_for_oldest()
         self.count = 0
+        self._hello.words[PROGRAM] = self.program
+        self._dispatch(-1, self._hello.frames, TAGS[self.route[2]], self._hello)
 
     def put(self, value: Any) -> None:
         number, forms, flight = self.count, self.forms, self.flight
@@ -80,7 +91,7 @@ class FramedOutbox(Outbox):
 
     def _send(self, number: int, slot: Slot, overflow: int) -> None:
         words = slot.words
-        words[PROGRAM], words[NUMBER], words[SENT], words[OVERFLOW] = self.program, number, clock(), overflow
+        words[NUMBER], words[SENT], words[OVERFLOW] = number, clock(), overflow
         self._dispatch(number, slot.frames, self.tag, slot)
 
     def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: Slot | Tensor) -> None:
@@ -97,7 +108,7 @@ class FramedOutbox(Outbox):
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
             self.group.lost(self.target, self._what, error)
-        if isinstance(held, Slot) and held.size <= KEPT:
+        if isinstance(held, Slot) and held.size <= KEPT and held is not self._hello:
             self.free.append(held)
         activity.waits = None
 
@@ -111,7 +122,7 @@ class FramedInbox(Inbox):
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route, self.program = group, route, program
-        self.source, self.tag = route[0], TAGS[route[2]]
+        self.source, self.tag = route[0], tag_of(route[2], program)
         self.timeout = timedelta(seconds=deadline)
         self.name = f"{route[2]} from rank {self.source}"
         self.order: list[int] = []
@@ -137,14 +148,16 @@ class FramedInbox(Inbox):
         self.count = 0
         largest = max((form.size for form in self.forms), default=TRAILER)
         self.ahead = min(AHEAD, max(2, ROOM // largest))
+        self._post(empty(TRAILER), TAGS[self.route[2]])
         for number in range(min(self.ahead, len(self.order))):
-            self._post(number)
+            self._post(self._frame(number), self.tag)
 
-    def _post(self, number: int) -> None:
-        forms = self.forms
-        frame = forms[number].frame() if number < len(forms) else empty(TRAILER)
+    def _frame(self, number: int) -> Tensor:
+        return self.forms[number].frame() if number < len(self.forms) else empty(TRAILER)
+
+    def _post(self, frame: Tensor, tag: int) -> None:
         try:
-            self.posted.append((self.group.connection.recv([frame], self.source, self.tag), frame))
+            self.posted.append((self.group.connection.recv([frame], self.source, tag), frame))
         except (RuntimeError, AttributeError) as error:
             self.group.lost(self.source, self.name, error)
 
@@ -156,26 +169,37 @@ class FramedInbox(Inbox):
 
     def take(self, number: int) -> Any:
         """The message of this number, which is the next."""
+        if not number:
+            self._check_program()
         if number + self.ahead < len(self.order):
-            self._post(number + self.ahead)
+            self._post(self._frame(number + self.ahead), self.tag)
         self.count = number + 1
+        asked = clock()
+        frame = self._arrived(asked)
+        words = trailer(frame)
+        assert words[NUMBER] == number, "messages of a channel are taken in the order in which they were sent"
+        self.times[number] = words[SENT], asked, clock()
+        return self._learn(number, words[OVERFLOW]) if words[OVERFLOW] else self.forms[number].unpack(frame)
+
+    def _arrived(self, asked: int) -> Tensor:
         activity = self.group.mine
-        activity.since = asked = clock()
-        activity.waits = self.name
+        activity.since, activity.waits = asked, self.name
         try:
             work, frame = self.posted.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:
             self.group.lost(self.source, self.name, error)
         activity.waits = None
-        words = trailer(frame)
-        if words[NUMBER] != number or words[PROGRAM] != self.program:
-            text = f"rank {self.source} sent {self.route[2]} of another step than rank {self.route[1]} runs"
+        return frame
+
+    def _check_program(self) -> None:
+        """What comes before all else says which program the sender runs."""
+        frame = self._arrived(clock())
+        if trailer(frame)[PROGRAM] != self.program:
+            text = f"rank {self.source} runs another step than rank {self.route[1]}"
             raise self.group.report_failure(
                 self.route[1], f"{text}: give all ranks the same count of microbatches, and make the same calls on all"
             )
-        self.times[number] = words[SENT], asked, clock()
-        return self._learn(number, words[OVERFLOW]) if words[OVERFLOW] else self.forms[number].unpack(frame)
 
     def _learn(self, number: int, size: int) -> Any:
         """A value of a new form, which follows apart."""

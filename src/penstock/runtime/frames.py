@@ -35,7 +35,7 @@ not the form's to say."""
 
 
 def trailer(frame: Tensor) -> Any:
-    """The words behind all else in a frame."""
+    """The words behind all else in a frame, which must be held as long as they are."""
     return _Words.from_address(frame.data_ptr() + frame.numel() * frame.element_size() - TRAILER)
 
 
@@ -68,9 +68,7 @@ class Leaf:
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Leaf:
-        if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-            what = type(tensor).__name__ if type(tensor) is not Tensor else "nested" if tensor.is_nested else str(tensor.layout)
-            raise ScheduleError(f"a stage passes on a tensor of another sort ({what}), which cannot be sent: pass on plain, dense tensors")
+        _check_plain(tensor)
         stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
@@ -99,6 +97,14 @@ class Leaf:
         if self.device != "cpu":
             tensor = placed(tensor, self.device)
         return tensor.requires_grad_() if self.grad else tensor
+
+
+def _check_plain(tensor: Any) -> None:
+    """Refuse what is more than one stretch of numbers: its bytes alone would not say what it is."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
+        sorts = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, str(tensor.layout): tensor.layout is not torch.strided}
+        sort = next((name for name, found in sorts.items() if found), type(tensor).__name__)
+        raise ScheduleError(f"a stage passes on a tensor that cannot be sent ({sort}): pass on dense tensors, for example its parts")
 
 
 _ONE, _LIST = "one tensor", "a list"

@@ -12,12 +12,9 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.group import Group
-from penstock.runtime.processes import TRANSPORTS, Processes
+from penstock.runtime.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.stores import PrefixStore
 from penstock.runtime.virtual import VirtualGroup
-
-CONNECT = 120.0
-"""Seconds in which all ranks must have come."""
 
 
 class _Here(threading.local):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from penstock.errors import ScheduleError, UnknownNameError, nearest
-from penstock.runtime.here import CONNECT, join, stand, under_torchrun
+from penstock.runtime.here import join, stand, under_torchrun
+from penstock.runtime.processes import CONNECT
 from penstock.runtime.virtual import VirtualGroup
 from penstock.runtime.workers import Workers, raise_first
 

@@ -6,6 +6,7 @@ next is done under the next generation, so nothing of what failed can reach it.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Hashable, Iterable
@@ -29,6 +30,8 @@ TRANSPORTS = ("auto", "framed", "direct", "edges")
 _LOOK = 0.2
 """Seconds between two looks at the board."""
 _PAUSE = 0.005
+CONNECT = 120.0
+"""Seconds in which all ranks must have come, at the start and after a failure."""
 LEAVE = 10.0
 """Seconds that a rank which is through waits for the others to be."""
 _STORE = timedelta(seconds=10)
@@ -104,12 +107,18 @@ class Processes(Group):
         keys = [f"here/{rank}" for rank in range(self.ranks)]
         until = time.monotonic() + deadline
         while not board.check(keys):
-            ended = [rank for rank in range(self.ranks) if self._store.check([f"ended/{rank}"])]
+            ended = self._ended()
             if ended or time.monotonic() > until:
                 missing = [rank for rank, key in enumerate(keys) if not board.check([key])]
                 why = f"ranks {ended} have ended" if ended else f"ranks {missing} did not come within {deadline:g} s"
                 raise PipelineError(f"rank {self.rank} cannot connect to the others: {why}")
             time.sleep(_PAUSE)
+
+    def _ended(self) -> list[int]:
+        """The ranks whose processes are known to be gone."""
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank in range(self.ranks) if self._store.check([f"ended/{rank}"])]
+        return []
 
     @property
     def closed(self) -> bool:
@@ -118,7 +127,7 @@ class Processes(Group):
     def close(self) -> None:
         """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
         if self.connection is not None:
-            self.alarm.leave(LEAVE)
+            self.alarm.leave(LEAVE, lambda: bool(self._ended()))
         self._closing.set()
         self._watch.join()
         self._disconnect()
@@ -187,7 +196,7 @@ class Processes(Group):
             self._raise()
         if self._failure is not None and self._failure.fatal:
             raise self._error(self._failure, None)
-        self._connect(deadline)
+        self._connect(max(deadline, CONNECT))
 
     # Messages ---------------------------------------------------------------------------------------------------------
 

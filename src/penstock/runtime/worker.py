@@ -57,13 +57,13 @@ def run(start: Start, task: Task) -> Any:
     import torch.distributed as dist
 
     from penstock.runtime import here
-    from penstock.runtime.processes import Processes
+    from penstock.runtime.processes import CONNECT, Processes
     from penstock.runtime.stores import PrefixStore, TCPStore
 
     whole = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False)
     store = PrefixStore(task.name, whole)
     dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=start.rank, world_size=task.ranks)
-    group = Processes(store, start.rank, task.ranks, here.CONNECT)
+    group = Processes(store, start.rank, task.ranks, CONNECT)
     here.stand(group, start.rank)
     try:
         torch.set_rng_state(torch.load(io.BytesIO(task.seed)))

@@ -1,0 +1,1 @@
+"""The peers' own names over our parts: change an import, keep the program."""
