@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import inspect
+import pickle
 from pathlib import Path
 
 import pytest
@@ -71,3 +72,21 @@ def test_an_unknown_schedule_suggests_the_nearest() -> None:
         ps.schedule("gpip", 2, 2)
     assert isinstance(caught.value, LookupError)
     assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileFormatError("a.csv", "bad", row=1, cell=4),
+        MissingExtraError("x", "torch", "torch"),
+        VerifyError([], "two findings"),
+        PenstockError("plain", 3),
+        UnknownNameError("no such name"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_errors_go_between_processes(error: PenstockError) -> None:
+    error.add_note("seen on rank 1")
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error)
+    assert (str(copy), copy.args, vars(copy)) == (str(error), error.args, vars(error))

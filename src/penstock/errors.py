@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.verifier.finding import Finding
@@ -12,6 +12,16 @@ if TYPE_CHECKING:
 
 class PenstockError(Exception):
     """The root: catch it to catch everything Penstock refuses."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors go between processes, also those that are made of other things than their text."""
+        return _rebuilt, (type(self), self.args, self.__dict__)
+
+
+def _rebuilt(kind: type[PenstockError], args: tuple[Any, ...], state: dict[str, Any]) -> PenstockError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class ActionError(PenstockError, ValueError):
