@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from typing import Any
 
@@ -24,6 +25,18 @@ class _Here(threading.local):
 
 _here = _Here()
 _joined: dict[str, Processes] = {}
+
+
+def part(error: BaseException | None = None) -> None:
+    """Leave all groups of torch.distributed that were joined; an error is told to their other ranks, who need not wait then."""
+    for joined in _joined.values():
+        if error is not None:
+            joined.fail(joined.rank, error, fatal=True)
+        joined.close()
+    _joined.clear()
+
+
+atexit.register(lambda: part(getattr(sys, "last_value", None)))
 
 
 def stand(group: Group | None, rank: int) -> None:
@@ -65,9 +78,8 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     group = _process_group(within)
     name = f"{group.group_name}/{transport}"
     if name not in _joined or _joined[name].closed:
-        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
-        _joined[name] = Processes(store, group.rank(), group.size(), CONNECT, transport)
-        atexit.register(_joined[name].close)
+        store: Any = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        _joined[name] = Processes(store.clone(), group.rank(), group.size(), CONNECT, transport)
     return _joined[name]
 
 

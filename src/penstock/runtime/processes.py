@@ -38,9 +38,10 @@ _STORE = timedelta(seconds=10)
 
 
 class Processes(Group):
-    """This process's place among the ranks. `store` is one that all of them reach, under a name that is theirs alone.
+    """This process's place among the ranks.
 
-    `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
+    `store` is one that all of them reach, under a name that is theirs alone, by a connection that nothing else here uses: a
+    store serves one call at a time. `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
     in one queue; `edges` does so with a queue for each channel. `auto` is direct where every rank has a device of its own.
     """
 
@@ -54,7 +55,7 @@ class Processes(Group):
         """Whether this step tells the forms of its messages."""
         self._agreed: dict[int, list[Any]] = {}
         self._routes: list[Route] = []
-        self._store = store.clone()  # one of its own: a store serves one call at a time
+        self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
         self.ends: list[Inbox | Outbox] = []
