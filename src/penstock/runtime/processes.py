@@ -41,7 +41,9 @@ class Processes(Group):
     """This process's place among the ranks.
 
     `store` is one that all of them reach, under a name that is theirs alone, by a connection that nothing else here uses: a
-    store serves one call at a time. `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
+    store serves one call at a time.
+
+    `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
     in one queue; `edges` does so with a queue for each channel. `auto` is direct where every rank has a device of its own.
     """
 

@@ -1,0 +1,129 @@
+"""Rules for list scheduling: a first lot that covers the usual ones, and small changes to a rule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from penstock.planner.orders.dispatch import Rule
+from penstock.planner.orders.shop import Floats, Shop
+
+_DEPTHS = ((9.0, 9.0), (1.0, 0.2), (1.0, 0.5), (0.8, 0.3), (0.7, 0.5), (0.6, 0.6), (1.2, 0.1), (0.9, 0.9))
+"""Shares of what memory holds that the first and the last stage may have under way; a line between."""
+_MANNERS = ((0.0, 0.0), (0.6, 0.6), (0.0, 0.6), (0.3, 0.3))
+"""Overruns and patiences."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules for one shop."""
+
+    shop: Shop
+
+    @property
+    def pace(self) -> float:
+        """What one microbatch takes of a rank's time."""
+        return float(np.sum(self.shop.duration)) / (self.shop.ranks * self.shop.microbatches)
+
+    @property
+    def usual(self) -> float:
+        """What a node takes."""
+        return float(np.mean(self.shop.duration)) or 1.0
+
+    def _way(self) -> Floats:
+        """When each kind and stage would run for a microbatch alone."""
+        stages = self.shop.stages
+        times = np.reshape(self.shop.duration, (3 * stages, -1)).mean(axis=1) + np.reshape(self.shop.travel, (3 * stages, -1)).mean(axis=1)
+        way = np.concatenate((times[:stages], times[stages : 2 * stages][::-1]))
+        begins = np.concatenate(([0.0], np.cumsum(way)[:-1]))
+        inputs = begins[stages:][::-1]
+        return np.concatenate((begins[:stages], inputs, inputs + times[stages : 2 * stages]))
+
+    def _bases(self) -> Iterator[Floats]:
+        """I first, F first, or the older microbatch; of the forwards the deeper, the shallower or the older one."""
+        stages, big = self.shop.stages, 4 * self.pace * self.shop.microbatches
+        deep = np.arange(stages) * big
+        way = self._way()
+        way[2 * stages :] += 100 * big * stages
+        for forward, backward in (
+            (-deep * 0.01, -big),
+            (0.0, -big),
+            (deep, -big),
+            (-big - deep, 0.0),
+            (-big + deep * 0.01, 0.0),
+            (0.0, 0.0),
+            (0.0, -self._length / 2),
+        ):
+            made = way.copy()
+            made[:stages] += forward
+            made[stages : 2 * stages] += backward
+            yield made
+
+    @property
+    def _length(self) -> float:
+        return float(self._way().max())
+
+    def _room(self) -> Floats:
+        """How many activations of each stage its rank's memory holds."""
+        shop = self.shop
+        rank = np.reshape(shop.rank, (3, shop.stages, -1))[0, :, 0]
+        size = np.reshape(shop.activation, (shop.stages, -1)).max(axis=1)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            room = np.where(size > 0, np.asarray(shop.limit)[rank] / size, np.inf)
+        return np.minimum(room, shop.microbatches)
+
+    def _most(self, first: float, last: float) -> np.ndarray:
+        share = np.linspace(first, last, self.shop.stages)
+        return np.clip(np.round(self._room() * share), 1, self.shop.microbatches).astype(np.int64)
+
+    def first(self) -> Iterator[Rule]:
+        """The usual ones."""
+        for base, depths, (overrun, patience) in product(list(self._bases()), _DEPTHS, _MANNERS):
+            yield Rule(base, self.pace, self._most(*depths), overrun, patience)
+
+    def drawn(self, chance: np.random.Generator) -> Rule:
+        """Any rule of the kind of the first ones."""
+        bases = list(self._bases())
+        first = chance.uniform(0.3, 1.3)
+        most = self._most(first, first * chance.random())
+        return Rule(bases[chance.integers(len(bases))], self.pace, most, *(float(each) for each in chance.choice(_SHARES, 2)))
+
+    def changed(self, rule: Rule, chance: np.random.Generator) -> Rule:
+        """The rule with a small change, or with two."""
+        made = self._changed(rule, chance)
+        return self._changed(made, chance) if chance.random() < 0.3 else made
+
+    def _changed(self, rule: Rule, chance: np.random.Generator) -> Rule:
+        what = chance.random()
+        if what < 0.55:
+            return rule._replace(base=self._other_base(rule.base, chance))
+        if what < 0.9:
+            low, high = self._range(chance)
+            most = rule.most.copy()
+            most[low:high] += chance.choice((-1, 1))
+            return rule._replace(most=np.clip(most, 1, self.shop.microbatches))
+        share = float(chance.choice(_SHARES))
+        return rule._replace(overrun=share) if what < 0.95 else rule._replace(patience=share)
+
+    def _other_base(self, base: Floats, chance: np.random.Generator) -> Floats:
+        """The turns of one kind on some stages shifted; or those of W to soon after its I."""
+        stages, made = self.shop.stages, base.copy()
+        low, high = self._range(chance)
+        kind = chance.integers(3)
+        here = slice(kind * stages + low, kind * stages + high)
+        if kind == 2 and chance.random() < 0.5:
+            made[here] = base[stages + low : stages + high] + chance.uniform(0, 3) * self.pace
+        else:
+            made[here] += chance.normal() * self.usual * chance.choice((0.3, 1.0, 3.0, 10.0, 30.0))
+        return made
+
+    def _range(self, chance: np.random.Generator) -> tuple[int, int]:
+        """Half of the time one stage, else several."""
+        low = int(chance.integers(self.shop.stages))
+        return (low, low + 1) if chance.random() < 0.5 else (low, low + 1 + int(chance.integers(self.shop.stages - low)))
+
+
+_SHARES = (0.0, 0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

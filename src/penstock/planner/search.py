@@ -1,0 +1,165 @@
+"""The order search: list scheduling by many rules, then local search on the orders that come of it and on the named ones."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir.kind import Kind
+from penstock.ir.schedule import Schedule
+from penstock.planner.bounds import lower_bound
+from penstock.planner.orders.budget import Budget
+from penstock.planner.orders.listing import Listing
+from penstock.planner.orders.named import named_schedules
+from penstock.planner.orders.patterns import Weaving
+from penstock.planner.orders.polishing import Polishing
+from penstock.planner.orders.shop import order_of, schedule_of, shop_of
+from penstock.planner.orders.workshop import Order, Workshop, get_ready
+from penstock.planner.problem import Problem
+
+Progress = Callable[[Schedule, float], None]
+
+_EVEN = 1e-9
+"""Objectives so near to each other, as a share of them, are the same."""
+_LISTING = 0.3
+"""The share of the time for list scheduling."""
+_WEAVING = 0.2
+"""And then, of what is left, for patterns."""
+_ROUNDS = 6
+"""How often list scheduling is begun anew with less memory, where received messages take more of it than was left to them."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best order of a search; `schedule` is None and `objective` infinite where none was found that fits the memory."""
+
+    schedule: Schedule | None
+    objective: float
+    source: str = ""
+    """What it grew from: `list`, or the name of a schedule."""
+    rounds: float = 0.0
+    """How many orders were timed, a try of a move counted as a part of one."""
+
+
+def search(
+    problem: Problem,
+    *,
+    seconds: float | None = 3.0,
+    rounds: float | None = None,
+    seed: int = 0,
+    start: Sequence[Schedule] | None = None,
+    progress: Progress | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> Found:
+    """Find a good order within `seconds`, or within about as many `rounds`, with which the same seed gives the same result.
+
+    `start` are schedules to begin with, the named ones of the placement unless given; the result is never worse than the best of
+    them that fits the memory. `progress` is told of every schedule that is better than all before; `stop` ends the search early.
+    """
+    get_ready()
+    budget = Budget(None if rounds is not None else seconds, rounds, stop)
+    run = _Search(problem, budget, seed, progress)
+    run.begin(named_schedules(problem) if start is None else start)
+    if not run.budget.enough:
+        run.improve()
+    return Found(run.best, run.objective, run.source, budget.spent)
+
+
+class _Search:
+    """The best so far, as the simulator has it."""
+
+    def __init__(self, problem: Problem, budget: Budget, seed: int, progress: Progress | None) -> None:
+        self.problem, self.budget, self.progress = problem, budget, progress
+        self.chance = np.random.default_rng(seed)
+        self.least = lower_bound(problem).value
+        self.best: Schedule | None = None
+        self.objective, self.source = math.inf, ""
+        self.starts: list[Order] = []
+        self.reserve = np.zeros(problem.ranks)
+        self.over = np.zeros(problem.ranks)
+        """By how much the last order that was considered is over each limit."""
+        self.budget.enough = math.isinf(self.least)
+
+    def begin(self, schedules: Iterable[Schedule]) -> None:
+        """Consider what is known already."""
+        shop = shop_of(self.problem)
+        for schedule in schedules:
+            self._check(schedule)
+            if self._consider(schedule, schedule.name):
+                nodes, full = order_of(shop, schedule)
+                if not (shop.may_merge or not shop.is_split):
+                    full = np.zeros_like(full)
+                self.starts.append(Order(nodes, full, math.inf, schedule.name))
+            if self.budget.over:
+                return
+
+    def _check(self, schedule: Schedule) -> None:
+        problem = self.problem
+        if schedule.placement.copies != problem.placement.copies or schedule.microbatches != problem.microbatches:
+            wanted = f"{problem.placement.describe()}, {problem.microbatches} microbatches"
+            raise ScheduleError(f"{schedule!r} cannot begin a search for {wanted}")
+        if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
+            raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")
+
+    def improve(self) -> None:
+        """List scheduling, then local search."""
+        with self.budget.part(_LISTING):
+            listed = self._listed() if len(self.problem.placement.copies) == 1 else []
+        workshop = self._workshop()
+        starts = [Order(each.nodes, each.full, workshop.time(each.nodes, each.full), each.source) for each in self.starts]
+        hand = sorted([each for each in [*listed, *starts] if each.objective >= 0], key=lambda order: order.objective)
+        with self.budget.part(_WEAVING):
+            woven = Weaving(workshop, self.budget, self.chance).run(_different(hand, 4)) if listed else []
+        hand = _different(hand, 5) + [order for order in _different(woven, 3) if self._accept(order)]
+        Polishing(workshop, self.budget, self.chance, self._accept).run(hand)
+
+    def _workshop(self) -> Workshop:
+        return Workshop(shop_of(self.problem, self.reserve.tolist()))
+
+    def _listed(self) -> list[Order]:
+        """Orders by list scheduling; with more memory left to received messages while they need more."""
+        for left in range(_ROUNDS, 0, -1):
+            with self.budget.part(1 / left if self._receives else 1.0):
+                orders = Listing(self._workshop(), self.budget, self.chance).run()
+            fitting = [order for order in orders if self._accept(order)]
+            if fitting or not orders or not self._receives:
+                return fitting
+            self.reserve += self.over
+        return []
+
+    @property
+    def _receives(self) -> bool:
+        """Whether received messages take memory."""
+        problem = self.problem
+        return problem.memory_limit is not None and bool(np.any(problem.costs.table("output", problem.stages, problem.microbatches)))
+
+    def _accept(self, order: Order) -> bool:
+        """Consider an order; whether it fits."""
+        return self._consider(schedule_of(self.problem, order.nodes, order.full), order.source)
+
+    def _consider(self, schedule: Schedule, source: str) -> bool:
+        """Keep the schedule if it is the best that fits; whether it fits."""
+        timeline = self.problem.evaluate(schedule)
+        self.budget.spend(1)
+        if not self.problem.fits(timeline):
+            self.over = np.maximum(0.0, np.array(timeline.peak_memory) - np.array(self.problem.limits))
+            return False
+        objective = self.problem.objective(timeline)
+        if objective < self.objective * (1 - _EVEN) or self.best is None:
+            self.best, self.objective, self.source = schedule, objective, source
+            self.budget.enough = objective <= self.least * (1 + _EVEN)
+            if self.progress is not None:
+                self.progress(schedule, objective)
+        return True
+
+
+def _different(orders: list[Order], most: int) -> list[Order]:
+    """The best orders, without those that take the same time as one before."""
+    kept: dict[float, Order] = {}
+    for order in orders:
+        kept.setdefault(order.objective, order)
+    return list(kept.values())[:most]
