@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.runtime import Layers, Pipeline, StepResult
+from penstock.runtime import Layers, Pipeline, StepResult, rank
 from penstock.runtime.parity import Parity
 from penstock.runtime.workers import Workers
 from runtime.distributed import Grads, by_processes, local_grads, numbers, together
@@ -34,6 +34,8 @@ from runtime.models import (
 IN_ORDER = ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb", "zbv", "v-half", "1f1b-v", "dualpipe-v", "hanayo"]
 """Schedules that sum each stage's gradients in the order of microbatches."""
 OTHER = ["looped-bfs", "chimera", "dualpipe"]
+SLOW_1F1B = pytest.param("1f1b", 4, marks=pytest.mark.slow)
+"""The first use of an optimizer loads much of torch in every process."""
 LAYERS = Layers("blocks", head=["embed"], tail=["norm", "head"])
 
 
@@ -70,7 +72,7 @@ def test_whole_batch_in_double(workers: Workers, name: str) -> None:
     assert_close(by_processes(workers, model, schedule, x, y), by_batch(model, x, y), 1e-12)
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("interleaved-zb", 2), ("zbv", 2), ("dualpipe", 4)])
+@pytest.mark.parametrize(("name", "ranks"), [SLOW_1F1B, ("1f1b", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipe", 2)])
 def test_training_follows_the_unpipelined_run(workers: Workers, name: str, ranks: int) -> None:
     """Six steps with an optimizer that remembers, gradients of two steps added up before each update, and clipping."""
     schedule = ps.schedule(name, ranks=ranks, microbatches=4)
@@ -167,7 +169,7 @@ def test_microbatches_of_different_lengths(workers: Workers) -> None:
 # What ranks share -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb-h1", 2), ("zbv", 2), ("dualpipe", 2)])
+@pytest.mark.parametrize(("name", "ranks"), [SLOW_1F1B, ("zb-h1", 2), ("zbv", 2), ("dualpipe", 2)])
 def test_tied_weights(workers: Workers, name: str, ranks: int) -> None:
     """The embedding and the head are one parameter, which here is two, in different processes: they stay the same.
 
@@ -180,7 +182,7 @@ def test_tied_weights(workers: Workers, name: str, ranks: int) -> None:
 
     def train() -> tuple[float, Grads]:
         mine = copy.deepcopy(model)
-        if ps_rank():
+        if rank():
             mine.head.weight.detach().mul_(1.5)
         pipe = Pipeline(mine, schedule, loss_fn=token_loss, split=LAYERS)
         optimizer = torch.optim.SGD(pipe.parameters(), 0.5, momentum=0.9)
@@ -190,8 +192,6 @@ def test_tied_weights(workers: Workers, name: str, ranks: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         return float(norm), {key: parameter.detach() for key, parameter in pipe.local_parameters()}
-
-    from penstock.runtime import rank as ps_rank
 
     results = workers.run(train, ranks=ranks)
     again = copy.deepcopy(model)

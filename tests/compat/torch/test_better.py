@@ -158,13 +158,15 @@ def test_torch_permutes_outputs() -> None:
 def test_a_failed_step_leaves_nothing_behind() -> None:
     class Moody(nn.Module):
         angry = False
+        calls: int | None = None
 
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(6, 6)
 
         def forward(self, x: Tensor) -> Tensor:
-            if self.angry:
+            self.calls = None if self.calls is None else self.calls - 1
+            if self.angry or self.calls == 0:
                 raise ValueError("not now")
             return self.linear(x)
 
@@ -172,6 +174,11 @@ def test_a_failed_step_leaves_nothing_behind() -> None:
         modules, (x, y) = [Moody() for _ in range(chunks_of(name))], data()
         held = copy.deepcopy(modules)
         made = schedule(OURS, name, stages(OURS, held), 4, loss_fn=functional.mse_loss)
+        held[-1].calls = 2
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            made.step(x, target=y)
+        assert grads(held) == [None] * len(grads(held))
+        held[-1].calls = None
         made.step(x, target=y)
         kept = copy.deepcopy(grads(held))
         held[-1].angry = True
@@ -308,6 +315,21 @@ def test_checkpoints_are_computed_again_once() -> None:
     schedule(OURS, "ScheduleInterleavedZeroBubble", stages(OURS, held), 4, loss_fn=functional.mse_loss).step(x, target=y)
     assert [module.calls for module in held] == [8, 8]
     assert_same(grads(held), loop(modules, x, y, 4).grads)
+
+
+@pytest.mark.parametrize("name", LOOPED)
+def test_a_step_holds_nothing_when_it_is_over(name: str) -> None:
+    modules, (x, y) = blocks(3), data()
+    held = stages(OURS, modules)
+    made = schedule(OURS, name, held, 4, loss_fn=functional.mse_loss)
+    for run_step in (made.step, made.eval):
+        run_step(x, target=y)
+        for stage in held:
+            assert not stage.fwd_cache
+            assert not stage.bwd_cache
+            assert not stage.dw_runner
+            assert not any(stage.args_recv_info.values())
+            assert not any(stage.grad_recv_info.values())
 
 
 def test_nothing_is_kept_alive_by_itself() -> None:

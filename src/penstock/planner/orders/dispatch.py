@@ -20,6 +20,8 @@ class Rule(NamedTuple):
     pace: float
     most: Column
     """For each stage, how many microbatches may be between its F and its I."""
+    ahead: Column
+    """For each stage, how many of its F may have run beyond the I of the rank's last stage, whose backwards come first."""
     overrun: float
     """The share of a W by which it may delay what is known to come; it fills gaps otherwise, or runs by its own turn."""
     patience: float
@@ -53,7 +55,7 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
     arrive, forwards, inputs, weights = floor.arrive, floor.forwards, floor.inputs, floor.weights
     now, wake, held, under_way, free, at = floor.now, floor.wake, floor.held, floor.under_way, floor.free, floor.at
     duration, takes, keeps, limit = shop.duration, shop.takes, shop.keeps, shop.limit
-    stage_at, stage_of, base, pace, most = shop.stage_at, shop.stage_of, rule.base, rule.pace, rule.most
+    stage_at, stage_of, base, pace, most, ahead = shop.stage_at, shop.stage_of, rule.base, rule.pace, rule.most, rule.ahead
     for node in range(3 * cells):
         arrive[node] = -1.0
     for node in range(microbatches):
@@ -75,6 +77,7 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
             break
         first, first_key, coming, coming_key = -1, math.inf, math.inf, math.inf
         weight, weight_key, cramped = -1, math.inf, False
+        top = stage_of[stage_at[rank + 1] - 1]
         for place in range(stage_at[rank], stage_at[rank + 1]):
             stage = stage_of[place]
             if inputs[stage] < forwards[stage]:
@@ -90,14 +93,15 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
                                 first, first_key = node, key
                         elif begin < coming or (begin == coming and key < coming_key):
                             coming, coming_key = begin, key
-            if forwards[stage] < microbatches and forwards[stage] - inputs[stage] < most[stage]:
-                node = stage * microbatches + forwards[stage]
+            count = forwards[stage]
+            if count < microbatches and count - inputs[stage] < most[stage] and count - inputs[top] < ahead[stage]:
+                node = stage * microbatches + count
                 begin = arrive[node]
                 if begin >= 0 and _is_safe(shop, floor, rank, stage):
                     if held[rank] + takes[node] > limit[rank]:
                         cramped = cramped or begin <= time
                     else:
-                        key = base[stage] + pace * forwards[stage]
+                        key = base[stage] + pace * count
                         if begin <= time:
                             if key < first_key:
                                 first, first_key = node, key

@@ -115,7 +115,7 @@ class Workshop:
 
     def dispatch(self, rule: Rule, full: Flags) -> float:
         """The objective of the order that a rule gives, -1 where there is none; `made` has the order."""
-        given = rule._replace(base=self.given(rule.base), most=self.given(rule.most))
+        given = rule._replace(base=self.given(rule.base), most=self.given(rule.most), ahead=self.given(rule.ahead))
         return float(self.loops.dispatch(self._known_shop(full), given, self._room, self.floor))
 
     @property
@@ -133,7 +133,7 @@ def get_ready() -> None:
     workshop = Workshop(shop_of(Problem(Placement.linear(1), 1, Costs())))
     full = np.zeros(1, dtype=np.int8)
     ones = np.ones(1, dtype=np.int64)
-    objective = workshop.dispatch(Rule(np.zeros(3), 1.0, ones, 0.0, 0.0), full)
+    objective = workshop.dispatch(Rule(np.zeros(3), 1.0, ones, ones, 0.0, 0.0), full)
     workshop.annealing(Order(workshop.made, full, objective), 0).run(Pace(1, 0.0, 0.5, 1, 1, 0.5))
 
 
