@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("processes")]
+pytestmark = pytest.mark.slow
 
 START = """
 import os, sys

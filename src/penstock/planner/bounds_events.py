@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,19 +33,36 @@ class Events:
         return table
 
 
-def most_held(terms: Terms, line: Line) -> list[int]:
-    """How many activations of each stage its rank can hold when a forward starts; a lower number would do for no schedule."""
-    least = line.least
-    held = []
-    for stage, rank in enumerate(line.ranks):
-        room, each = terms.room[rank] - float(least.received[stage, 0]), float(least.activation[stage, 0])
-        held.append(line.count if room == math.inf or room >= each * line.count else max(0, int(room / each)))
-    return held
+class Wait(NamedTuple):
+    """So many forwards of a stage at most are ahead of the gradients of another, the same or a later one on its rank."""
+
+    forward: int
+    gradient: int
+    most: int
+
+
+def waits(terms: Terms, line: Line) -> list[Wait]:
+    """What memory asks of forwards, for each two stages of a rank.
+
+    Take the microbatches that have begun their forward on the first stage and not ended their gradient on the second. Each holds its
+    activations on all of the rank's stages up to the first. One of them is, or will be, the first to be on the second stage, and
+    then holds those up to there, while none of the others has freed anything. So much must fit.
+    """
+    least, found = line.least, []
+    for rank in sorted(set(line.ranks)):
+        mine, room = line.stages_of(rank), terms.room[rank]
+        for at, first in enumerate(mine if room < math.inf else ()):
+            each = float(least.activation[list(mine[: at + 1]), 0].sum())
+            for second in mine[at:]:
+                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + float(least.received[second, 0])
+                if each * line.count > room - more:
+                    found.append(Wait(first, second, max(0, int((room - more) / each))))
+    return found
 
 
 def earliest(terms: Terms, line: Line, first: int = 0) -> Events:
     """The earliest start of each k-th action, when the first forward of stage `first` may start at 0. Stages before it stay at 0."""
-    least, held = line.least, most_held(terms, line)
+    least, held = line.least, _by_stage(line, waits(terms, line), by_forward=True)
     f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
     stages, count = line.stages, line.count
     start_f, start_g, start_w = ([[0.0] * stages for _ in range(count)] for _ in range(3))
@@ -56,7 +74,10 @@ def earliest(terms: Terms, line: Line, first: int = 0) -> Events:
             if s > first:
                 up[s] = max(now_f[s - 1] + f[s - 1], up[s]) + hop[s]
                 begin = max(begin, up[s])
-            now_f[s] = max(begin, start_g[k - held[s]][s] + g[s]) if k >= held[s] else begin
+            for other, most in held[s]:
+                if k >= most:
+                    begin = max(begin, start_g[k - most][other] + g[other])
+            now_f[s] = begin
         for s in range(stages - 1, first - 1, -1):
             begin = max(now_f[s] + f[s], start_g[k - 1][s] + g[s] if k else 0.0)
             if s + 1 < stages:
@@ -69,7 +90,7 @@ def earliest(terms: Terms, line: Line, first: int = 0) -> Events:
 
 def remaining(terms: Terms, line: Line, only: int | None = None) -> Events:
     """The least time from the start of each k-th action to the end of everything, or of what rank `only` does."""
-    least, held = line.least, most_held(terms, line)
+    least, held = line.least, _by_stage(line, waits(terms, line), by_forward=False)
     f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
     stages, count = line.stages, line.count
     after = [terms.after[rank][s] if only in (None, rank) else FREE for s, rank in enumerate(line.ranks)]
@@ -84,8 +105,9 @@ def remaining(terms: Terms, line: Line, only: int | None = None) -> Events:
             if s:
                 down[s] = hop[s] + max(now_g[s - 1], down[s])
                 follows = max(follows, down[s])
-            if held[s] and k + held[s] < count:
-                follows = max(follows, rest_f[k + held[s]][s])
+            for other, most in held[s]:
+                if k + most < count:
+                    follows = max(follows, rest_f[k + most][other])
             now_g[s] = g[s] + follows
         for s in range(stages - 1, -1, -1):
             follows = max(now_g[s], rest_f[k + 1][s] if later else FREE)
@@ -94,3 +116,12 @@ def remaining(terms: Terms, line: Line, only: int | None = None) -> Events:
                 follows = max(follows, up[s])
             now_f[s] = f[s] + follows
     return Events(*(np.array(rests).T for rests in (rest_f, rest_g, rest_w)))
+
+
+def _by_stage(line: Line, found: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
+    """For each stage, the other stage of its waits and the most."""
+    held: list[list[tuple[int, int]]] = [[] for _ in range(line.stages)]
+    for wait in found:
+        one, other = (wait.forward, wait.gradient) if by_forward else (wait.gradient, wait.forward)
+        held[one].append((other, wait.most))
+    return held

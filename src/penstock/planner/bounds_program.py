@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.planner.bounds_events import waits
 from penstock.planner.bounds_rank import KINDS, Share
 from penstock.planner.bounds_terms import Floats
 
@@ -201,6 +202,17 @@ class Program:
             if kind[2] == "forward":
                 for index in range(self.steps + 1):
                     self._row(1.0, self._held(self.shift[kind] + index * self.step, room))
+        for at, line in enumerate(self.share.lines):
+            for wait in waits(self.share.terms, line):
+                if line.ranks[wait.forward] == self.share.rank:
+                    self._wait((at, wait.forward, "forward"), (at, wait.gradient, "gradient"), wait.most)
+
+    def _wait(self, forward: Kind, gradient: Kind, most: int) -> None:
+        """So many forwards are ahead of those gradients at most."""
+        for index in range(self.steps + 1):
+            moment = self.shift[forward] + index * self.step
+            ended = self._from_above(gradient, moment - self.takes[gradient])
+            self._row(1.0, [(1.0 / most, self._at(forward, index)), (-1.0 / most, ended)])
 
     def _held(self, moment: float, room: float) -> list[tuple[float, Any]]:
         terms: list[tuple[float, Any]] = []

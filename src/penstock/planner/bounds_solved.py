@@ -14,7 +14,7 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
-from penstock.planner.bounds_events import Events
+from penstock.planner.bounds_events import Events, waits
 from penstock.planner.bounds_program import Kind, ways
 from penstock.planner.bounds_rank import KINDS, Share
 from penstock.planner.bounds_terms import Floats
@@ -22,7 +22,7 @@ from penstock.planner.exact_scale import floored, unit_for
 
 TIME_STEPS = 2**16
 SIZE_STEPS = 2**12
-FIRST = 0.005
+FIRST = 0.03
 """How much more than what is known is tried first, as a share of it."""
 CLOSE = 1e-4
 """And between what differences nothing more is tried."""
@@ -51,15 +51,15 @@ class Alone:
     def run(self) -> float:
         """Try later and later ends until one is possible or the time is up; then earlier ones again."""
         step, high = FIRST * self.value, math.inf
-        while time.monotonic() < self.deadline:
+        while (left := self.deadline - time.monotonic()) > 0:
             tried = self._between_units(min(self.value + step, (self.value + high) / 2))
             if not self.value < tried < high or high - self.value < CLOSE * self.value:
                 break
-            refused = self._refuses(tried)
-            if refused is None:
-                break
+            refused = self._refuses(tried, left / 2)
             if refused:
                 self.value, step = tried, 2 * step
+            elif refused is None:
+                step /= 4
             else:
                 high = tried
         return self.value
@@ -68,8 +68,8 @@ class Alone:
         """Half a unit after a time that there can be: what is refused there bounds by the next unit."""
         return end if self.unit is None else (math.floor(end / self.unit) + 0.5) * self.unit
 
-    def _refuses(self, end: float) -> bool | None:
-        """Whether the rank cannot end by then; None where the solver did not find out."""
+    def _refuses(self, end: float, seconds: float) -> bool | None:
+        """Whether the rank cannot end by then; None where the solver did not find out in that time."""
         from ortools.sat.python import cp_model
 
         model = cp_model.CpModel()
@@ -80,7 +80,7 @@ class Alone:
         self._hold(model, starts, math.floor(Fraction(end) / self.time) + 1)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
-        solver.parameters.max_time_in_seconds = max(0.01, self.deadline - time.monotonic())
+        solver.parameters.max_time_in_seconds = max(0.01, seconds)
         status = solver.solve(model)
         if status == cp_model.INFEASIBLE:
             return True
@@ -129,6 +129,7 @@ class Alone:
     def _hold(self, model: Any, starts: Starts, longest: int) -> None:
         if self.share.room == math.inf:
             return
+        self._wait(model, starts)
         intervals: list[Any] = []
         sizes: list[int] = []
         for at, stage in self.share.parts:
@@ -143,3 +144,13 @@ class Alone:
                         intervals.append(model.new_interval_var(start, model.new_int_var(0, longest, ""), end, ""))
                         sizes.append(size)
         model.add_cumulative(intervals, sizes, floored(self.share.room, self.size))
+
+    def _wait(self, model: Any, starts: Starts) -> None:
+        for at, line in enumerate(self.share.lines):
+            for wait in waits(self.share.terms, line):
+                if line.ranks[wait.forward] == self.share.rank:
+                    gradient = (at, wait.gradient, "gradient")
+                    takes = floored(self._takes(gradient), self.time)
+                    later = starts[at, wait.forward, "forward"][wait.most :]
+                    for before, after in zip(starts[gradient], later, strict=False):
+                        model.add(after >= before + takes)

@@ -14,6 +14,8 @@ from penstock.planner.problem import SLACK, Problem
 
 Floats = NDArray[np.float64]
 
+MOST_SUMS = 20_000
+
 
 @dataclass(frozen=True, eq=False)
 class Line:
@@ -91,7 +93,7 @@ class Terms:
     after: tuple[tuple[float, ...], ...]
     """What follows a stage's last action on a rank, by rank and stage: reducing its gradients, and the optimizer's step."""
     room: tuple[float, ...]
-    """What each rank may hold on top of its parameters, slack included."""
+    """What each rank can hold on top of its parameters, slack included: the most that sizes can add up to within the limit."""
 
     @classmethod
     def of(cls, problem: Problem) -> Terms:
@@ -99,7 +101,8 @@ class Terms:
             limit * (1 + 2 * SLACK) - kept if limit < math.inf else limit
             for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
         )
-        return cls(problem, _lines(problem), _after(problem), room)
+        lines = _lines(problem)
+        return cls(problem, lines, _after(problem), tuple(_usable(lines, rank, each) for rank, each in enumerate(room)))
 
     @property
     def ranks(self) -> int:
@@ -146,3 +149,20 @@ def _line(ranks: tuple[int, ...], *tables: Floats) -> Line:
     received, returned = np.concatenate((none, sent)), np.concatenate((sent, none))
     hops = np.concatenate((none, travel[:-1] * crosses))
     return Line(ranks, forward, gradient, weight, hops, activation, stash, received, returned)
+
+
+def _usable(lines: tuple[Line, ...], rank: int, room: float) -> float:
+    """The largest sum of the rank's sizes that is within the room; the room itself where there are too many sums."""
+    sizes: set[float] = set()
+    for line in lines:
+        mine = list(line.stages_of(rank))
+        for table in (line.activation, line.stash, line.received, line.returned):
+            sizes.update(table[mine].ravel().tolist())
+    sizes.discard(0.0)
+    if not sizes or not 0 <= room < math.inf or math.prod(room / size + 1 for size in sizes) > MOST_SUMS:
+        return room
+    sums = np.zeros(1)
+    for size in sizes:
+        sums = np.unique((sums[:, None] + np.arange(int(room / size) + 1) * size).round(12))
+        sums = sums[sums <= room]
+    return min(room, float(sums.max()) * (1 + SLACK))

@@ -192,16 +192,17 @@ class Model:
         return 0 <= stage < self.instance.stages and self.instance.ranks[stage][m] != self.instance.ranks[cell[0]][m]
 
     def _freed_first(self, rank: int, room: int) -> None:
-        """Where only so many activations of a stage fit, a forward waits for the gradient so many before it: said once more, for speed."""
+        """Forwards that wait for earlier gradients, of their stage or a later one of the rank: see `bounds_events.waits`; for speed."""
         one = self.instance
         for alike in one.classes:
-            for stage in range(one.stages):
-                held = int(one.activation[stage, alike[0]])
-                if one.ranks[stage][alike[0]] != rank or not held:
-                    continue
-                fit = room // held
-                for first, second in zip(alike, alike[fit:] if fit else (), strict=False):
-                    self._before(self.gradient[stage, first], self.forward[stage, second])
+            mine = [stage for stage in range(one.stages) if one.ranks[stage][alike[0]] == rank]
+            for at, first in enumerate(mine):
+                each = sum(int(one.activation[own, alike[0]]) for own in mine[: at + 1])
+                for second in mine[at:] if each else ():
+                    more = sum(int(one.activation[own, alike[0]]) for own in mine if first < own <= second)
+                    fit = (room - more) // each
+                    for before, after in zip(alike, alike[fit:] if fit > 0 else (), strict=False):
+                        self._before(self.gradient[second, before], self.forward[first, after])
 
     # Ends -------------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compat.torch.both import ON_A_V, OURS, SINGLE, Package
+from compat.torch.both import ON_A_V, SINGLE, Package
 
 WIDTH = 6
 
@@ -116,6 +116,3 @@ def assert_same(found: Any, wanted: Any, *, exact: bool = False) -> None:
             assert_same(mine, theirs, exact=exact)
     else:
         assert found == wanted
-
-
-__all__ = ["OURS", "Outcome", "assert_same", "block", "blocks", "chunks_of", "data", "grads", "loop", "run", "schedule", "stages"]

@@ -131,6 +131,27 @@ def test_pieces_of_a_leaf_keep_their_gradients() -> None:
         assert not any(part.retains_grad for part in inner)
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
+@pytest.mark.parametrize("sharded", [False, True])
+def test_masks_for_debugging(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = torch.randn(3, 7)
+    whole = distribute_tensor(value, init_device_mesh("cpu", (1,)), [Replicate()]) if sharded else value
+    for dim in (0, 1):
+        found = []
+        for package in BOTH:
+            monkeypatch.setattr(package.microbatch, "_debug_mask_minibatches", True)
+            spec = package.microbatch.TensorChunkSpec(dim)
+            parts = list(package.microbatch._split_tensor(whole, spec, 3))
+            merged = package.microbatch.merge_chunks(parts, spec)
+            assert torch.equal(merged.to_local() if sharded else merged, value)
+            found.append([part.to_local() if sharded else part for part in parts])
+            with pytest.raises(AssertionError, match="Expected shape"):
+                package.microbatch.merge_chunks([torch.ones(2, 2), torch.ones(3, 2)], spec)
+        assert same(found[1], found[0])
+        assert torch.equal(sum(found[1]), value)
+
+
 def test_specifications() -> None:
     for package in BOTH:
         spec = package.microbatch.TensorChunkSpec

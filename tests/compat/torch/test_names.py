@@ -10,6 +10,7 @@ import pytest
 
 import penstock.compat.torch as ours
 from compat.torch.both import BOTH, LOOPED, MODULES, ON_A_V, OURS, SINGLE, TORCH, mock_stages
+from penstock.compat.torch._installed import check_version
 
 FUNCTIONS = {
     "schedules": [
@@ -131,6 +132,13 @@ def test_a_constructor_touches_no_more_than_torch_s_does() -> None:
         stages = mock_stages(2, 1 if name in SINGLE or name == "_ScheduleForwardOnly" else 2)
         made = getattr(OURS.schedules, name)(stages[0] if len(stages) == 1 else stages, 4)
         assert made._n_microbatches == 4
+
+
+def test_an_older_torch_is_refused() -> None:
+    for version in ("2.13.0", "2.13.1+cu126", "2.14.0a0+git1234", "3.0.0"):
+        check_version(version)
+    with pytest.raises(ImportError, match=r"needs torch 2.13 or later \(there is 2.9.1\)"):
+        check_version("2.9.1")
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])

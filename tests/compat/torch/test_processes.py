@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -321,6 +322,26 @@ def test_messages_go_through_the_functions_that_are_there(workers: Workers) -> N
     modules, (x, y) = blocks(2), data(8)
     for found in workers.run(counted, (modules, x, y), ranks=2):
         assert found == {"isend": 8, "irecv": 8}  # four microbatches, each of whose forms is told once
+
+
+def traced(package: Package, name: str, model: nn.Module, x: Tensor, y: Tensor) -> Outcome:
+    """A model that is cut by its trace."""
+    rank = dist.get_rank()
+    warnings.simplefilter("ignore")
+    pipe = package.top.pipeline(model, mb_args=(x.chunk(4)[0],), split_spec={"1": package.top.SplitPoint.BEGINNING})
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    made = schedule(package, name, [stage], 4, loss_fn=functional.mse_loss)
+    out, losses = feed(made, [rank], 2, x, y)
+    return Outcome(out, losses, grads([stage.submod]))
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_traced_models(workers: Workers, name: str) -> None:
+    model, (x, y) = nn.Sequential(*blocks(2)), data(8)
+    wanted = loop(list(model), x, y, 4)
+    for package in BOTH:
+        found = workers.run(traced, (package, name, model, x, y), ranks=2)
+        assert_same(Outcome(found[1].output, found[1].losses, found[0].grads + found[1].grads), wanted)
 
 
 # Data parallelism -----------------------------------------------------------------------------------------------------

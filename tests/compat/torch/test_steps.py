@@ -331,11 +331,13 @@ def attempts(package: Package) -> dict[str, Any]:
         "index": lambda: package.top.PipelineStage(modules[0], 2, 2, torch.device("cpu")),
         "weight": lambda: stage.backward_weight_one_chunk(0),
         "chunks": lambda: stage.backward_one_chunk(0),
-        "not_a_tensor": lambda: made.step("x", target=y),
+        "loss": lambda: schedule(package, "ScheduleGPipe", stages(package, blocks(1)), 4, loss_fn=lambda a, b: (a - b) ** 2).step(
+            x, target=y
+        ),
     }
 
 
-@pytest.mark.parametrize("what", ["no_grad", "losses", "short", "target", "args", "number", "broken", "index", "weight", "chunks"])
+@pytest.mark.parametrize("what", ["no_grad", "losses", "short", "target", "args", "number", "broken", "index", "weight", "chunks", "loss"])
 def test_errors_are_torch_s(what: str) -> None:
     caught = []
     for package in BOTH:

@@ -16,7 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.nn import Parameter
 
 from penstock.compat.torch._debug import map_debug_info
-from penstock.compat.torch._graph import Group, _get_grad_fn_or_grad_acc, get_param_groups, nodes_of
+from penstock.compat.torch._graph import Group, _get_grad_fn_or_grad_acc, find_groups, nodes_of
 
 Grads = tuple[Tensor | None, ...]
 
@@ -113,7 +113,7 @@ def stage_backward_input(
             if output.requires_grad
         ]
         outputs = [output for output, _ in ends]
-        groups, way = get_param_groups(nodes_of(input_values), nodes_of(weights), nodes_of(outputs))
+        groups, way = find_groups(nodes_of(input_values), nodes_of(weights), nodes_of(outputs))
         grads = _run_input(ends, input_values, groups)
         _start_from_roots(ends, groups, way)
         for value, grad in zip(input_values, grads, strict=True):

@@ -70,7 +70,7 @@ class _Union:
         self.above[self.find(one)] = self.find(other)
 
 
-def get_param_groups(inputs: Sequence[Node], params: Sequence[Node], roots: Sequence[Node]) -> tuple[list[Group], set[Node]]:
+def find_groups(inputs: Sequence[Node], params: Sequence[Node], roots: Sequence[Node]) -> tuple[list[Group], set[Node]]:
     """The groups of parameters, in the parameters' order; and the nodes on the way to an input.
 
     The roots count as on the way: what leads to no input at all is one group that is reached from them.

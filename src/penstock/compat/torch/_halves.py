@@ -80,12 +80,10 @@ class Halves:
 
     def _run(self, deferral: Deferral | None, outputs: Any, grads: Any, inputs: list[Any]) -> Grads:
         try:
-            pairs = [(end, grad) for end, grad in _with_grads(outputs, grads) if grad is not None or end.numel() == 1]
-            if grads is None and not isinstance(outputs, Tensor):
-                raise ValueError("there is neither a loss nor a gradient to go backward from")
+            pairs = list(_with_grads(outputs, grads)) if grads is not None else _from_loss(outputs)
+            pairs = [(end, grad) for end, grad in pairs if grad is not None]
             if pairs:
-                ends = [end for end, _ in pairs]
-                starts = [torch.ones_like(end) if grad is None else grad for end, grad in pairs]
+                ends, starts = [end for end, _ in pairs], [grad for _, grad in pairs]
                 if deferral is None:
                     run_backward(ends, starts)
                 else:
@@ -93,6 +91,14 @@ class Halves:
             return tuple(map(_take_grad, inputs))
         except Exception as error:
             raise _failed("stage backward", outputs, grads, inputs) from error
+
+
+def _from_loss(loss: Any) -> list[tuple[Tensor, Tensor | None]]:
+    """Where the last stage's backward starts."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+        raise RuntimeError(f"the loss is {what}, but a backward starts from a tensor of one number")
+    return [(loss, torch.ones_like(loss))] if loss.requires_grad else []
 
 
 # Data parallelism -----------------------------------------------------------------------------------------------------

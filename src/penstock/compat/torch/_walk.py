@@ -74,6 +74,8 @@ class Walk:
         self.backward_works: dict[tuple[int, int], list[Any]] = getattr(schedule, "bwd_recv_ops", {})
         self.operations: list[Operation] = []
         self._refuse_strangers(actions)
+        self.split = {index: _split_chunks(actions, index) if self.training else frozenset[int]() for index in self.stages}
+        """The microbatches whose backward this order splits, by stage."""
         for action in actions:
             operation = self._operation(action)
             if operation is not None:
@@ -93,22 +95,13 @@ class Walk:
         same = same and self.functions == getattr(schedule, "_comp_type_to_function_map", {})
         return same and list(self.stages.values()) == list(stages) and self.given == actions
 
-    def split_chunks(self, stage: int) -> frozenset[int]:
-        """The microbatches whose backward this order splits on a stage."""
-        parts = (part for action in self.actions for part in parts_of(action))
-        return frozenset(
-            part.microbatch_index
-            for part in parts
-            if part.stage_index == stage and part.computation_type == BACKWARD_INPUT and part.microbatch_index is not None
-        )
-
     # Running ----------------------------------------------------------------------------------------------------------
 
     def run(self, feed: Feed) -> None:
         """Walk the list once."""
         for index, stage in self.stages.items():
             if hasattr(stage, "_begin_step"):
-                stage._begin_step(self.split_chunks(index) if self.training else frozenset(), self.scale)
+                stage._begin_step(self.split[index], self.scale)
         self.feed, at, failed = feed, 0, True
         try:
             profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
@@ -218,6 +211,11 @@ class Walk:
     def sent(self, stage: int, microbatch: int) -> None:
         """A gradient has come back, so that the activations were taken: let go of them."""
         _wait(self.sending.pop((True, stage, microbatch), ()))
+
+
+def _split_chunks(actions: Sequence[_Action], stage: int) -> frozenset[int]:
+    parts = (part for action in actions for part in parts_of(action))
+    return frozenset(part.microbatch_index or 0 for part in parts if part[:2] == (stage, BACKWARD_INPUT))
 
 
 def _custom(action: _Action, function: Callable[..., Any]) -> Operation:

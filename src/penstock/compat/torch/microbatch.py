@@ -22,6 +22,8 @@ from penstock.runtime.microbatch import sizes_of
 __all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
 
 DEFAULT_CHUNK_DIM = 0
+_debug_mask_minibatches = False
+"""Torch's switch for debugging: microbatches are as large as the batch, all of it zero but their own part."""
 
 
 class _CustomReducer:
@@ -124,7 +126,7 @@ def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Seq
     if tensor.requires_grad and tensor.is_leaf:
         for chunk in chunks:
             chunk.retain_grad()
-    return chunks
+    return _masked(tensor, chunks, spec.split_dim) if _debug_mask_minibatches else chunks
 
 
 def _split_sharded(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
@@ -141,6 +143,28 @@ def _split_sharded(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
 def _sharded(local: Tensor, like: DTensor, shape: list[int]) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(local, mesh, placements, shape=torch.Size(shape), stride=like.stride(), run_check=False)
+
+
+def _masked(whole: Tensor, chunks: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Each chunk where it stands in the whole, among zeros."""
+    made: list[Tensor] = []
+    at = 0
+    for chunk in chunks:
+        own = chunk.to_local() if isinstance(chunk, DTensor) else chunk
+        value = torch.zeros_like(whole.to_local() if isinstance(whole, DTensor) else whole)
+        value.narrow(dim, at, own.size(dim)).copy_(own)
+        made.append(_sharded(value, whole, list(whole.shape)) if isinstance(whole, DTensor) else value)
+        at += own.size(dim)
+    return made
+
+
+def _unmasked(values: list[Any], dim: int) -> list[Any]:
+    """The reverse: each value's own part."""
+    for value in values:
+        if value.shape != values[0].shape:
+            raise AssertionError(f"Expected shape {values[0].shape}, got {value.shape}")
+    sizes = sizes_of(values[0].size(dim), len(values))
+    return [value.narrow(dim, sum(sizes[:k]), sizes[k]) for k, value in enumerate(values)]
 
 
 def _parts(value: Any, spec: Any, count: int) -> Sequence[Any]:
@@ -224,7 +248,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
 def _merged(values: list[Any], spec: Any) -> Any:
     if isinstance(spec, TensorChunkSpec):
-        return _joined(values, spec.split_dim)
+        return _joined(_unmasked(values, spec.split_dim) if _debug_mask_minibatches else values, spec.split_dim)
     if isinstance(spec, _CustomReducer):
         reduced = spec.init_value
         for value in values:

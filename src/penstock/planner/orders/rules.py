@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from penstock.ir.rows import Ints
 from penstock.planner.orders.dispatch import Rule
 from penstock.planner.orders.shop import Floats, Shop
 
@@ -75,21 +76,28 @@ class Rules:
             room = np.where(size > 0, np.asarray(shop.limit)[rank] / size, np.inf)
         return np.minimum(room, shop.microbatches)
 
-    def _most(self, first: float, last: float) -> np.ndarray:
+    def _counts(self, first: float, last: float) -> Ints:
+        """So many microbatches of each stage, as shares of what memory holds."""
         share = np.linspace(first, last, self.shop.stages)
         return np.clip(np.round(self._room() * share), 1, self.shop.microbatches).astype(np.int64)
 
+    def _rule(self, base: Floats, counts: Ints, under_way: bool, overrun: float, patience: float) -> Rule:
+        """A rule that limits the microbatches under way, or the forwards ahead of the first backward."""
+        free = np.full(self.shop.stages, self.shop.microbatches, dtype=np.int64)
+        return Rule(base, self.pace, counts if under_way else free, free if under_way else counts, overrun, patience)
+
     def first(self) -> Iterator[Rule]:
         """The usual ones."""
-        for base, depths, (overrun, patience) in product(list(self._bases()), _DEPTHS, _MANNERS):
-            yield Rule(base, self.pace, self._most(*depths), overrun, patience)
+        for base, depths, under_way, manner in product(list(self._bases()), _DEPTHS, (False, True), _MANNERS):
+            yield self._rule(base, self._counts(*depths), under_way, *manner)
 
     def drawn(self, chance: np.random.Generator) -> Rule:
         """Any rule of the kind of the first ones."""
         bases = list(self._bases())
-        first = chance.uniform(0.3, 1.3)
-        most = self._most(first, first * chance.random())
-        return Rule(bases[chance.integers(len(bases))], self.pace, most, *(float(each) for each in chance.choice(_SHARES, 2)))
+        first = chance.uniform(0.2, 1.3)
+        counts = self._counts(first, first * chance.random())
+        manner = [float(each) for each in chance.choice(_SHARES, 2)]
+        return self._rule(bases[chance.integers(len(bases))], counts, bool(chance.random() < 0.3), *manner)
 
     def changed(self, rule: Rule, chance: np.random.Generator) -> Rule:
         """The rule with a small change, or with two."""
@@ -98,15 +106,20 @@ class Rules:
 
     def _changed(self, rule: Rule, chance: np.random.Generator) -> Rule:
         what = chance.random()
-        if what < 0.55:
+        if what < 0.5:
             return rule._replace(base=self._other_base(rule.base, chance))
+        if what < 0.7:
+            return rule._replace(ahead=self._other_counts(rule.ahead, chance))
         if what < 0.9:
-            low, high = self._range(chance)
-            most = rule.most.copy()
-            most[low:high] += chance.choice((-1, 1))
-            return rule._replace(most=np.clip(most, 1, self.shop.microbatches))
+            return rule._replace(most=self._other_counts(rule.most, chance))
         share = float(chance.choice(_SHARES))
         return rule._replace(overrun=share) if what < 0.95 else rule._replace(patience=share)
+
+    def _other_counts(self, counts: Ints, chance: np.random.Generator) -> Ints:
+        low, high = self._range(chance)
+        made = counts.copy()
+        made[low:high] += chance.choice((-1, 1))
+        return np.clip(made, 1, self.shop.microbatches)
 
     def _other_base(self, base: Floats, chance: np.random.Generator) -> Floats:
         """The turns of one kind on some stages shifted; or those of W to soon after its I."""
