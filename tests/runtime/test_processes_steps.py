@@ -410,3 +410,24 @@ def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
     for again, never_again in workers.run(train, ranks=2):
         assert again[30:57] == again[33:60]
         assert max(never_again) <= 40
+
+
+def test_two_pipelines_in_another_order_on_two_ranks(workers: Workers) -> None:
+    """Their programs are the same; their messages are not taken for each other's."""
+
+    def run() -> str:
+        torch.manual_seed(0)
+        pipes = [
+            Pipeline([nn.Linear(4, 4), nn.Linear(4, 4)], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, deadline=30.0)
+            for _ in range(2)
+        ]
+        first, second = pipes if rank() else pipes[::-1]
+        x = torch.randn(4, 4)
+        try:
+            first.step(x, target=x)
+            second.step(x[:2], target=x[:2])
+        except PipelineError as error:
+            return str(error)
+        return "went through"
+
+    assert all("runs another step than rank" in said for said in workers.run(run, ranks=2))

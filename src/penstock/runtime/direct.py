@@ -50,19 +50,19 @@ class DirectOutbox(Outbox):
 
     def put(self, value: Any) -> None:
         number, self.count = self.count, self.count + 1
-        form = Form.of(value)
         if self.group.learning:
-            self.forms.append(form)
-            self.ahead.put(form)
-        elif form != self.forms[number]:
+            self.forms.append(Form.of(value))
+            self.ahead.put(self.forms[-1])
+        form = self.forms[number]
+        if not form.fits(value):
             what, rank = self.route[2], self.route[0]
-            text = f"rank {rank} made {what} {number} of the form {form}, where the steps before had {self.forms[number]}"
+            text = f"rank {rank} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
         try:
             connection, peer = self.group.data(self.route, self.route[1])
             for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
                 if type(leaf) is Leaf:
-                    sent = part.contiguous()
+                    sent = part.resolve_conj().resolve_neg().contiguous()
                     self.flight.append((connection.send([sent], peer, 0), sent))
         except (RuntimeError, AttributeError) as error:
             self.group.lost(self.route[1], self._what, error)

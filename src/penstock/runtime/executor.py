@@ -46,8 +46,9 @@ class Executor(Wires):
         group: Group,
         deadline: float,
         overlap: Overlap | None = None,
+        number: int = 0,
     ) -> None:
-        super().__init__(program, rank, group, deadline)
+        super().__init__(program, rank, group, deadline, number)
         self.stages, self.loss, self.overlap = stages, loss, overlap
         self.feed = NOTHING
         self.extras = Extras()

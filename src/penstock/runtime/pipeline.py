@@ -99,6 +99,7 @@ class Pipeline:
     ) -> None:
         self.group, self.rank = current(group, transport)
         self.deadline = deadline
+        self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
         self.loss = Loss(loss_fn, loss_reduction)
@@ -130,6 +131,7 @@ class Pipeline:
     def _agree(self) -> tuple[tuple[int, ...], bool]:
         """Compare what the ranks were given: the stages whose backward cannot be split, and whether ranks share modules."""
         mine = {
+            "pipeline": self.number,
             "stages": self.table.stages,
             "microbatches": self.microbatches,
             "schedule": hashlib.blake2b(self.table.rows.codes.tobytes(), digest_size=8).hexdigest(),
@@ -192,7 +194,14 @@ class Pipeline:
             else:
                 program = forward_program(self.table, count, semantics)
             found = Executor(
-                program, self.rank, self.stages, loss=self.loss, group=self.group, deadline=self.deadline, overlap=self.overlap
+                program,
+                self.rank,
+                self.stages,
+                loss=self.loss,
+                group=self.group,
+                deadline=self.deadline,
+                overlap=self.overlap,
+                number=self.number,
             )
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found

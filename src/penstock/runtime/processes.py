@@ -57,6 +57,7 @@ class Processes(Group):
         """Whether this step tells the forms of its messages."""
         self._agreed: dict[int, list[Any]] = {}
         self._routes: list[Route] = []
+        self._pipelines = 0
         self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
@@ -208,6 +209,10 @@ class Processes(Group):
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
         return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
+
+    def count(self) -> int:
+        self._pipelines += 1
+        return self._pipelines
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         if self.direct:
