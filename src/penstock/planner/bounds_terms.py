@@ -158,11 +158,11 @@ def _usable(lines: tuple[Line, ...], rank: int, room: float) -> float:
         mine = list(line.stages_of(rank))
         for table in (line.activation, line.stash, line.received, line.returned):
             sizes.update(table[mine].ravel().tolist())
-    sizes.discard(0.0)
-    if not sizes or not 0 <= room < math.inf or math.prod(room / size + 1 for size in sizes) > MOST_SUMS:
+    shares = [size / room for size in sizes if size > 0] if 0 < room < math.inf else []
+    if not shares or math.prod(1 / share + 1 for share in shares) > MOST_SUMS:
         return room
     sums = np.zeros(1)
-    for size in sizes:
-        sums = np.unique((sums[:, None] + np.arange(int(room / size) + 1) * size).round(12))
-        sums = sums[sums <= room]
-    return min(room, float(sums.max()) * (1 + SLACK))
+    for share in shares:
+        sums = np.unique((sums[:, None] + np.arange(int(1 / share) + 1) * share).round(12))
+        sums = sums[sums <= 1]
+    return min(room, float(sums.max()) * room * (1 + SLACK))

@@ -70,7 +70,8 @@ class Pipeline:
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike;
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
+      are the host's: on a GPU, when actions were issued;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`.
     """
 

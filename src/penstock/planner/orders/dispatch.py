@@ -46,10 +46,15 @@ class Floor(NamedTuple):
     at: Column
     begun: Column
     lane: Column
+    left: Column
+    """The least objective of each rank: its work and its idle time so far."""
 
 
-def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # noqa: PLR0912, PLR0915 - one flat loop
-    """Fill in the order that the rule gives; its objective, -1 where one microbatch alone does not fit."""
+def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor, bound: float) -> float:  # noqa: PLR0912, PLR0915 - one flat loop
+    """Fill in the order that the rule gives; its objective, -1 where one microbatch alone does not fit.
+
+    The result is infinite as soon as it is known to be above the bound.
+    """
     ranks, stages, microbatches = shop.ranks, shop.stages, shop.microbatches
     cells = stages * microbatches
     arrive, forwards, inputs, weights = floor.arrive, floor.forwards, floor.inputs, floor.weights
@@ -64,7 +69,7 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
         forwards[stage], inputs[stage], weights[stage] = 0, 0, 0
     for rank in range(ranks):
         now[rank], wake[rank], held[rank], under_way[rank], at[rank] = 0.0, math.inf, 0.0, 0.0, shop.bounds[rank]
-        floor.begun[rank], floor.lane[rank] = -1.0, 0.0
+        floor.begun[rank], floor.lane[rank], floor.left[rank] = -1.0, 0.0, shop.work[rank]
     for way in range(shop.num_links):
         free[way] = 0.0
     wake[shop.rank[0]] = 0.0
@@ -96,17 +101,16 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
             count = forwards[stage]
             if count < microbatches and count - inputs[stage] < most[stage] and count - inputs[top] < ahead[stage]:
                 node = stage * microbatches + count
-                begin = arrive[node]
-                if begin >= 0 and _is_safe(shop, floor, rank, stage):
-                    if held[rank] + takes[node] > limit[rank]:
-                        cramped = cramped or begin <= time
-                    else:
-                        key = base[stage] + pace * count
-                        if begin <= time:
-                            if key < first_key:
-                                first, first_key = node, key
-                        elif begin < coming or (begin == coming and key < coming_key):
-                            coming, coming_key = begin, key
+                begin, key = arrive[node], base[stage] + pace * count
+                if 0 <= begin <= time:
+                    if (key < first_key or not cramped) and _is_safe(shop, floor, rank, stage):
+                        if held[rank] + takes[node] > limit[rank]:
+                            cramped = True
+                        elif key < first_key:
+                            first, first_key = node, key
+                elif begin >= 0 and (begin < coming or (begin == coming and key < coming_key)):
+                    if held[rank] + takes[node] <= limit[rank] and _is_safe(shop, floor, rank, stage):
+                        coming, coming_key = begin, key
             if weights[stage] < inputs[stage]:
                 key = base[2 * stages + stage] + pace * weights[stage]
                 if key < weight_key:
@@ -128,6 +132,11 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor) -> float:  # n
         at[rank] += 1
         if floor.begun[rank] < 0:
             floor.begun[rank] = time
+            if shop.is_span:
+                floor.left[rank] -= time
+        floor.left[rank] += time - now[rank]
+        if floor.left[rank] > bound:
+            return math.inf
         held[rank] += takes[node] + keeps[node]
         time += duration[node]
         now[rank] = time

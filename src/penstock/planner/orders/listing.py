@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -14,7 +15,7 @@ from penstock.planner.orders.workshop import Order, Workshop
 
 _DRAWN = 200
 """Rules that are drawn besides the usual ones."""
-_KEPT = 6
+_KEPT = 3
 """Rules that are changed further."""
 _HEAT = 0.3
 """The loss that is accepted at first when a rule is changed, as a share of a node's time."""
@@ -58,11 +59,13 @@ class Listing:
         todo = [(rule, full) for rule in rules.first() for full in self._fulls()]
         todo += [(rules.drawn(self.chance), full) for _ in range(_DRAWN) for full in self._fulls()]
         found: dict[float, tuple[Rule, Flags]] = {}
+        worst = math.inf
         for index in self.chance.permutation(len(todo)).tolist():
             rule, full = todo[index]
-            objective = self._time(rule, full)
-            if objective >= 0 and objective not in found:
+            objective = self._time(rule, full, worst)
+            if 0 <= objective < math.inf and objective not in found:
                 found[objective] = rule, full
+                worst = sorted(found)[:_KEPT][-1] if len(found) >= _KEPT else math.inf
             if self.budget.over and (found or objective < 0):
                 break
         for objective in sorted(found)[:_KEPT]:
@@ -70,9 +73,9 @@ class Listing:
             self._time(rule, full)
             self.lines.append(_Line(rule, full, objective, Order(self.workshop.made, full, objective, "list")))
 
-    def _time(self, rule: Rule, full: Flags) -> float:
+    def _time(self, rule: Rule, full: Flags, bound: float = math.inf) -> float:
         self.budget.spend(1)
-        return self.workshop.dispatch(rule, full)
+        return self.workshop.dispatch(rule, full, bound)
 
     def _climb(self) -> None:
         """Change the rules in turn; what is a little worse is taken too, less and less."""
@@ -82,9 +85,10 @@ class Listing:
             line = self.lines[turn % len(self.lines)]
             turn += 1
             rule = rules.changed(line.rule, self.chance)
-            objective = self._time(rule, line.full)
             left = (self.budget.end - self.budget.share) / max(self.budget.end - begin, 1e-9)
-            if 0 <= objective <= line.objective + _HEAT * rules.usual * max(left, 0.0) * self.chance.exponential():
+            bound = line.objective + _HEAT * rules.usual * max(left, 0.0) * self.chance.exponential()
+            objective = self._time(rule, line.full, bound)
+            if 0 <= objective <= bound:
                 line.rule, line.objective = rule, objective
                 if objective < line.best.objective:
                     line.best = Order(self.workshop.made, line.full, objective, "list")

@@ -73,6 +73,8 @@ class Shop(NamedTuple):
     """Rank r holds the stages `stage_of[stage_at[r] : stage_at[r + 1]]`."""
     alone: Column
     """The most that one microbatch alone holds on each rank."""
+    work: Column
+    """What each rank's nodes and its optimizer take."""
 
 
 def shop_of(problem: Problem, reserve: Sequence[float] = ()) -> Shop:
@@ -118,6 +120,7 @@ def shop_of(problem: Problem, reserve: Sequence[float] = ()) -> Shop:
         stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in held]))),
         stage_of=np.array([stage for stages_of in held for stage in stages_of], dtype=np.int64),
         alone=np.zeros(problem.ranks),
+        work=np.zeros(problem.ranks),
     )
     return merged(shop, np.full(cells, not problem.split, dtype=np.int8))
 
@@ -129,11 +132,13 @@ def merged(shop: Shop, full: Flags) -> Shop:
     zeros = np.zeros(len(full))
     forward = shop.duration[: len(full)]
     backward, weights = np.where(whole, shop.full_time, shop.input_time), np.where(whole, 0.0, shop.weight_time)
+    duration = np.concatenate((forward, backward, weights))
     return shop._replace(
-        duration=np.concatenate((forward, backward, weights)),
+        duration=duration,
         takes=np.concatenate((shop.activation, zeros, zeros)),
         keeps=np.concatenate((zeros, stash - shop.activation, -stash)),
         alone=_alone(shop, stash),
+        work=shop.closing + np.bincount(shop.rank, weights=duration, minlength=shop.ranks),
     )
 
 
@@ -182,7 +187,7 @@ def _links(problem: Problem, ranks: Ints, after: Ints) -> tuple[Floats, Ints, in
 def _limits(problem: Problem, reserve: Sequence[float]) -> Floats:
     limits, static = np.array(problem.limits), np.array(problem.static_memory)
     room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - static
-    return room - np.array(reserve) if len(reserve) else room
+    return np.asarray(room - np.array(reserve) if len(reserve) else room, dtype=np.float64)
 
 
 def _alone(shop: Shop, stash: Floats) -> Floats:

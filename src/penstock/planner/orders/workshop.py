@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -71,6 +72,7 @@ class Workshop:
             at=ints(shop.ranks),
             begun=floats(shop.ranks),
             lane=floats(shop.ranks),
+            left=floats(shop.ranks),
         )
 
     # Forms ------------------------------------------------------------------------------------------------------------
@@ -113,10 +115,10 @@ class Workshop:
             most[rank] = max(after.max(initial=0.0), (after - keeps[row]).max(initial=0.0))
         return most
 
-    def dispatch(self, rule: Rule, full: Flags) -> float:
-        """The objective of the order that a rule gives, -1 where there is none; `made` has the order."""
+    def dispatch(self, rule: Rule, full: Flags, bound: float = math.inf) -> float:
+        """The objective of the order that a rule gives, -1 where there is none, infinite if above the bound; `made` has the order."""
         given = rule._replace(base=self.given(rule.base), most=self.given(rule.most), ahead=self.given(rule.ahead))
-        return float(self.loops.dispatch(self._known_shop(full), given, self._room, self.floor))
+        return float(self.loops.dispatch(self._known_shop(full), given, self._room, self.floor, bound))
 
     @property
     def made(self) -> Ints:
