@@ -89,7 +89,7 @@ def test_good_schedules_stay_above(name: str, ranks: int, microbatches: int, bar
     schedule = ps.schedule(name, ranks=ranks, microbatches=microbatches)
     for costs in (Costs(), Costs(f=1.0, i=1.4, w=0.6, latency=0.05, weight_stash=0.5), Costs(latency=0.7, output=0.1, bandwidth=0.3)):
         problem, objective = as_tight_as_it_is(schedule, costs, barrier=barrier)
-        check(lower_bound(problem, seconds=0.3), objective)
+        check(lower_bound(problem, seconds=0.1), objective)
 
 
 # Strength: known optima -----------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_zb_h1_is_proven_at_its_own_memory(ranks: int) -> None:
     problem = Problem(Placement.linear(ranks), microbatches, Costs(), (float(ranks),) * ranks)
     made = problem.objective(problem.evaluate(ps.schedule("zb-h1", ranks=ranks, microbatches=microbatches)))
     assert made == 3 * microbatches + (ranks - 1)
-    assert lower_bound(problem, seconds=2.0).value == made
+    assert lower_bound(problem, seconds=10.0).value == made
 
 
 def test_zbv_is_proven_at_its_own_memory() -> None:
@@ -189,13 +189,13 @@ def test_tight_memory_bounds_more_than_work_does(placement: Placement, microbatc
 def test_the_linear_program_closes_what_no_quick_bound_does() -> None:
     """Equal times on a V with room for half of what zbv needs: 59 steps, which the exact solver finds."""
     problem = Problem(Placement.v(4), 8, Costs(activation=0.5, weight_stash=0.25), (2.0,) * 4)
-    assert lower_bound(problem).value < lower_bound(problem, seconds=5.0).all["flow"] == 59.0
+    assert lower_bound(problem).value < lower_bound(problem, seconds=10.0).all["flow"] == 59.0
 
 
 def test_a_rank_solved_in_whole_closes_what_the_linear_program_does_not() -> None:
     """Equal times, looped twice, room for half: 63 steps; in parts the actions would do in 61."""
     problem = Problem(Placement.looped(4, 2), 8, Costs(activation=0.5, weight_stash=0.25), (2.0,) * 4)
-    found = lower_bound(problem, seconds=15.0)
+    found = lower_bound(problem, seconds=30.0)
     assert found.all["flow"] < found.all["one rank"] == 63.0
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,20 +17,25 @@ from penstock.planner.orders.listing import Listing
 from penstock.planner.orders.named import named_schedules
 from penstock.planner.orders.patterns import Weaving
 from penstock.planner.orders.polishing import Polishing
+from penstock.planner.orders.ready import get_ready
 from penstock.planner.orders.shop import order_of, schedule_of, shop_of
-from penstock.planner.orders.workshop import Order, Workshop, get_ready
+from penstock.planner.orders.workshop import Order, Workshop
 from penstock.planner.problem import Problem
 
 Progress = Callable[[Schedule, float], None]
 
 _EVEN = 1e-9
 """Objectives so near to each other, as a share of them, are the same."""
-_LISTING = 0.3
+_LISTING = 0.4
 """The share of the time for list scheduling."""
-_WEAVING = 0.2
+_WEAVING = 0.15
 """And then, of what is left, for patterns."""
-_ROUNDS = 6
-"""How often list scheduling is begun anew with less memory, where received messages take more of it than was left to them."""
+_MANY = 5000
+"""Actions from which on rules and patterns are looked for with fewer microbatches."""
+_ENOUGH = 3
+"""So many a rank."""
+_ROUNDS, _FEW = 6, 30
+"""How often memory is left to received messages, where they need more than was left, and the rules that are tried to see it."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +84,7 @@ class _Search:
         self.best: Schedule | None = None
         self.objective, self.source = math.inf, ""
         self.starts: list[Order] = []
+        self.sampled: list[Order] = []
         self.reserve = np.zeros(problem.ranks)
         self.over = np.zeros(problem.ranks)
         """By how much the last order that was considered is over each limit."""
@@ -94,7 +100,7 @@ class _Search:
                 if not (shop.may_merge or not shop.is_split):
                     full = np.zeros_like(full)
                 self.starts.append(Order(nodes, full, math.inf, schedule.name))
-            if self.budget.over:
+            if self.budget.stop():
                 return
 
     def _check(self, schedule: Schedule) -> None:
@@ -106,30 +112,52 @@ class _Search:
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")
 
     def improve(self) -> None:
-        """List scheduling, then local search."""
+        """List scheduling, patterns, then local search."""
+        is_listed = len(self.problem.placement.copies) == 1
         with self.budget.part(_LISTING):
-            listed = self._listed() if len(self.problem.placement.copies) == 1 else []
-        workshop = self._workshop()
-        starts = [Order(each.nodes, each.full, workshop.time(each.nodes, each.full), each.source) for each in self.starts]
-        hand = sorted([each for each in [*listed, *starts] if each.objective >= 0], key=lambda order: order.objective)
+            hand = self._listed() if is_listed else []
+        workshop = self._workshop(self.problem)
+        hand += [Order(each.nodes, each.full, workshop.time(each.nodes, each.full), each.source) for each in self.starts]
+        hand = _different(hand, 3)
         with self.budget.part(_WEAVING):
-            woven = Weaving(workshop, self.budget, self.chance).run(_different(hand, 4)) if listed else []
-        hand = _different(hand, 5) + [order for order in _different(woven, 3) if self._accept(order)]
-        Polishing(workshop, self.budget, self.chance, self._accept).run(hand)
+            woven = Weaving(self.sample, workshop, self.budget, self.chance).run(self.sampled) if self.sampled else []
+        hand += [order for order in _different(woven, 1) if self._accept(order)]
+        Polishing(workshop, self.budget, self.chance, self._accept, lambda: self.over).run(hand)
 
-    def _workshop(self) -> Workshop:
-        return Workshop(shop_of(self.problem, self.reserve.tolist()))
+    def _workshop(self, problem: Problem) -> Workshop:
+        return Workshop(shop_of(problem, self.reserve.tolist()))
 
     def _listed(self) -> list[Order]:
-        """Orders by list scheduling; with more memory left to received messages while they need more."""
-        for left in range(_ROUNDS, 0, -1):
-            with self.budget.part(1 / left if self._receives else 1.0):
-                orders = Listing(self._workshop(), self.budget, self.chance).run()
-            fitting = [order for order in orders if self._accept(order)]
-            if fitting or not orders or not self._receives:
-                return fitting
+        """Orders by list scheduling that fit."""
+        if self._receives:
+            self._leave_room()
+        return [order for order in self._list() if self._accept(order)]
+
+    def _leave_room(self) -> None:
+        """Leave as much memory to received messages as they take in orders of this kind."""
+        for _ in range(_ROUNDS):
+            listing = Listing(self._workshop(self.problem), self.budget, self.chance)
+            listing.begin(_FEW)
+            if not listing.orders or self._accept(listing.orders[0]):
+                return
             self.reserve += self.over
-        return []
+
+    def _list(self) -> list[Order]:
+        """List scheduling, of fewer microbatches first where there are many."""
+        short = shortened(self.problem)
+        self.sample = self._workshop(short or self.problem)
+        listing = Listing(self.sample, self.budget, self.chance, self.least if short is None else 0.0)
+        with self.budget.part(0.4 if short is None else 0.3):
+            listing.begin()
+        with self.budget.part(1.0 if short is None else 0.6):
+            listing.climb()
+        self.sampled = listing.orders[:2]
+        if short is None:
+            return listing.orders
+        whole = Listing(self._workshop(self.problem), self.budget, self.chance, self.least)
+        whole.take_over(listing.lines)
+        whole.climb()
+        return whole.orders
 
     @property
     def _receives(self) -> bool:
@@ -157,9 +185,19 @@ class _Search:
         return True
 
 
+def shortened(problem: Problem) -> Problem | None:
+    """The problem with fewer microbatches, enough to show how it goes, where that saves much time."""
+    enough = max(12, _ENOUGH * problem.ranks)
+    costs = problem.costs
+    differ = any(isinstance(value, tuple) and any(isinstance(each, tuple) for each in value) for value in vars(costs).values())
+    if differ or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
+        return None
+    return replace(problem, microbatches=enough)
+
+
 def _different(orders: list[Order], most: int) -> list[Order]:
-    """The best orders, without those that take the same time as one before."""
+    """The best of the orders that run at all, without those that take the same time as one before."""
     kept: dict[float, Order] = {}
-    for order in orders:
+    for order in sorted(orders, key=lambda order: order.objective):
         kept.setdefault(order.objective, order)
-    return list(kept.values())[:most]
+    return [order for order in kept.values() if order.objective >= 0][:most]

@@ -59,7 +59,7 @@ class Pace(NamedTuple):
     """The share of tries that move several nodes at once."""
 
 
-def anneal(shop: Shop, bench: Bench, clocks: tuple[Clock, Clock], pace: Pace, best: float) -> tuple[float, float, int]:
+def anneal(shop: Shop, bench: Bench, clocks: tuple[Clock, Clock], pace: Pace, best: float) -> tuple[float, float, int]:  # noqa: PLR0912
     """Try moves; the best objective, the last one, and how often an order was timed in full. `best` is that of `bench.best`."""
     clock, spare = clocks
     objective = time_order(shop, bench.order, clock)
@@ -108,7 +108,9 @@ def anneal(shop: Shop, bench: Bench, clocks: tuple[Clock, Clock], pace: Pace, be
     return best, objective, timed
 
 
-def _choose(shop: Shop, bench: Bench, clock: Clock, pace: Pace, num_critical: int, bound: float) -> tuple[int, int]:
+def _choose(  # noqa: PLR0917
+    shop: Shop, bench: Bench, clock: Clock, pace: Pace, num_critical: int, bound: float
+) -> tuple[int, int]:
     """Of some moves the one that seems best, if it is within the bound, with its nodes laid out; else (-1, -1)."""
     nodes = 3 * shop.stages * shop.microbatches
     least, best_here, best_there = bound, -1, -1

@@ -46,9 +46,10 @@ def pattern_of(workshop: Workshop, order: Order, share: float = 0.5) -> tuple[In
 
 @dataclass
 class Weaving:
-    """The search for patterns in one shop."""
+    """The search for patterns in one shop, and their orders in another that may have more microbatches."""
 
     workshop: Workshop
+    whole: Workshop
     budget: Budget
     chance: np.random.Generator
 
@@ -59,25 +60,27 @@ class Weaving:
             if self.budget.over:
                 break
             with self.budget.part(1 / (len(orders) - place)):
-                woven = self._woven(order, _SHARES[place % len(_SHARES)])
-            found += [] if woven is None else [woven]
+                found += self._woven(order, _SHARES[place % len(_SHARES)])
         return found
 
-    def _woven(self, order: Order, share: float) -> Order | None:
-        """The best pattern that grows from an order."""
-        workshop = self.workshop
-        pattern = Pattern(workshop, *pattern_of(workshop, order, share), order.full, int(self.chance.integers(2**31)))
-        tries, tried = max(50, _WORK // workshop.nodes), 0
+    def _woven(self, order: Order, share: float) -> list[Order]:
+        """The best pattern that grows from an order, if it fits."""
+        pattern = Pattern(self.workshop, *pattern_of(self.workshop, order, share), order.full, int(self.chance.integers(2**31)))
+        tries, tried = max(50, _WORK // self.workshop.nodes), 0
         begin, end = self.budget.share, self.budget.end
         while not self.budget.over and tried < _LONG:
             done = max(tried / _LONG, (self.budget.share - begin) / max(end - begin, 1e-9))
             pattern.run(tries, _HOT * _COOL ** min(done, 1.0))
             self.budget.spend(tries)
             tried += tries
-        nodes = pattern.laid()
-        if math.isinf(pattern.best) or (workshop.holds(nodes, order.full) > workshop.shop.limit).any():
-            return None
-        return Order(nodes, order.full, workshop.time(nodes, order.full), order.source)
+        if math.isinf(pattern.best):
+            return []
+        whole, microbatches = self.whole, self.workshop.shop.microbatches
+        full = order.full if whole is self.workshop else np.repeat(order.full[::microbatches], whole.shop.microbatches)
+        nodes = pattern.laid(whole)
+        objective = whole.time(nodes, full)
+        fits = objective >= 0 and not (whole.holds(nodes, full) > whole.shop.limit).any()
+        return [Order(nodes, full, objective, order.source)] if fits else []
 
 
 class Pattern:
@@ -106,9 +109,10 @@ class Pattern:
             self.shop, self.loom, self.workshop.clock, tries, heat * self.usual, self.price, self.best
         )
 
-    def laid(self) -> Ints:
-        """The order that the best pattern gives."""
-        best = self.loom._replace(thread=self.loom.best, behind=self.loom.best_behind)
-        for rank in range(self.shop.ranks):
-            lay(self.shop, best, rank)
-        return np.array(best.order, dtype=np.int64)
+    def laid(self, whole: Workshop) -> Ints:
+        """The best pattern as an order of a workshop with as many microbatches or more."""
+        order = np.zeros(whole.nodes, dtype=np.int64)
+        best = self.loom._replace(thread=self.loom.best, behind=self.loom.best_behind, order=order)
+        for rank in range(whole.shop.ranks):
+            lay(whole.shop, best, rank)
+        return order

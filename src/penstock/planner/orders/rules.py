@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 import numpy as np
@@ -24,16 +25,17 @@ class Rules:
 
     shop: Shop
 
-    @property
+    @cached_property
     def pace(self) -> float:
         """What one microbatch takes of a rank's time."""
         return float(np.sum(self.shop.duration)) / (self.shop.ranks * self.shop.microbatches)
 
-    @property
+    @cached_property
     def usual(self) -> float:
         """What a node takes."""
         return float(np.mean(self.shop.duration)) or 1.0
 
+    @cached_property
     def _way(self) -> Floats:
         """When each kind and stage would run for a microbatch alone."""
         stages = self.shop.stages
@@ -43,12 +45,14 @@ class Rules:
         inputs = begins[stages:][::-1]
         return np.concatenate((begins[:stages], inputs, inputs + times[stages : 2 * stages]))
 
-    def _bases(self) -> Iterator[Floats]:
+    @cached_property
+    def _bases(self) -> list[Floats]:
         """I first, F first, or the older microbatch; of the forwards the deeper, the shallower or the older one."""
         stages, big = self.shop.stages, 4 * self.pace * self.shop.microbatches
         deep = np.arange(stages) * big
-        way = self._way()
+        way = self._way.copy()
         way[2 * stages :] += 100 * big * stages
+        bases = []
         for forward, backward in (
             (-deep * 0.01, -big),
             (0.0, -big),
@@ -56,17 +60,15 @@ class Rules:
             (-big - deep, 0.0),
             (-big + deep * 0.01, 0.0),
             (0.0, 0.0),
-            (0.0, -self._length / 2),
+            (0.0, -float(self._way.max()) / 2),
         ):
             made = way.copy()
             made[:stages] += forward
             made[stages : 2 * stages] += backward
-            yield made
+            bases.append(made)
+        return bases
 
-    @property
-    def _length(self) -> float:
-        return float(self._way().max())
-
+    @cached_property
     def _room(self) -> Floats:
         """How many activations of each stage its rank's memory holds."""
         shop = self.shop
@@ -79,7 +81,7 @@ class Rules:
     def _counts(self, first: float, last: float) -> Ints:
         """So many microbatches of each stage, as shares of what memory holds."""
         share = np.linspace(first, last, self.shop.stages)
-        return np.clip(np.round(self._room() * share), 1, self.shop.microbatches).astype(np.int64)
+        return np.clip(np.round(self._room * share), 1, self.shop.microbatches).astype(np.int64)
 
     def _rule(self, base: Floats, counts: Ints, under_way: bool, overrun: float, patience: float) -> Rule:
         """A rule that limits the microbatches under way, or the forwards ahead of the first backward."""
@@ -88,16 +90,15 @@ class Rules:
 
     def first(self) -> Iterator[Rule]:
         """The usual ones."""
-        for base, depths, under_way, manner in product(list(self._bases()), _DEPTHS, (False, True), _MANNERS):
+        for base, depths, under_way, manner in product(self._bases, _DEPTHS, (False, True), _MANNERS):
             yield self._rule(base, self._counts(*depths), under_way, *manner)
 
     def drawn(self, chance: np.random.Generator) -> Rule:
         """Any rule of the kind of the first ones."""
-        bases = list(self._bases())
         first = chance.uniform(0.2, 1.3)
         counts = self._counts(first, first * chance.random())
         manner = [float(each) for each in chance.choice(_SHARES, 2)]
-        return self._rule(bases[chance.integers(len(bases))], counts, bool(chance.random() < 0.3), *manner)
+        return self._rule(self._bases[chance.integers(len(self._bases))], counts, bool(chance.random() < 0.3), *manner)
 
     def changed(self, rule: Rule, chance: np.random.Generator) -> Rule:
         """The rule with a small change, or with two."""

@@ -34,7 +34,9 @@ class Loom(NamedTuple):
     dice: Column
 
 
-def weave(shop: Shop, loom: Loom, clock: Clock, tries: int, heat: float, price: float, best: float) -> tuple[float, float]:  # noqa: PLR0912
+def weave(  # noqa: PLR0912, PLR0917 - one flat loop
+    shop: Shop, loom: Loom, clock: Clock, tries: int, heat: float, price: float, best: float
+) -> tuple[float, float]:
     """Try changes; the best cost and the last one. Cost is time, and `price` for each unit of memory over the limits."""
     stages = shop.stages
     for rank in range(shop.ranks):
@@ -126,7 +128,7 @@ def _weigh(shop: Shop, loom: Loom, rank: int) -> float:
         most = max(most, holds)
         holds += shop.keeps[node]
         most = max(most, holds)
-    return max(0.0, most - shop.limit[rank])
+    return float(max(0.0, most - shop.limit[rank]))
 
 
 def _shift(shop: Shop, loom: Loom, rank: int, item: int, length: int) -> None:

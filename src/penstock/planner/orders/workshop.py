@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 
-from penstock.ir.costs import Costs
-from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints
 from penstock.planner.orders.anneal import Bench, Pace
 from penstock.planner.orders.dispatch import Floor, Rule
 from penstock.planner.orders.engine import loops
-from penstock.planner.orders.shop import Flags, Floats, Shop, merged, shop_of
+from penstock.planner.orders.shop import Flags, Floats, Shop, merged
 from penstock.planner.orders.timing import Clock
-from penstock.planner.problem import Problem
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,11 @@ class Workshop:
             self._shops[key] = self.shop_with(full)
         return self._shops[key]
 
+    def leave_free(self, more: Floats) -> None:
+        """Lower each rank's limit."""
+        self.shop = self.shop._replace(limit=self.shop.limit - more)
+        self._shops.clear()
+
     # Work -------------------------------------------------------------------------------------------------------------
 
     def time(self, nodes: Ints, full: Flags) -> float:
@@ -127,16 +128,6 @@ class Workshop:
 
     def annealing(self, order: Order, seed: int) -> Annealing:
         return Annealing(self, order, seed)
-
-
-@cache
-def get_ready() -> None:
-    """Have the loops compiled, which takes some seconds the first time after an installation."""
-    workshop = Workshop(shop_of(Problem(Placement.linear(1), 1, Costs())))
-    full = np.zeros(1, dtype=np.int8)
-    ones = np.ones(1, dtype=np.int64)
-    objective = workshop.dispatch(Rule(np.zeros(3), 1.0, ones, ones, 0.0, 0.0), full)
-    workshop.annealing(Order(workshop.made, full, objective), 0).run(Pace(1, 0.0, 0.5, 1, 1, 0.5))
 
 
 class Annealing:
