@@ -14,7 +14,7 @@ from penstock.ir.schedule import Schedule
 from penstock.planner.bounds import lower_bound
 from penstock.planner.orders.budget import Budget
 from penstock.planner.orders.listing import Listing
-from penstock.planner.orders.named import named_schedules
+from penstock.planner.orders.named import named_schedules, one_at_a_time
 from penstock.planner.orders.patterns import Weaving
 from penstock.planner.orders.polishing import Polishing
 from penstock.planner.orders.ready import get_ready
@@ -91,17 +91,22 @@ class _Search:
         self.budget.enough = math.isinf(self.least)
 
     def begin(self, schedules: Iterable[Schedule]) -> None:
-        """Consider what is known already."""
-        shop = shop_of(self.problem)
+        """Consider what is known already, and if none of it fits what holds least."""
         for schedule in schedules:
             self._check(schedule)
-            if self._consider(schedule, schedule.name):
-                nodes, full = order_of(shop, schedule)
-                if not (shop.may_merge or not shop.is_split):
-                    full = np.zeros_like(full)
-                self.starts.append(Order(nodes, full, math.inf, schedule.name))
+            self._start(schedule)
             if self.budget.stop():
                 return
+        if self.best is None:
+            self._start(one_at_a_time(self.problem.placement, self.problem.microbatches))
+
+    def _start(self, schedule: Schedule) -> None:
+        """Consider a schedule; if it fits, local search may begin with it."""
+        if self._consider(schedule, schedule.name):
+            shop = shop_of(self.problem)
+            nodes, full = order_of(shop, schedule)
+            is_free = shop.may_merge or not shop.is_split
+            self.starts.append(Order(nodes, full if is_free else np.zeros_like(full), math.inf, schedule.name))
 
     def _check(self, schedule: Schedule) -> None:
         problem = self.problem

@@ -163,24 +163,27 @@ def _find_critical(shop: Shop, bench: Bench, clock: Clock, objective: float) -> 
 def _target(shop: Shop, bench: Bench, clock: Clock, node: int, length: int) -> int:
     """The place that is up to `length` places further on, or back if that is negative, and that what comes before and after allows.
 
-    Nodes of one kind and stage keep their order, and no node moves past one whose end it would have to wait for in any case.
+    No node moves past one whose end it would have to wait for in any case. Where microbatches are alike they keep their order on
+    every stage.
     """
     order, start, arrive, duration = bench.order, clock.start, clock.arrive, shop.duration
-    microbatches, cells = shop.microbatches, shop.stages * shop.microbatches
+    microbatches, cells, alike = shop.microbatches, shop.stages * shop.microbatches, shop.is_alike
     row, rank = node // microbatches, shop.rank[node]
     place = bench.place[node]
     if length < 0:
         last, before = max(place + length, shop.bounds[rank]), shop.before[node]
         while place > last:
             other = order[place - 1]
-            if other in (before, node - cells) or other // microbatches == row or start[other] + duration[other] <= arrive[node]:
+            if other in (before, node - cells) or (alike and other // microbatches == row):
+                break
+            if start[other] + duration[other] <= arrive[node]:
                 break
             place -= 1
     else:
         last, end = min(place + length, shop.bounds[rank + 1] - 1), start[node] + duration[node]
         while place < last:
             other = order[place + 1]
-            if shop.before[other] == node or other == node + cells or other // microbatches == row or end <= arrive[other]:
+            if shop.before[other] == node or other == node + cells or (alike and other // microbatches == row) or end <= arrive[other]:
                 break
             place += 1
     return int(place)
@@ -320,6 +323,9 @@ def _sweep(shop: Shop, bench: Bench, node: int) -> bool:
     Whether all ranks keep within their memory, else all is as before.
     """
     microbatches, cells, dice = shop.microbatches, shop.stages * shop.microbatches, bench.dice
+    bench.backup[:] = bench.order
+    if not shop.is_alike and roll(dice) % 2 == 0:
+        return _exchange(shop, bench, node % microbatches, roll(dice) % microbatches)
     kind, stage, microbatch = node // cells, node % cells // microbatches, node % microbatches
     rank, chunk = shop.rank[node], 0
     while shop.stage_of[shop.stage_at[rank] + chunk] != stage:
@@ -332,7 +338,6 @@ def _sweep(shop: Shop, bench: Bench, node: int) -> bool:
         first, last = max(0, first - roll(dice) % 4), min(microbatches, last + roll(dice) % microbatches)
     length = 1 + roll(dice) % (3 if roll(dice) % 2 == 0 else 10)
     backward = roll(dice) % 1024 < 512
-    bench.backup[:] = bench.order
     for other in range(low, high):
         if chunk < shop.stage_at[other + 1] - shop.stage_at[other]:
             row = (kind * shop.stages + shop.stage_of[shop.stage_at[other] + chunk]) * microbatches
@@ -347,6 +352,24 @@ def _sweep(shop: Shop, bench: Bench, node: int) -> bool:
     return True
 
 
+def _exchange(shop: Shop, bench: Bench, one: int, other: int) -> bool:
+    """Let two microbatches change places throughout; whether all ranks keep within their memory, else all is as before."""
+    order, microbatches = bench.order, shop.microbatches
+    if one == other or shop.rank[one] != shop.rank[other]:
+        return False
+    for place in range(3 * shop.stages * microbatches):
+        microbatch = order[place] % microbatches
+        if microbatch == one:
+            order[place] += other - one
+        elif microbatch == other:
+            order[place] += one - other
+    for rank in range(shop.ranks):
+        if not _keeps_within(shop, bench, rank):
+            bench.order[:] = bench.backup
+            return False
+    return True
+
+
 def _shift(shop: Shop, bench: Bench, node: int, length: int) -> None:
     """Move a node along its row as far as the nodes that it needs and that need it allow."""
     order, where, before, microbatches = bench.order, bench.place, shop.before, shop.microbatches
@@ -357,7 +380,7 @@ def _shift(shop: Shop, bench: Bench, node: int, length: int) -> None:
             break
         other = order[place + step]
         early, late = (node, other) if step > 0 else (other, node)
-        if before[late] == early or late == early + cells or early // microbatches == late // microbatches:
+        if before[late] == early or late == early + cells or (shop.is_alike and early // microbatches == late // microbatches):
             break
         order[place], where[other] = other, place
         place += step

@@ -108,9 +108,13 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor, bound: float) 
                             cramped = True
                         elif key < first_key:
                             first, first_key = node, key
-                elif 0 <= begin <= coming and (begin < coming or key < coming_key) and held[rank] + takes[node] <= limit[rank]:
-                    if _is_safe(shop, floor, rank, stage):
-                        coming, coming_key = begin, key
+                elif (
+                    0 <= begin <= coming
+                    and (begin < coming or key < coming_key)
+                    and held[rank] + takes[node] <= limit[rank]
+                    and _is_safe(shop, floor, rank, stage)
+                ):
+                    coming, coming_key = begin, key
             if weights[stage] < inputs[stage]:
                 key = base[2 * stages + stage] + pace * weights[stage]
                 if key < weight_key:

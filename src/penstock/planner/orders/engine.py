@@ -53,6 +53,7 @@ _ORDER: dict[ModuleType, tuple[str, ...]] = {
         "_keeps_within",
         "_flip",
         "_merge",
+        "_exchange",
         "_shift",
         "_sweep",
         "anneal",

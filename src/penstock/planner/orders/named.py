@@ -1,4 +1,4 @@
-"""Named schedules of a placement: where a search begins."""
+"""Where a search begins: the named schedules of a placement, and the one that holds least."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planner.problem import Problem
 from penstock.schedules.registry import Algorithm, algorithms
@@ -37,3 +39,13 @@ def _options(algorithm: Algorithm, problem: Problem) -> dict[str, Any]:
     if "memory_limit" in algorithm.options and problem.memory_limit is not None:
         options["memory_limit"] = min(limit - kept for limit, kept in zip(problem.limits, problem.static_memory, strict=True))
     return options
+
+
+def one_at_a_time(placement: Placement, microbatches: int) -> Schedule:
+    """Each microbatch forward through all stages and back before the next, with full backwards: no order holds less."""
+    rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
+    stages = range(placement.stages)
+    for microbatch in range(microbatches):
+        for stage, kind in [*((stage, Kind.F) for stage in stages), *((stage, Kind.B) for stage in reversed(stages))]:
+            rows[placement.rank_of(stage, microbatch)].append(Action(stage, kind, microbatch))
+    return Schedule.from_actions(rows, placement, microbatches=microbatches, name="one-at-a-time")

@@ -66,7 +66,7 @@ class Weaving:
     def _woven(self, order: Order, share: float) -> list[Order]:
         """The best pattern that grows from an order, if it fits."""
         pattern = Pattern(self.workshop, *pattern_of(self.workshop, order, share), order.full, int(self.chance.integers(2**31)))
-        tries, tried = max(50, _WORK // self.workshop.nodes), 0
+        tries, tried = min(1000, max(50, _WORK // self.workshop.nodes)), 0
         begin, end = self.budget.share, self.budget.end
         while not self.budget.over and tried < _LONG:
             done = max(tried / _LONG, (self.budget.share - begin) / max(end - begin, 1e-9))

@@ -81,7 +81,7 @@ class Polishing:
         usual = float(np.mean(shop.duration)) or 1.0
         manner = _MANNERS[turn % len(_MANNERS)]
         nodes = self.workshop.nodes
-        tries, tried = int(min(5000, max(50, _WORK // nodes), _LONG * nodes // 10)), 0
+        tries, tried = min(1000, max(50, _WORK // nodes), _LONG * nodes // 10), 0
         annealing = self.workshop.annealing(order, int(self.chance.integers(2**31)))
         with self.budget.part(share) as (begin, end):
             while not self.budget.over and tried < _LONG * nodes:

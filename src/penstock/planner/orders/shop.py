@@ -54,6 +54,8 @@ class Shop(NamedTuple):
     reduce: Column
     """Each stage's gradient reduction."""
     any_reduce: bool
+    is_alike: bool
+    """Whether all microbatches take and hold the same."""
     is_span: bool
     """Whether the longest rank span counts instead of the makespan."""
     is_split: bool
@@ -84,7 +86,8 @@ def shop_of(problem: Problem, reserve: Sequence[float] = ()) -> Shop:
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = _ranks(problem)
     before, after = _ways(stages, microbatches)
-    travel, link, num_links = _links(problem, ranks, after)
+    hops = _hops(problem)
+    travel, link, num_links = _links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
     optimizer = np.array(costs.per_stage("optimizer", stages))
     held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
@@ -108,6 +111,7 @@ def shop_of(problem: Problem, reserve: Sequence[float] = ()) -> Shop:
         closing=np.array([sum(optimizer[stage] for stage in stages_of) for stages_of in held], dtype=np.float64),
         reduce=reduce,
         any_reduce=bool(reduce.any()),
+        is_alike=all((table == table[:, :1]).all() for table in (*tables.values(), hops)),
         is_span=not problem.barrier,
         is_split=problem.split,
         may_merge=problem.split and merges,
@@ -161,21 +165,25 @@ def _ways(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     return before, after.ravel()
 
 
-def _links(problem: Problem, ranks: Ints, after: Ints) -> tuple[Floats, Ints, int]:
+def _hops(problem: Problem) -> Floats:
+    """What the message from each stage to the next takes, and the one back."""
+    costs, shape = problem.costs, (problem.stages, problem.microbatches)
+    size = costs.table("output", *shape)
+    return costs.latency + (np.zeros(shape) if costs.bandwidth is None else size / costs.bandwidth)
+
+
+def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
     """Each message's time and link.
 
     A link is a channel, or with less of them what shares one: then messages of one sender go in its order, as in a simulation, and
     only those of different senders may come otherwise.
     """
     costs, count = problem.costs, ranks.size
-    hop = np.full(ranks.shape, costs.latency)
-    if costs.bandwidth is not None:
-        hop += costs.table("output", problem.stages, problem.microbatches) / costs.bandwidth
     source, there = np.tile(ranks.ravel(), 3), after >= 0
     target = np.where(there, source[after], source)
     crosses = source != target
     lower = np.where(np.arange(3 * count) < count, np.arange(3 * count), after) % count
-    travel = np.where(crosses, hop.ravel()[lower], 0.0)
+    travel = np.where(crosses, hops.ravel()[lower], 0.0)
     backward = (np.arange(3 * count) >= count).astype(np.int64)
     channel = {"independent": (source * problem.ranks + target) * 2 + backward, "pair": source * problem.ranks + target, "rank": source}
     keys, index = np.unique(channel[costs.contention][crosses], return_inverse=True)
