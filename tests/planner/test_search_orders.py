@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.drawn_orders import order_problems
 
 import penstock as ps
 from penstock.ir.kind import Kind
@@ -19,6 +18,7 @@ from penstock.planner.orders.rules import Rules
 from penstock.planner.orders.shop import order_of, schedule_of, shop_of
 from penstock.planner.orders.workshop import Order, Workshop
 from penstock.planner.problem import Problem
+from planner.drawn_orders import order_problems
 
 some = settings(deadline=None, max_examples=40)
 seeds = st.integers(0, 10**6)
@@ -27,7 +27,7 @@ seeds = st.integers(0, 10**6)
 def is_all_right(problem: Problem, order: Order) -> bool:
     """Whether the simulator and the verifier see a whole schedule within the memory that takes what the order says."""
     schedule = schedule_of(problem, order.nodes, order.full)
-    ps.verify(ps.lower(schedule), memory_limit=list(problem.limits), costs=problem.costs)
+    ps.verify(ps.lower(schedule), memory_limit=problem.memory_limit, costs=problem.costs)
     timeline = problem.evaluate(schedule)
     return problem.fits(timeline) and problem.objective(timeline) == pytest.approx(order.objective, rel=1e-9)
 

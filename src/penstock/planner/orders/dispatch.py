@@ -10,6 +10,7 @@ import math
 from typing import NamedTuple
 
 from penstock.planner.orders.shop import Column, Shop
+from penstock.planner.orders.timing import ends_weights
 
 
 class Rule(NamedTuple):
@@ -36,6 +37,8 @@ class Floor(NamedTuple):
     inputs: Column
     weights: Column
     """How many of each stage's nodes of each kind have run."""
+    ended: Column
+    """How many of each stage's gradients of the weights are there."""
     now: Column
     wake: Column
     """When each rank decides next."""
@@ -66,7 +69,7 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor, bound: float) 
     for node in range(microbatches):
         arrive[node] = 0.0
     for stage in range(stages):
-        forwards[stage], inputs[stage], weights[stage] = 0, 0, 0
+        forwards[stage], inputs[stage], weights[stage], floor.ended[stage] = 0, 0, 0, 0
     for rank in range(ranks):
         now[rank], wake[rank], held[rank], under_way[rank], at[rank] = 0.0, math.inf, 0.0, 0.0, shop.bounds[rank]
         floor.begun[rank], floor.lane[rank], floor.left[rank] = -1.0, 0.0, shop.work[rank]
@@ -155,7 +158,9 @@ def dispatch(shop: Shop, rule: Rule, order: Column, floor: Floor, bound: float) 
             arrive[node + cells] = time
         else:
             weights[stage] += 1
-            if weights[stage] == microbatches and shop.any_reduce:
+        if shop.any_reduce and node >= cells and ends_weights(shop, node):
+            floor.ended[stage] += 1
+            if floor.ended[stage] == microbatches:
                 floor.lane[rank] = max(floor.lane[rank], time) + shop.reduce[stage]
         following = shop.after[node]
         if following >= 0:

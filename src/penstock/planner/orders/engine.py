@@ -35,7 +35,7 @@ def loops(plain: bool = False) -> Loops:
 
 
 _ORDER: dict[ModuleType, tuple[str, ...]] = {
-    timing: ("time_starts", "_time_tails", "time_order"),
+    timing: ("ends_weights", "time_starts", "_time_tails", "time_order"),
     weave: ("roll", "lay", "_weigh", "_shift", "weave"),
     dispatch: ("_is_safe", "dispatch"),
     anneal: (

@@ -54,6 +54,8 @@ class Shop(NamedTuple):
     reduce: Column
     """Each stage's gradient reduction."""
     any_reduce: bool
+    full: Column
+    """Whether each cell has a full backward."""
     is_alike: bool
     """Whether all microbatches take and hold the same."""
     is_span: bool
@@ -111,6 +113,7 @@ def shop_of(problem: Problem, reserve: Sequence[float] = ()) -> Shop:
         closing=np.array([sum(optimizer[stage] for stage in stages_of) for stages_of in held], dtype=np.float64),
         reduce=reduce,
         any_reduce=bool(reduce.any()),
+        full=np.zeros(cells, dtype=np.int8),
         is_alike=all((table == table[:, :1]).all() for table in (*tables.values(), hops)),
         is_span=not problem.barrier,
         is_split=problem.split,
@@ -139,6 +142,7 @@ def merged(shop: Shop, full: Flags) -> Shop:
     duration = np.concatenate((forward, backward, weights))
     return shop._replace(
         duration=duration,
+        full=full.copy(),
         takes=np.concatenate((shop.activation, zeros, zeros)),
         keeps=np.concatenate((zeros, stash - shop.activation, -stash)),
         alone=_alone(shop, stash),

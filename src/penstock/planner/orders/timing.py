@@ -27,6 +27,12 @@ class Clock(NamedTuple):
     left: Column
 
 
+def ends_weights(shop: Shop, node: int) -> bool:
+    """Whether the weights' gradient of the node's cell is there when this backward ends: at W, or at a full backward."""
+    cells = shop.stages * shop.microbatches
+    return bool((shop.full[node % cells] > 0) == (node < 2 * cells))
+
+
 def time_order(shop: Shop, order: Column, clock: Clock) -> float:
     """The objective of an order, -1 where a rank waits for ever; the clock's columns are filled."""
     objective = time_starts(shop, order, clock)
@@ -92,8 +98,8 @@ def time_starts(shop: Shop, order: Column, clock: Clock) -> float:  # noqa: PLR0
             if node >= cells:
                 if node < 2 * cells:
                     arrive[node + cells] = time
-                elif shop.any_reduce:
-                    stage = (node - 2 * cells) // microbatches
+                if shop.any_reduce and ends_weights(shop, node):
+                    stage = node % cells // microbatches
                     left[stage] -= 1
                     if left[stage] == 0:
                         lane[rank] = max(lane[rank], time) + shop.reduce[stage]
@@ -137,11 +143,10 @@ def _time_tails(shop: Shop, clock: Clock) -> None:  # noqa: PLR0912
             if rest > time:
                 time = rest
         if node >= cells:
-            if node < 2 * cells:
-                if tail[node + cells] > time:
-                    time = tail[node + cells]
-            elif shop.any_reduce:
-                stage = (node - 2 * cells) // shop.microbatches
+            if node < 2 * cells and tail[node + cells] > time:
+                time = tail[node + cells]
+            if shop.any_reduce and ends_weights(shop, node):
+                stage = node % cells // shop.microbatches
                 if left[stage] == 1:
                     left[stage] = 0
                     lane[rank] += shop.reduce[stage]

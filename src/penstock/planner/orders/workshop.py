@@ -60,6 +60,7 @@ class Workshop:
             forwards=ints(shop.stages),
             inputs=ints(shop.stages),
             weights=ints(shop.stages),
+            ended=ints(shop.stages),
             now=floats(shop.ranks),
             wake=floats(shop.ranks),
             held=floats(shop.ranks),
@@ -140,7 +141,7 @@ class Annealing:
         given, ints, floats, nodes = workshop.given, workshop.ints, workshop.floats, workshop.nodes
         self.bench = Bench(
             order=given(order.nodes.copy()),
-            full=given(order.full.copy()),
+            full=self.shop.full,
             best=given(order.nodes.copy()),
             best_full=given(order.full.copy()),
             place=ints(nodes),
