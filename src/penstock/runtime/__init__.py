@@ -9,6 +9,9 @@ except ImportError as error:
 
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
 
+from penstock.runtime.checkpoint import Checkpoints
+from penstock.runtime.checkpoint_files import Checkpoint
+from penstock.runtime.data_order import DataOrder
 from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
 from penstock.runtime.here import rank
 from penstock.runtime.launch import launch
@@ -16,4 +19,18 @@ from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.result import StepResult
 
-__all__ = ["Layers", "Partition", "Pipeline", "StageOutput", "StepResult", "add_loss", "add_metric", "collect", "launch", "rank"]
+__all__ = [
+    "Checkpoint",
+    "Checkpoints",
+    "DataOrder",
+    "Layers",
+    "Partition",
+    "Pipeline",
+    "StageOutput",
+    "StepResult",
+    "add_loss",
+    "add_metric",
+    "collect",
+    "launch",
+    "rank",
+]

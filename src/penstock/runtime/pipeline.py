@@ -32,6 +32,7 @@ from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
+from penstock.runtime.streamed import streamed
 from penstock.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ class Pipeline:
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of names of parameters that are to be one, where they are not one object already;
-    - `seed`: draw a forward's random numbers from a stream of (seed, step, stage, microbatch), whatever the ranks and the schedule;
+    - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
+      the cuts; for modules that were given one a stage, the stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
@@ -109,7 +111,8 @@ class Pipeline:
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
         model, split = planned_split(model, plan if schedule is None else schedule, split)
-        self.partition: Partition = recomputing(partition(model, self.table.stages, split), plan if schedule is None else schedule)
+        cut = partition(model, self.table.stages, split)
+        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan if schedule is None else schedule)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
