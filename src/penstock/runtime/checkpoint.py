@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock import __version__
-from penstock.errors import CheckpointError
+from penstock.errors import CheckpointError, nearest
 from penstock.runtime.checkpoint_files import Checkpoint, Draft, found
 from penstock.runtime.held import Held, Known, Model, known_names, ties_of
 from penstock.runtime.here import current
@@ -181,9 +181,16 @@ class Checkpoints:
     ) -> Checkpoint:
         """Load the checkpoint of this name, or refuse it."""
         self.wait()
-        checkpoint = self.meeting.each("look for a checkpoint", lambda: Checkpoint.read(self.folder / name))[0]
+        checkpoint = self.meeting.each("look for a checkpoint", lambda: self._named(name))[0]
         self._check(checkpoint)
         return self._load(checkpoint, Training(model, optimizer, scheduler, data, extra or {}))
+
+    def _named(self, name: str) -> Checkpoint:
+        if not (self.folder / name).is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {name!r} in {self.folder}; {nearest(name, (each.name for each in self.whole()))}"
+            )
+        return Checkpoint.read(self.folder / name)
 
     def _found(self) -> tuple[list[Checkpoint], dict[str, str]]:
         """What the first rank sees, so that all load the same."""
