@@ -33,6 +33,7 @@ from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
+from penstock.runtime.weights import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,9 @@ class Pipeline:
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
     - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike;
-    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`.
+    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
+    - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
+      `Safetensors`, or several of them.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class Pipeline:
         group: Any = None,
         record: bool = False,
         transport: str = "auto",
+        weights: Weights = None,
     ) -> None:
         self.group, self.rank = current(group, transport)
         self.deadline = deadline
@@ -112,6 +116,7 @@ class Pipeline:
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
         model, split = planned_split(model, plan if schedule is None else schedule, split)
         cut = partition(model, self.table.stages, split)
+        give_weights(weights, model, cut, self.table.placement.stages_of(self.rank))
         self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan if schedule is None else schedule)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
