@@ -43,7 +43,7 @@ class Run:
         named = list(trained.named_parameters())
         matrices = [parameter for _, parameter in named if parameter.ndim > 1]
         vectors = [parameter for _, parameter in named if parameter.ndim <= 1]
-        groups = [{"params": each, "weight_decay": decay} for each, decay in ((matrices, 0.1), (vectors, 0.0)) if each]
+        groups = [{"params": each, "weight_decay": decay} for each, decay in ((matrices, 0.1), (vectors, 0.0))]
         optimizer = torch.optim.AdamW(groups, lr=0.02)
         return cls(trained, optimizer, MultiStepLR(optimizer, [2, 5], gamma=0.5), DataOrder(SAMPLES, BATCH, seed=1))
 

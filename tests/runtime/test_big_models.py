@@ -79,6 +79,21 @@ def test_values_are_those_of_the_unpipelined_model(way: str, tied: bool, depth: 
         assert real - shared == set(values) - shared
 
 
+def backwards(depth: int) -> GPT:
+    """The head is the first of the model's parts, and the last that runs."""
+    model = GPT(depth, tied=True)
+    model._modules = dict(reversed(model._modules.items()))
+    return model
+
+
+@pytest.mark.parametrize("way", ["modules", "own"])
+def test_tied_values_where_parts_are_not_in_the_order_in_which_they_run(way: str) -> None:
+    weights, plain = WAYS[way](4), backwards(4)
+    weights(plain)
+    for values, _ in launch(lambda: owned_values(lambda: backwards(4), weights, "1f1b"), 3):
+        assert all(torch.equal(value, plain.get_parameter(name)) for name, value in values.items())
+
+
 def test_values_depend_on_the_seed_and_the_name_alone() -> None:
     models = [GPT(4) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
@@ -92,6 +107,7 @@ def test_values_depend_on_the_seed_and_the_name_alone() -> None:
     assert 0.5 * bounds[1] < bounds[0] <= bounds[1]  # torch's own distribution
 
 
+@pytest.mark.slow
 def test_training_from_the_meta_device(workers: Workers) -> None:
     """Processes that never hold the model: the loss is that of the unpipelined one."""
     tokens = torch.randint(0, 11, (8, 8))

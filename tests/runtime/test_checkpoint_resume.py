@@ -388,6 +388,12 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     plain[0].bias.requires_grad_(False)
     path = checkpoints.save(plain, torch.optim.SGD([plain[1].weight], lr=0.5), step=2)
     refused(plain, "nothing was saved of the optimizer for 0.weight", optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([{"params": plain[0].weight}, {"params": plain[1].weight}], lr=0.5), 2)
+    checkpoints.save(plain, step=3, scheduler=scheduler)
+    with pytest.raises(CheckpointError, match="saved with 2 groups of the optimizer's, and has 1: give the optimizer the same groups"):
+        checkpoints.load_latest(plain, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    with pytest.raises(CheckpointError, match="step -1"):
+        checkpoints.save(plain, step=-1)
     with pytest.raises(CheckpointError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
 

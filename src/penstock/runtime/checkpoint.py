@@ -37,15 +37,18 @@ class Checkpoints:
 
     - `keep`: how many are kept; older ones are removed once a new one is whole. None keeps all;
     - `group`: the process group, or device mesh of one dimension, whose ranks save and load together; all ranks unless given;
+    - `verify`: whether the contents of files are compared with the manifest before they are loaded, or their sizes alone;
     - `deadline`: seconds that a rank waits for the others at most.
 
     `with Checkpoints(...) as checkpoints:` waits at the end for one that is still being written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = 3, group: Any = None, deadline: float = 600.0) -> None:
+    def __init__(
+        self, folder: str | os.PathLike[str], *, keep: int | None = 3, group: Any = None, verify: bool = True, deadline: float = 600.0
+    ) -> None:
         if keep is not None and keep < 1:
             raise CheckpointError(f"keep={keep}: keep at least one checkpoint, or None for all")
-        self.folder, self.keep = Path(folder).absolute(), keep
+        self.folder, self.keep, self.verify = Path(folder).absolute(), keep, verify
         members, self.rank = current(group)
         self.ranks = members.ranks
         self.meeting = Meeting(members, self.rank, deadline)
@@ -107,10 +110,10 @@ class Checkpoints:
             return None
         try:
             self.meeting.each("write a checkpoint", writing.written)
+            self.meeting.each("complete a checkpoint", writing.completed)
         except BaseException:
             writing.abort()
             raise
-        self.meeting.each("complete a checkpoint", writing.completed)
         return writing.draft.final
 
     def _start(self, training: Training, step: int, copy: bool) -> None:
@@ -135,6 +138,8 @@ class Checkpoints:
 
     def _begin(self, model: Model, step: int) -> tuple[Draft | None, Known, int]:
         """What ranks tell each other first; the first of them makes the place."""
+        if step < 0:
+            raise CheckpointError(f"step {step}: give the number of steps that were made")
         return Draft.begin(self.folder, step) if self.rank == 0 else None, known_names(model), step
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -198,7 +203,8 @@ class Checkpoints:
 
     def _check(self, checkpoint: Checkpoint) -> None:
         """See that no file has changed; every rank looks at some."""
-        self.meeting.each("check a checkpoint", lambda: checkpoint.check(sorted(checkpoint.files)[self.rank :: self.ranks]))
+        mine = sorted(checkpoint.files)[self.rank :: self.ranks]
+        self.meeting.each("check a checkpoint", lambda: checkpoint.check(mine, contents=self.verify))
 
     def _load(self, checkpoint: Checkpoint, training: Training) -> Checkpoint:
         from penstock.runtime.checkpoint_read import Reading

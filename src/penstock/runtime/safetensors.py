@@ -63,6 +63,8 @@ class File:
             said.pop("__metadata__", None)
             for name, each in said.items():
                 self._check(name, each, len(self._data) - _LENGTH - length)
+        except FileFormatError:
+            raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(str(self.path), f"the header cannot be read ({type(error).__name__}: {error})") from error
         return said

@@ -96,6 +96,7 @@ class Training:
         for optimizer in listed(self.optimizer):
             load_optimizer(optimizer, held.parameters(), flat)
         for key, each in self.others().items():
+            _check_groups(each, room[key][0])
             each.load_state_dict(room[key][0])
         self._set_streams(room["training"][0])
         set_random_state(room[f"random.{rank}"][0])
@@ -106,3 +107,13 @@ class Training:
         self.model._steps = said.get("steps", said["step"])
         if said.get("seed", self.model.seed) != self.model.seed:
             logger.warning("saved with seed %s, loaded with seed %s: random numbers will not continue", said["seed"], self.model.seed)
+
+
+def _check_groups(scheduler: Any, state: Any) -> None:
+    """A scheduler's rates belong to the optimizer's groups by their number, so every rank must have all groups."""
+    saved, mine = isinstance(state, dict) and state.get("base_lrs"), getattr(scheduler, "base_lrs", None)
+    if isinstance(saved, list) and isinstance(mine, list) and len(saved) != len(mine):
+        raise CheckpointError(
+            f"the scheduler was saved with {len(saved)} groups of the optimizer's, and has {len(mine)}: "
+            "give the optimizer the same groups on every rank, empty ones where a rank has no such parameters"
+        )
