@@ -171,7 +171,7 @@ def test_values_that_are_left_out() -> None:
     with pytest.raises(WeightsError, match=r"two was left without values by Forgetful\.reset_parameters\(\)"):
         Initial(seed=0)(on_meta(Forgetful))
     with pytest.raises(WeightsError, match=r"^map\.weight was left without values by init"):
-        Initial(seed=0, init=lambda name, module: None)(on_meta(lambda: Rotary()))
+        Initial(seed=0, init=lambda name, module: None)(on_meta(Rotary))
     with pytest.raises(WeightsError, match=r"0, a Block, holds 0\.factor and has no reset_parameters\(\): write one"):
         Initial(seed=0)(on_meta(lambda: nn.Sequential(Block(3))))
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))

@@ -175,8 +175,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(FileFormatError, match=r"index\.json: no map of weights"):
         Safetensors(tmp_path)(nn.Linear(2, 2))
+    (tmp_path / "empty").mkdir()
     with pytest.raises(WeightsError, match="is no safetensors file"):
-        (tmp_path / "empty").mkdir()
         Safetensors(tmp_path / "empty")(nn.Linear(2, 2))
 
 

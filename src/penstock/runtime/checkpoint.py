@@ -159,7 +159,8 @@ class Checkpoints:
         for a run should not start again by itself.
         """
         self.wait()
-        whole, refused = self._found()
+        whole, reasons = self._found()
+        refused = dict(reasons)
         training = Training(model, optimizer, scheduler, data, extra or {})
         for checkpoint in whole:
             try:

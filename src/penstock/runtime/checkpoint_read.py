@@ -74,6 +74,8 @@ class Reading:
         first: dict[str, str] = {}
         for prefix in (STATE, OPTIONS):
             for name, keys in by_parameter(self.saved, parameters, f"optimizer.{prefix}").items():
+                if prefix == OPTIONS and not keys:
+                    raise CheckpointError(f"checkpoint {self.path} has nothing of the optimizer for {name}")
                 for key in keys.values():
                     place = str(self.metadata.storage_data.get(MetadataIndex(key), key))
                     if first.setdefault(place, key) == key:

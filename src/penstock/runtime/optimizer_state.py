@@ -43,7 +43,7 @@ def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[d
     options: dict[str, Any] = {}
     for optimizer in listed(optimizers):
         packed = optimizer.state_dict()
-        for group, (parameters, _) in zip(packed["param_groups"], _groups(optimizer, names), strict=True):
+        for group, (parameters, _) in zip(packed["param_groups"], groups_of(optimizer, names), strict=True):
             for index, name in zip(group["params"], parameters, strict=True):
                 state |= {f"{STATE}{name}.{key}": leaf(value) for key, value in packed["state"].get(index, {}).items()}
                 options |= {f"{OPTIONS}{name}.{key}": leaf(value) for key, value in group.items() if key not in _NAMES}
@@ -65,7 +65,7 @@ def _once(options: Mapping[str, Any]) -> tuple[dict[str, Any], Same]:
 _NAMES = ("params", "param_names")
 
 
-def _groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
+def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
     """The names and the parameters of each group."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for parameter in (parameter for group in groups for parameter in group):
@@ -94,7 +94,7 @@ def by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) -> dict
 
 def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
     """Give an optimizer the state of its parameters."""
-    groups = _groups(optimizer, names)
+    groups = groups_of(optimizer, names)
     mine = [name for parameters, _ in groups for name in parameters]
     state, options = by_parameter(flat, mine, STATE), by_parameter(flat, mine, OPTIONS)
     packed = optimizer.state_dict()
@@ -113,8 +113,6 @@ def _options(parameters: Sequence[str], options: Mapping[str, Mapping[str, str]]
     found: dict[str, Any] = {}
     for name in parameters:
         theirs = {key: unwrapped(flat[full]) for key, full in options[name].items()}
-        if not theirs:
-            raise CheckpointError(f"nothing was saved of the optimizer for {name}")
         if name != parameters[0] and not _equal(theirs, found):
             wrong = next(key for key in {*theirs, *found} if not _equal(theirs.get(key), found.get(key)))
             raise CheckpointError(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.runtime.held import Held, Model
-from penstock.runtime.optimizer_state import Optimizers, Same, leaf, listed, load_optimizer, optimizer_state, unwrapped
+from penstock.runtime.optimizer_state import Optimizers, Same, groups_of, leaf, listed, load_optimizer, optimizer_state, unwrapped
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.random_state import random_state, set_random_state
 
@@ -84,9 +84,8 @@ class Training:
 
     def _updated(self, held: Held) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers have, by name."""
-        names = held.parameters()
-        given = [p for optimizer in listed(self.optimizer) for group in optimizer.param_groups for p in group["params"]]
-        return {names[id(parameter)]: parameter for parameter in given if id(parameter) in names}
+        groups = [group for optimizer in listed(self.optimizer) for group in groups_of(optimizer, held.parameters())]
+        return {name: parameter for names, parameters in groups for name, parameter in zip(names, parameters, strict=True)}
 
     def load(self, room: Mapping[str, Any], rank: int) -> None:
         """Put back what was read."""
