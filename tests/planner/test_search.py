@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
-from planner.small import TINY, best_of_all, problems
 
 import penstock as ps
 from penstock.errors import ScheduleError
@@ -17,6 +16,7 @@ from penstock.planner.bounds import lower_bound
 from penstock.planner.orders.named import named_schedules
 from penstock.planner.problem import Problem
 from penstock.planner.search import Found, search, shortened
+from planner.small import TINY, best_of_all, problems
 
 
 def problem_of(placement: Placement, microbatches: int, limit: float | None, *, uneven: bool = False, latency: float = 50.0) -> Problem:

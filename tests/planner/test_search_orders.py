@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planner.drawn_orders import order_problems
 
 import penstock as ps
 from penstock.ir.kind import Kind
@@ -19,6 +18,7 @@ from penstock.planner.orders.rules import Rules
 from penstock.planner.orders.shop import order_of, schedule_of, shop_of
 from penstock.planner.orders.workshop import Order, Workshop
 from penstock.planner.problem import Problem
+from planner.drawn_orders import order_problems
 
 some = settings(deadline=None, max_examples=40)
 seeds = st.integers(0, 10**6)
