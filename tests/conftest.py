@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 settings.register_profile("penstock", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
 
-ON_PROCESSES = re.compile(r"/test_(processes\w*|faults|direct)\.py::")
+ON_PROCESSES = re.compile(r"/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
 """Tests whose ranks are processes."""
 
 
@@ -53,6 +53,6 @@ def workers(request: pytest.FixtureRequest, start_workers: Callable[[], Workers]
     """Four processes on gloo. Functions and classes of the test's own module travel to them by value."""
     import cloudpickle
 
-    assert ON_PROCESSES.search(request.node.nodeid), "tests that use the pool go into files named test_processes_*.py"
+    assert ON_PROCESSES.search(request.node.nodeid), "tests that use the pool go into files that this names"
     cloudpickle.register_pickle_by_value(request.module)
     return start_workers()

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.group import Group
@@ -74,13 +75,27 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group = _process_group(within)
     name = f"{group.group_name}/{transport}"
     if name not in _joined or _joined[name].closed:
-        store: Any = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
+        store: Any = PrefixStore(f"penstock/{_attempt()}/{name}", dist.distributed_c10d._get_default_store())
         _joined[name] = Processes(store.clone(), group.rank(), group.size(), CONNECT, transport)
     return _joined[name]
+
+
+def _attempt() -> str:
+    """What tells this start of the processes from those before: `torchrun` keeps its store, with all that they left in it."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
+
+
+def _initialise(backend: str) -> None:
+    """Set up torch.distributed, under names of this start alone where `torchrun` keeps the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+        return
+    store, number, ranks = next(rendezvous("env://"))
+    dist.init_process_group(backend, store=PrefixStore(f"penstock/{_attempt()}/torch", store), rank=number, world_size=ranks)
 
 
 def _process_group(within: Any) -> Any:

@@ -32,6 +32,8 @@ from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
+from penstock.runtime.streamed import streamed
+from penstock.runtime.weights import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -65,14 +67,17 @@ class Pipeline:
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of names of parameters that are to be one, where they are not one object already;
-    - `seed`: draw a forward's random numbers from a stream of (seed, step, stage, microbatch), whatever the ranks and the schedule;
+    - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
+      the cuts; for modules that were given one a stage, the stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
     - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
       are the host's: on a GPU, when actions were issued;
-    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`.
+    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
+    - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
+      `Safetensors`, or several of them.
     """
 
     def __init__(
@@ -97,6 +102,7 @@ class Pipeline:
         group: Any = None,
         record: bool = False,
         transport: str = "auto",
+        weights: Weights = None,
     ) -> None:
         self.group, self.rank = current(group, transport)
         self.deadline = deadline
@@ -111,7 +117,9 @@ class Pipeline:
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
         model, split = planned_split(model, plan if schedule is None else schedule, split)
-        self.partition: Partition = recomputing(partition(model, self.table.stages, split), plan if schedule is None else schedule)
+        cut = partition(model, self.table.stages, split)
+        give_weights(weights, model, cut, self.table.placement.stages_of(self.rank))
+        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan if schedule is None else schedule)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
