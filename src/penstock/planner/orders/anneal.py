@@ -15,6 +15,8 @@ from penstock.planner.orders.weave import roll
 
 _MODULUS = 2147483647
 _EVEN = 1e-9
+_RUN = 6
+"""The most nodes of a run that changes places with another."""
 
 
 class Bench(NamedTuple):
@@ -326,6 +328,8 @@ def _sweep(shop: Shop, bench: Bench, node: int) -> bool:
     bench.backup[:] = bench.order
     if not shop.is_alike and roll(dice) % 2 == 0:
         return _exchange(shop, bench, node % microbatches, roll(dice) % microbatches)
+    if roll(dice) % 3 == 0:
+        return _rotate(shop, bench, bench.place[node] - roll(dice) % _RUN)
     kind, stage, microbatch = node // cells, node % cells // microbatches, node % microbatches
     rank, chunk = shop.rank[node], 0
     while shop.stage_of[shop.stage_at[rank] + chunk] != stage:
@@ -350,6 +354,34 @@ def _sweep(shop: Shop, bench: Bench, node: int) -> bool:
             _restore(shop, bench)
             return False
     return True
+
+
+def _rotate(shop: Shop, bench: Bench, low: int) -> bool:
+    """Let two short runs of nodes change places, the first of which begins at a place of the order or at its rank's first.
+
+    Whether that can be and the rank keeps within its memory, else all is as before.
+    """
+    order, before, cells, dice = bench.order, shop.before, shop.stages * shop.microbatches, bench.dice
+    rank = shop.rank[order[max(low, 0)]]
+    low = max(low, shop.bounds[rank])
+    middle = low + 1 + roll(dice) % _RUN
+    high = middle + 1 + roll(dice) % _RUN
+    if high > shop.bounds[rank + 1]:
+        return False
+    for first in range(low, middle):
+        early = order[first]
+        for second in range(middle, high):
+            late = order[second]
+            alike = shop.is_alike and early // shop.microbatches == late // shop.microbatches
+            if before[late] == early or late == early + cells or alike:
+                return False
+    for place in range(high - low):
+        at = low + place + middle - low
+        order[low + place] = bench.backup[at if at < high else at - (high - low)]
+    if _keeps_within(shop, bench, rank):
+        return True
+    order[:] = bench.backup
+    return False
 
 
 def _exchange(shop: Shop, bench: Bench, one: int, other: int) -> bool:

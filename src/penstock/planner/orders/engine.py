@@ -54,6 +54,7 @@ _ORDER: dict[ModuleType, tuple[str, ...]] = {
         "_flip",
         "_merge",
         "_exchange",
+        "_rotate",
         "_shift",
         "_sweep",
         "anneal",

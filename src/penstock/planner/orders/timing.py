@@ -118,7 +118,7 @@ def time_starts(shop: Shop, order: Column, clock: Clock) -> float:  # noqa: PLR0
     return objective
 
 
-def _time_tails(shop: Shop, clock: Clock) -> None:  # noqa: PLR0912
+def _time_tails(shop: Shop, clock: Clock) -> None:
     """The time from each node to the end; `now` and `lane` hold what follows the last node of each rank."""
     walk, tail, now, lane, free, left = clock.walk, clock.tail, clock.now, clock.lane, clock.free, clock.left
     rank_of, duration, after, travel, link = shop.rank, shop.duration, shop.after, shop.travel, shop.link
