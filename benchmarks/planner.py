@@ -25,7 +25,7 @@ PEERS = {
 """F, I, W and latency of a rank; ranks and microbatches; memory limit in activations of a rank; the peers' bubble."""
 LAYERS = 8
 """Layers a rank, so that every placement can be cut evenly."""
-SEARCH, SOLVE = 2.5, 3.0
+SEARCH, BOUND, SOLVE = 3.0, 3.0, 3.0
 """Seconds for a case of the grid."""
 
 
@@ -82,12 +82,13 @@ def outcomes() -> list[Outcome]:
     for case in grid():
         problem = case.problem
         found = search(problem, seconds=SEARCH)
-        bound = lower_bound(problem, seconds=1.0)
+        bound = lower_bound(problem, seconds=BOUND)
         solved = solve(problem, seconds=SOLVE, start=found.schedule)
         if solved.infeasible:
             continue
         optimum = solved.objective if solved.proven else max(bound.value, solved.bound)
-        made.append(Outcome(case, found.objective, optimum, bound.all.get("work", 0.0), solved.proven))
+        reached = found.objective if solved.proven else min(found.objective, solved.objective)  # a plan takes the better of both
+        made.append(Outcome(case, reached, optimum, bound.all.get("work", 0.0), solved.proven))
     return made
 
 
