@@ -19,7 +19,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resume.py"
 EVERY = 3
 
 # What torchrun starts: the example, with a rank that is killed. In the attempt and on the rank of a kill, `step N` ends the process
-# within the backward of that step, and `save N` while it writes the checkpoint of that step to the disk.
+# within the backward of that step, and `save N` while it writes the checkpoint of that step to the disk. Before a `step` kill all
+# ranks wait for the checkpoint that is being written, so that the test knows which one is the last.
 KILLS = """
 import os, runpy, signal, sys
 from penstock.runtime import Checkpoints, Pipeline
@@ -27,6 +28,8 @@ from penstock.runtime import Checkpoints, Pipeline
 attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT"), os.environ.get("RANK")
 kills = {tuple(each.split(":")[:2]): each.split(":")[2:] for each in sys.argv.pop(1).split(",")}
 where, at = kills.get((attempt, rank), ("never", "0"))
+waits = [int(step) for (when, _), (how, step) in kills.items() if when == attempt and how == "step"]
+used = []
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
@@ -34,6 +37,8 @@ def die(*_):
 step, save = Pipeline.step, Checkpoints.save_async
 
 def step_or_die(pipe, *args, **kwargs):
+    if pipe._steps + 1 in waits:
+        used[-1].wait()
     if where == "step" and pipe._steps + 1 == int(at):
         calls = []
         def count(_):
@@ -44,6 +49,7 @@ def step_or_die(pipe, *args, **kwargs):
     return step(pipe, *args, **kwargs)
 
 def save_or_die(checkpoints, *args, **kwargs):
+    used.append(checkpoints)
     if where == "save" and kwargs["step"] == int(at):
         os.fsync = die
     return save(checkpoints, *args, **kwargs)
@@ -53,7 +59,7 @@ runpy.run_path(sys.argv.pop(1), run_name="__main__")
 """
 
 
-def torchrun(folder: Path, ranks: int, steps: int, *options: str, restarts: int = 0, kills: str = "-:-") -> list[tuple[int, float]]:
+def torchrun(folder: Path, ranks: int, steps: int, *options: str, restarts: int = 0, kills: str = "-:-:never:0") -> list[tuple[int, float]]:
     """The steps and losses that were printed, in order, over all attempts."""
     script = folder / "kills.py"
     script.write_text(KILLS)
