@@ -1,0 +1,177 @@
+"""The reference of the public names, from their signatures and docstrings."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import penstock
+from penstock import errors
+
+WIDTH = 100
+"""Characters of a signature on one line."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One page of names."""
+
+    path: str
+    title: str
+    about: str
+    module: str
+    names: tuple[str, ...] = ()
+
+    @cached_property
+    def all_names(self) -> list[str]:
+        listed = self.names or importlib.import_module(self.module).__all__
+        return [name for name in listed if not name.startswith("__")]
+
+
+def _error_names() -> tuple[str, ...]:
+    return tuple(name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, errors.PenstockError))
+
+
+GROUPS = (
+    Group(
+        "reference/penstock.md",
+        "penstock",
+        "`import penstock as ps` loads next to nothing; each name is imported when it is first used.",
+        "penstock",
+    ),
+    Group("reference/runtime.md", "penstock.runtime", "Training, with the `torch` extra.", "penstock.runtime"),
+    Group("reference/testing.md", "penstock.testing", "The conformance suite for schedules of your own.", "penstock.testing"),
+    Group(
+        "reference/deepspeed.md",
+        "penstock.compat.deepspeed",
+        "See [Coming from DeepSpeed](../from-deepspeed.md).",
+        "penstock.compat.deepspeed",
+    ),
+    Group("reference/errors.md", "penstock.errors", "Every error that the library raises on purpose.", "penstock.errors", _error_names()),
+)
+
+
+def api_pages() -> dict[str, str]:
+    """The pages by their path."""
+    return {group.path: "\n\n".join(_page(group)) + "\n" for group in GROUPS}
+
+
+def _page(group: Group) -> Iterator[str]:
+    module = importlib.import_module(group.module)
+    yield f"# {group.title}"
+    yield group.about
+    for name in group.all_names:
+        yield from _described(name, getattr(module, name), group)
+
+
+def _described(name: str, value: Any, group: Group) -> Iterator[str]:
+    if inspect.ismodule(value):
+        return
+    yield f"## {name}"
+    if inspect.isclass(value):
+        yield f"```text\nclass {name}{_bases(value)}\n```" if issubclass(value, BaseException) else _signature(name, value)
+    elif callable(value):
+        yield _signature(name, value)
+    yield from _text(inspect.getdoc(value) if inspect.isclass(value) or callable(value) else None)
+    if inspect.isclass(value):
+        yield from _members(name, value)
+
+
+def _bases(value: type) -> str:
+    return f"({', '.join(base.__name__ for base in value.__bases__)})"
+
+
+def _signature(name: str, value: Any) -> str:
+    """The call, one parameter a line where it is long."""
+    try:
+        found = inspect.signature(value)
+    except ValueError:
+        return f"```text\n{name}\n```"
+    flat = f"{name}{_cleaned(str(found))}"
+    if len(flat) <= WIDTH:
+        return f"```text\n{flat}\n```"
+    parts = []
+    star = False
+    for each in found.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and not star:
+            parts.append("*")
+            star = True
+        star = star or each.kind is each.VAR_POSITIONAL
+        parts.append(_cleaned(str(each)))
+    result = "" if found.return_annotation is found.empty else f" -> {_cleaned(inspect.formatannotation(found.return_annotation))}"
+    inner = "".join(f"    {part},\n" for part in parts)
+    return f"```text\n{name}(\n{inner}){result}\n```"
+
+
+def _cleaned(text: str) -> str:
+    """Annotations as they are written, without quotes and addresses."""
+    return re.sub(r"<(?:function|class|object) [^>]*>|no target", "...", text.replace("'", ""))
+
+
+def _members(name: str, value: type) -> Iterator[str]:
+    """Fields with their remarks, then properties and methods of the library's own classes, in the order of the source."""
+    fields = [(field, said) for field, said in _remarks(value).items() if not field.startswith("_")]
+    if fields:
+        yield "\n".join(f"- **`{field}`**: {' '.join(said.split())}" for field, said in fields)
+    for member, found in _own(value):
+        if isinstance(found, (property, cached_property)) or hasattr(found, "func"):
+            getter = found.fget if isinstance(found, property) else found.func
+            yield f"### {name}.{member}"
+            yield from _text(inspect.getdoc(getter))
+        else:
+            yield f"### {name}.{member}()"
+            yield _signature(member, getattr(value, member))
+            yield from _text(inspect.getdoc(found.__func__ if isinstance(found, (classmethod, staticmethod)) else found))
+
+
+def _own(value: type) -> Iterator[tuple[str, Any]]:
+    """What the class and its bases in the library define, and say something about."""
+    seen: set[str] = set()
+    for base in value.__mro__:
+        if base.__module__.startswith("penstock"):
+            for member, found in vars(base).items():
+                if member.startswith("_") or member in seen or not _documented(found):
+                    continue
+                seen.add(member)
+                yield member, found
+
+
+def _documented(found: Any) -> bool:
+    if isinstance(found, (classmethod, staticmethod)):
+        found = found.__func__
+    if isinstance(found, (property, cached_property)) or inspect.isfunction(found):
+        return bool(found.__doc__)
+    return False
+
+
+def _remarks(value: type) -> dict[str, str]:
+    """The strings below the fields of a class."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(value)))
+    except (OSError, TypeError):
+        return {}
+    body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+    found = {}
+    for field, remark in zip(body, body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(remark, ast.Expr):
+            if isinstance(remark.value, ast.Constant) and isinstance(remark.value.value, str):
+                found[field.target.id] = remark.value.value
+    return found
+
+
+def _text(doc: str | None) -> Iterator[str]:
+    """A docstring as Markdown: examples become code."""
+    for paragraph in (doc or "").split("\n\n"):
+        if paragraph.lstrip().startswith(">>>"):
+            yield f"```pycon\n{textwrap.dedent(paragraph)}\n```"
+        elif paragraph.startswith("    "):
+            yield f"```text\n{textwrap.dedent(paragraph)}\n```"
+        elif paragraph.strip():
+            yield paragraph.replace("\n- ", "\n\n- ", 1) if paragraph.lstrip()[0] != "-" else paragraph
