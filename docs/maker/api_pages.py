@@ -10,9 +10,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-import penstock
 from penstock import errors
 
 WIDTH = 100
@@ -159,11 +159,16 @@ def _remarks(value: type) -> dict[str, str]:
         return {}
     body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
     found = {}
-    for field, remark in zip(body, body[1:], strict=False):
-        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(remark, ast.Expr):
-            if isinstance(remark.value, ast.Constant) and isinstance(remark.value.value, str):
-                found[field.target.id] = remark.value.value
+    for field, remark in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and (said := _string(remark)) is not None:
+            found[field.target.id] = said
     return found
+
+
+def _string(node: ast.stmt) -> str | None:
+    """The text of a statement that is nothing else."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return value.value if isinstance(value, ast.Constant) and isinstance(value.value, str) else None
 
 
 def _text(doc: str | None) -> Iterator[str]:

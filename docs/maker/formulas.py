@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from maker.figures import Times
 
+EQUAL = Times()
 Idle = Callable[[int, int, int, Times], float]
 Peak = Callable[[int, int, int], float]
 Messages = Callable[[int, int, int], int]
@@ -18,7 +19,7 @@ class Formula:
 
     idle: Idle | None
     peak: Peak | None
-    times: Times = Times()
+    times: Times = EQUAL
     """Where the formula holds."""
     of_span: bool = False
     """Whether idle time is counted from a rank's first action to its last."""

@@ -5,20 +5,34 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
 import penstock as ps
-from maker.advice import ADVICE
+from maker.advice import advice
 from maker.figures import Times, measured, needs, ranks_of
 from maker.formulas import FORMULAS, messages_of
 from maker.pictures import MICROBATCHES, RANKS
 from maker.table import rows, schedule_table
+from penstock.cli.main import main
 from penstock.schedules.registry import Algorithm, algorithms
 
 SHAPES = ((4, 8), (4, 16), (8, 16), (8, 32), (16, 64))
 """The ranks and microbatches that a page has figures of."""
 GRID_MICROBATCHES = 4
-LETTERS = "p ranks, r the rank, m microbatches, v chunks a rank (2 unless given), w waves, N and g the group size; F, B, I and W are the times of forward, full backward, backward for the input and backward for the weights, all of a rank's share of the model unless the formula says otherwise."
+LETTERS = (
+    "p ranks, r the rank, m microbatches, v chunks a rank (2 unless given), w waves, N and g the group size; F, B, I and W are the times "
+    "of forward, full backward, backward for the input and backward for the weights, all of a rank's share of the model unless the formula "
+    "says otherwise."
+)
+
+PYTHON = """```python
+import penstock as ps
+
+schedule = ps.schedule("{name}", ranks={ranks}, microbatches={microbatches})
+print(ps.verify(ps.lower(schedule)))
+```"""
 
 OPTIONS = {
     "chunks": "stages a rank",
@@ -38,14 +52,16 @@ def schedule_index() -> str:
     """All of them in one table."""
     return f"""# Schedules
 
-{len(algorithms())} schedules ship with Penstock. Each takes any number of microbatches, and each has a page with its picture, its figures and advice on when to use it.
+{len(algorithms())} schedules ship with Penstock. Each takes any number of microbatches.
 
-{LETTERS} Memory counts the activations of one microbatch on one rank, unless it says otherwise. **In bold**: what the simulator measures with 8 ranks,
-32 microbatches and F = I = W, as the share of the time that ranks stand idle, the most activations that a rank holds until their backward for the weights, and messages a step.
+{LETTERS} Memory counts the activations of one microbatch on one rank, unless it says otherwise.
+
+**In bold** is what the simulator measures with 8 ranks, 32 microbatches and F = I = W: the share of the time that ranks stand idle, the
+most activations that a rank holds until their backward for the weights, and messages a step.
 
 {schedule_table(lambda name: f"[`{name}`]({name}.md)")}
 
-The same on the command line: `penstock list` names them, `penstock compare` times several under your own costs.
+`penstock list` has the same table, and `penstock compare` times several under your own costs:
 
 ```console
 $ penstock compare 1f1b zb-h1 zbv -p 8 -m 32
@@ -66,9 +82,10 @@ def _parts(each: Algorithm) -> Iterator[str]:
     yield f"**{each.summary}**"
     yield from _idea(each)
     yield f"![{name} on {ranks} ranks with {MICROBATCHES} microbatches](../pictures/schedules/{name}.svg)"
-    yield f"*{ranks} {'ranks' if ranks > 1 else 'rank'}, {MICROBATCHES} microbatches, F = I = W: a row a rank, time from left to right; below, what each rank holds.*"
+    shape = f"{ranks} {'ranks' if ranks > 1 else 'rank'}, {MICROBATCHES} microbatches, F = I = W"
+    yield f"*{shape}: a row a rank, time from left to right; below, what each rank holds.*"
     yield "## When to use it"
-    yield ADVICE.get(name, "")
+    yield advice().get(name, "")
     yield f"It needs: {needs(name)}." if needs(name) else ""
     yield "## What it costs"
     yield rows([("", "formula"), ("bubble", each.bubble), ("memory", each.memory), ("messages a step", _messages(each))])
@@ -79,7 +96,7 @@ def _parts(each: Algorithm) -> Iterator[str]:
     yield "## The order"
     yield f"```console\n$ penstock show {name} -p {ranks} -m {GRID_MICROBATCHES}\n{_shown(name, ranks)}\n```"
     yield "A row is a step, a column a rank; `2F0` is stage 2, forward, microbatch 0. In Python:"
-    yield f'```python\nimport penstock as ps\n\nschedule = ps.schedule("{name}", ranks={ranks}, microbatches={MICROBATCHES})\nprint(ps.verify(ps.lower(schedule)))\n```'
+    yield PYTHON.format(name=name, ranks=ranks, microbatches=MICROBATCHES)
     yield from _references(each)
 
 
@@ -143,11 +160,6 @@ def _default(name: str, defaults: dict[str, int]) -> str:
 
 
 def _shown(name: str, ranks: int) -> str:
-    from io import StringIO
-    from contextlib import redirect_stdout
-
-    from penstock.cli.main import main
-
     said = StringIO()
     with redirect_stdout(said):
         main(["show", name, "-p", str(ranks), "-m", str(GRID_MICROBATCHES)])

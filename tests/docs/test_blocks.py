@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in written()])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch where it loads a checkpoint in one process
 def test_blocks_of_written_pages(page: str) -> None:
     Page(page).run(text_of(page))
 
@@ -55,7 +56,10 @@ def test_examples_of_commands_have_options_that_there_are() -> None:
 
 
 def test_blocks_are_found_with_their_lines_titles_and_reasons() -> None:
-    page = 'A\n\n```python\n1\n```\n<!-- parsed: two machines -->\n```sh\nmake x\n```\n  ```toml title="a.toml"\n  a = 1\n  ```\n<!-- python\nx = 1\n-->\n'
+    page = (
+        "A\n\n```python\n1\n```\n<!-- parsed: two machines -->\n```sh\nmake x\n```\n"
+        '  ```toml title="a.toml"\n  a = 1\n  ```\n<!-- python\nx = 1\n-->\n'
+    )
     assert list(blocks(page)) == [
         Block(4, "python", "1\n"),
         Block(8, "sh", "make x\n", reason="two machines"),
@@ -90,5 +94,8 @@ def test_a_wrong_block_is_found(page: str) -> None:
 
 
 def test_names_and_files_are_shared_by_the_blocks_of_a_page() -> None:
-    page = '```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n```python title="a.py"\nprint("from a file")\n```\n```console\n$ python a.py\nfrom a file\n```\n'
+    page = (
+        "```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"
+        '```python title="a.py"\nprint("from a file")\n```\n```console\n$ python a.py\nfrom a file\n```\n'
+    )
     assert Page("page").run(page) == 4

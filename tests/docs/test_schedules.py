@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from maker.advice import ADVICE
+from maker.advice import advice
 from maker.figures import Figures, measured
 from maker.formulas import FORMULAS, messages_of
 from maker.pictures import pictures
@@ -22,7 +22,7 @@ def test_the_table_in_the_readme_is_the_one_that_is_made() -> None:
 
 def test_every_schedule_has_advice_a_formula_a_page_and_a_picture() -> None:
     names = set(ps.available())
-    assert set(ADVICE) == set(FORMULAS) == names
+    assert set(advice()) == set(FORMULAS) == names
     assert {f"schedules/{name}.md" for name in names} | {"schedules/index.md"} == set(schedule_pages())
     assert {f"pictures/schedules/{name}.svg" for name in names} <= set(pictures())
 
