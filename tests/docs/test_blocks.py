@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from docs import commands
 from docs.blocks import ROOT, Block, blocks, generated, text_of, written
 from docs.pages import Page
 from maker.command_pages import examples
+from penstock.schedules import registry
 
 SLOW = {"docs/tutorial.md"}
 """Pages that take more than a few seconds."""
@@ -20,15 +22,30 @@ SLOW = {"docs/tutorial.md"}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A folder of its own with the examples in it, and nothing left of what a page has set up."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry.algorithms()))
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield
-    import torch.distributed as dist
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]  # a file of this page
 
-    if dist.is_initialized():
-        dist.destroy_process_group()
+
+@pytest.fixture
+def torch_as_it_was() -> Iterator[None]:
+    """Pages may say how many threads torch has, and set up a process group."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
+@pytest.mark.usefixtures("torch_as_it_was")
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in written()])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch where it loads a checkpoint in one process
 def test_blocks_of_written_pages(page: str) -> None:
