@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
-import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -31,8 +30,9 @@ class Group:
 
     @cached_property
     def all_names(self) -> list[str]:
+        """In the order of the package, errors last."""
         listed = self.names or importlib.import_module(self.module).__all__
-        return [name for name in listed if not name.startswith("__")]
+        return sorted((name for name in listed if not name.startswith("__")), key=lambda name: name.endswith("Error"))
 
 
 def _error_names() -> tuple[str, ...]:
@@ -90,29 +90,38 @@ def _bases(value: type) -> str:
 
 def _signature(name: str, value: Any) -> str:
     """The call, one parameter a line where it is long."""
-    try:
-        found = inspect.signature(value)
-    except ValueError:
-        return f"```text\n{name}\n```"
-    flat = f"{name}{_cleaned(str(found))}"
-    if len(flat) <= WIDTH:
-        return f"```text\n{flat}\n```"
-    parts = []
+    found = inspect.signature(value)
+    parts = list(_parameters(found))
+    untold = inspect.isclass(value) or found.return_annotation is found.empty
+    result = "" if untold else f" -> {_annotation(found.return_annotation)}"
+    flat = f"{name}({', '.join(parts)}){result}"
+    if len(flat) > WIDTH:
+        flat = f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){result}"
+    return f"```text\n{flat}\n```"
+
+
+def _parameters(found: inspect.Signature) -> Iterator[str]:
     star = False
     for each in found.parameters.values():
+        if each.name == "self":
+            continue
         if each.kind is each.KEYWORD_ONLY and not star:
-            parts.append("*")
-            star = True
-        star = star or each.kind is each.VAR_POSITIONAL
-        parts.append(_cleaned(str(each)))
-    result = "" if found.return_annotation is found.empty else f" -> {_cleaned(inspect.formatannotation(found.return_annotation))}"
-    inner = "".join(f"    {part},\n" for part in parts)
-    return f"```text\n{name}(\n{inner}){result}\n```"
+            yield "*"
+        star = star or each.kind in (each.VAR_POSITIONAL, each.KEYWORD_ONLY)
+        mark = "*" * (each.kind is each.VAR_POSITIONAL) + "**" * (each.kind is each.VAR_KEYWORD)
+        typed = "" if each.annotation is each.empty else f": {_annotation(each.annotation)}"
+        yield f"{mark}{each.name}{typed}{_default(each.default)}"
 
 
-def _cleaned(text: str) -> str:
-    """Annotations as they are written, without quotes and addresses."""
-    return re.sub(r"<(?:function|class|object) [^>]*>|no target", "...", text.replace("'", ""))
+def _annotation(value: Any) -> str:
+    return value if isinstance(value, str) else inspect.formatannotation(value)
+
+
+def _default(value: Any) -> str:
+    """A default as it would be written, or dots for an object."""
+    if value is inspect.Parameter.empty:
+        return ""
+    return f" = {value!r}" if isinstance(value, (str, int, float, tuple, type(None))) else " = ..."
 
 
 def _members(name: str, value: type) -> Iterator[str]:

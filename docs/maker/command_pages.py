@@ -33,7 +33,7 @@ def _described(command: Any, path: str) -> Iterator[str]:
     yield from texts
     context = command.context_class(command, info_name=path)
     yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```"
-    records = [found for each in command.get_params(context) if (found := each.get_help_record(context)) is not None]
+    records = [found for each in command.get_params(context) if each.name != "help" and (found := each.get_help_record(context))]
     yield rows([("option", "meaning"), *((f"`{names}`", _escaped(said)) for names, said in records)])
     if lines:
         yield "```sh\n" + "\n".join(lines) + "\n```"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     named = set(_paths(nav))
     parts["Guides"] += [each.name for each in sorted(HERE.glob("*.md")) if each.name not in named]
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show examples with their output as a session of the interpreter, empty lines as such."""
+    return re.sub(r"^( *)```python\n(?=\1>>> )", r"\1```pycon\n", markdown, flags=re.MULTILINE).replace("<BLANKLINE>", "")
 
 
 def _paths(part: Any) -> Iterator[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import penstock as ps
 from maker.figures import simulated
@@ -12,6 +13,7 @@ from penstock.schedules.registry import algorithms
 
 RANKS, MICROBATCHES = 4, 8
 WIDTH = 8.0
+UNEVEN = (1.0, 1.0, 1.5, 1.0)
 
 
 def schedule_picture(name: str) -> bytes:
@@ -41,7 +43,7 @@ def _latency() -> bytes:
 def _uneven() -> bytes:
     """A stage that takes longer than the others."""
     even = _timed("1f1b", ps.Costs(), "equal stages")
-    slow = _timed("1f1b", ps.Costs(f=[1, 1, 1.5, 1], i=[1, 1, 1.5, 1], w=[1, 1, 1.5, 1]), "stage 2 takes half as long again")
+    slow = _timed("1f1b", ps.Costs(f=UNEVEN, i=UNEVEN, w=UNEVEN), "stage 2 takes half as long again")
     return _drawn([even[1], slow[1]], memory=False, names=[even[0], slow[0]])
 
 
@@ -60,5 +62,5 @@ def pictures() -> dict[str, Callable[[], bytes]]:
     """Every picture by its path."""
     made: dict[str, Callable[[], bytes]] = {f"pictures/{name}.svg": draw for name, draw in CONCEPTS.items()}
     for name in algorithms():
-        made[f"pictures/schedules/{name}.svg"] = lambda name=name: schedule_picture(name)  # type: ignore[misc]
+        made[f"pictures/schedules/{name}.svg"] = partial(schedule_picture, name)
     return made

@@ -20,8 +20,13 @@ PLACE = re.compile(r"(<!-- schedules:[^>]*-->\n)(.*?)(\n<!-- end of schedules --
 
 def rows(cells: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first row is its head."""
-    head, *body = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
+    head, *body = ["| " + " | ".join(map(_cell, row)) + " |" for row in cells]
     return "\n".join([head, "|" + "---|" * len(cells[0]), *body])
+
+
+def _cell(text: str) -> str:
+    """Text whose bars do not end the cell; in code they do not anyway."""
+    return "`".join(part if place % 2 else part.replace("|", "\\|") for place, part in enumerate(text.split("`")))
 
 
 def schedule_table(link: Callable[[str], str] = "`{}`".format) -> str:
