@@ -54,6 +54,16 @@ def written() -> list[str]:
     return ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
+def starts_processes(page: str) -> bool:
+    """Whether a block of the page starts a process for each rank."""
+    return any('backend="gloo"' in block.text for block in blocks(text_of(page)) if block.language == "python" and block.reason is None)
+
+
+def takes_long(page: str) -> bool:
+    """Whether the page measures or plans, which takes more than a few seconds."""
+    return re.search(r"^\$ penstock (?:profile|plan|train) |ps\.plan\(", text_of(page), flags=re.MULTILINE) is not None
+
+
 def generated() -> list[str]:
     """The pages that are made, but for those of the library's docstrings, whose examples are tests where they stand."""
     return ["reference/commands.md", "schedules/index.md", *(f"schedules/{name}.md" for name in algorithms())]

@@ -2,51 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from docs import commands
-from docs.blocks import ROOT, Block, blocks, generated, text_of, written
+from docs.blocks import Block, blocks, generated, starts_processes, takes_long, text_of, written
 from docs.pages import Page
 from maker.command_pages import examples
-from penstock.schedules import registry
 
-SLOW = {"docs/tutorial.md"}
-"""Pages that take more than a few seconds."""
+WRITTEN = [page for page in written() if not starts_processes(page)]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of its own with the examples in it, and nothing left of what a page has set up."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    known = set(sys.modules)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry.algorithms()))
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    yield
-    for name in set(sys.modules) - known:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]  # a file of this page
-
-
-@pytest.fixture
-def torch_as_it_was() -> Iterator[None]:
-    """Pages may say how many threads torch has, and set up a process group."""
-    import torch
-
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("torch_as_it_was")
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * (page in SLOW)) for page in written()])
+@pytest.mark.usefixtures("folder", "torch_as_it_was")
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * takes_long(page)) for page in WRITTEN])
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch where it loads a checkpoint in one process
 def test_blocks_of_written_pages(page: str) -> None:
     Page(page).run(text_of(page))
@@ -57,11 +24,13 @@ def test_the_readme_has_blocks_of_each_kind() -> None:
     assert {"python", "console", "sh"} <= kinds
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize("page", [page for page in generated() if page.startswith("schedules/")])
 def test_blocks_of_schedules(page: str) -> None:
     assert Page(page).run(text_of(page)) == (1 if page.endswith("index.md") else 2)
 
 
+@pytest.mark.usefixtures("folder")
 def test_examples_of_commands_have_options_that_there_are() -> None:
     lines = examples()
     assert len(lines) > 20
@@ -85,6 +54,7 @@ def test_blocks_are_found_with_their_lines_titles_and_reasons() -> None:
     ]
 
 
+@pytest.mark.usefixtures("folder")
 @pytest.mark.parametrize(
     "page",
     [
@@ -110,6 +80,7 @@ def test_a_wrong_block_is_found(page: str) -> None:
         Page("page").run(page + "\n")
 
 
+@pytest.mark.usefixtures("folder")
 def test_names_and_files_are_shared_by_the_blocks_of_a_page() -> None:
     page = (
         "```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"

@@ -9,7 +9,6 @@ from maker.advice import advice
 from maker.figures import Figures, measured
 from maker.formulas import FORMULAS, messages_of
 from maker.pictures import pictures
-from maker.schedule_pages import schedule_pages
 from maker.table import README, schedule_table, with_table
 from penstock.schedules.registry import algorithms
 
@@ -20,10 +19,9 @@ def test_the_table_in_the_readme_is_the_one_that_is_made() -> None:
     assert with_table(text) == text
 
 
-def test_every_schedule_has_advice_a_formula_a_page_and_a_picture() -> None:
+def test_every_schedule_has_advice_a_formula_and_a_picture() -> None:
     names = set(ps.available())
     assert set(advice()) == set(FORMULAS) == names
-    assert {f"schedules/{name}.md" for name in names} | {"schedules/index.md"} == set(schedule_pages())
     assert {f"pictures/schedules/{name}.svg" for name in names} <= set(pictures())
 
 
