@@ -20,7 +20,6 @@ from penstock.schedules.registry import Algorithm, algorithms
 
 SHAPES = ((4, 8), (4, 16), (8, 16), (8, 32), (16, 64))
 """The ranks and microbatches that a page has figures of."""
-GRID_MICROBATCHES = 4
 LETTERS = (
     "p ranks, r the rank, m microbatches, v chunks a rank (2 unless given), w waves, N and g the group size; F, B, I and W are the times "
     "of forward, full backward, backward for the input and backward for the weights, all of a rank's share of the model unless the formula "
@@ -65,7 +64,7 @@ most activations that a rank holds until their backward for the weights, and mes
 
 ```console
 $ penstock compare 1f1b zb-h1 zbv -p 8 -m 32
-...
+{_said("compare", "1f1b", "zb-h1", "zbv", "-p", "8", "-m", "32")}
 ```
 """
 
@@ -94,7 +93,8 @@ def _parts(each: Algorithm) -> Iterator[str]:
     yield "## Options"
     yield _options(each)
     yield "## The order"
-    yield f"```console\n$ penstock show {name} -p {ranks} -m {GRID_MICROBATCHES}\n{_shown(name, ranks)}\n```"
+    shown = ("show", name, "-p", str(ranks), "-m", str(MICROBATCHES))
+    yield f"```console\n$ penstock {' '.join(shown)}\n{_said(*shown)}\n```"
     yield "A row is a step, a column a rank; `2F0` is stage 2, forward, microbatch 0. In Python:"
     yield PYTHON.format(name=name, ranks=ranks, microbatches=MICROBATCHES)
     yield from _references(each)
@@ -159,10 +159,11 @@ def _default(name: str, defaults: dict[str, int]) -> str:
     return str(defaults.get(name, "`None`"))
 
 
-def _shown(name: str, ranks: int) -> str:
+def _said(*words: str) -> str:
+    """What a command prints."""
     said = StringIO()
     with redirect_stdout(said):
-        main(["show", name, "-p", str(ranks), "-m", str(GRID_MICROBATCHES)])
+        main(words)
     return "\n".join(line.rstrip() for line in said.getvalue().splitlines())
 
 

@@ -78,10 +78,12 @@ class Page:
 
     def _commands(self, block: Block) -> None:
         parts = (
-            re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:] if block.language == "console" else block.text.splitlines(keepends=True)
+            re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]
+            if block.language == "console"
+            else block.text.replace("\\\n", " ").splitlines(keepends=True)
         )
         for part in parts:
-            line, _, wanted = part.partition("\n")
+            line, _, wanted = part.replace("\\\n", " ").partition("\n")
             for words in commands.split(line):
                 self._command(words, wanted if block.language == "console" else None)
 
