@@ -30,9 +30,11 @@ class Group:
 
     @cached_property
     def all_names(self) -> list[str]:
-        """In the order of the package, errors last."""
-        listed = self.names or importlib.import_module(self.module).__all__
-        return sorted((name for name in listed if not name.startswith("__")), key=lambda name: name.endswith("Error"))
+        """Those that are the library's own, in the order of the package, errors last."""
+        module = importlib.import_module(self.module)
+        listed = [name for name in self.names or module.__all__ if not name.startswith("_")]
+        own = [name for name in listed if getattr(getattr(module, name), "__module__", self.module).startswith("penstock")]
+        return sorted(own, key=lambda name: name.endswith("Error"))
 
 
 def _error_names() -> tuple[str, ...]:
@@ -48,6 +50,13 @@ GROUPS = (
     ),
     Group("reference/runtime.md", "penstock.runtime", "Training, with the `torch` extra.", "penstock.runtime"),
     Group("reference/testing.md", "penstock.testing", "The conformance suite for schedules of your own.", "penstock.testing"),
+    Group(
+        "reference/torch.md",
+        "penstock.compat.torch",
+        "The names of `torch.distributed.pipelining`, see [Coming from PyTorch](../from-pytorch.md). "
+        "`SplitPoint` and `pipe_split` are torch's own.",
+        "penstock.compat.torch",
+    ),
     Group(
         "reference/deepspeed.md",
         "penstock.compat.deepspeed",
@@ -72,8 +81,6 @@ def _page(group: Group) -> Iterator[str]:
 
 
 def _described(name: str, value: Any, group: Group) -> Iterator[str]:
-    if inspect.ismodule(value):
-        return
     yield f"## {name}"
     if inspect.isclass(value):
         yield f"```text\nclass {name}{_bases(value)}\n```" if issubclass(value, BaseException) else _signature(name, value)

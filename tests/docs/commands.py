@@ -91,9 +91,11 @@ def _targets(words: list[str]) -> None:
 def _torchrun(words: list[str]) -> None:
     from torch.distributed.run import get_args_parser
 
-    script = get_args_parser().parse_args(words).training_script
-    if script != "penstock" and not script.startswith("-"):
-        _compiled([script])
+    read = get_args_parser().parse_args(words)
+    if Path(read.training_script).name == "penstock":
+        _parsed(read.training_script_args)
+    else:
+        _compiled([read.training_script])
 
 
 def _extras(words: list[str]) -> None:
