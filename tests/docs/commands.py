@@ -42,7 +42,7 @@ def run(words: list[str]) -> Said:
 
 def check(words: list[str]) -> None:
     """Whether a command could run: its options are known, and its files, targets and extras are there."""
-    known = {"penstock": _parsed, "python": _compiled, "make": _targets, "torchrun": _torchrun, "pip": _extras, "git": lambda words: None}
+    known = {"penstock": _parsed, "python": _compiled, "make": _targets, "torchrun": _torchrun, "pip": _extras}
     assert words[0] in known, f"no test knows how to check {words}"
     known[words[0]](words[1:])
 
