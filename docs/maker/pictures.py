@@ -9,6 +9,7 @@ import penstock as ps
 from maker.figures import simulated
 from penstock.draw.canvas import rendered
 from penstock.draw.figure import figure
+from penstock.draw.tradeoff import tradeoff
 from penstock.schedules.registry import algorithms
 
 RANKS, MICROBATCHES = 4, 8
@@ -47,6 +48,13 @@ def _uneven() -> bytes:
     return _drawn([even[1], slow[1]], memory=False, names=[even[0], slow[0]])
 
 
+def _candidates() -> bytes:
+    """What a plan for unequal layers is chosen from."""
+    layers = [ps.Layer(f=t, i=t, w=t, activation=t, weight_stash=t / 2, parameters=2 * t) for t in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])]
+    plan = ps.plan(ps.Profile(layers=layers, latency=0.1), ranks=RANKS, microbatches=MICROBATCHES, memory_limit=16.0, seconds=0.5)
+    return rendered(tradeoff(plan), "svg")
+
+
 CONCEPTS: dict[str, Callable[[], bytes]] = {
     "bubble": lambda: _compared("gpipe", "1f1b"),
     "memory": lambda: _drawn([simulated("1f1b", RANKS, MICROBATCHES)]),
@@ -54,6 +62,7 @@ CONCEPTS: dict[str, Callable[[], bytes]] = {
     "split": lambda: _compared("1f1b", "zb-h1", "zbv"),
     "latency": _latency,
     "uneven": _uneven,
+    "candidates": _candidates,
 }
 """What the pages of `docs` show as `pictures/NAME.svg`."""
 

@@ -61,7 +61,7 @@ def starts_processes(page: str) -> bool:
 
 def takes_long(page: str) -> bool:
     """Whether the page measures or plans, which takes more than a few seconds."""
-    return re.search(r"^\$ penstock (?:profile|plan|train) |ps\.plan\(", text_of(page), flags=re.MULTILINE) is not None
+    return re.search(r"^(?:\$ )?penstock (?:profile|plan|train) |ps\.plan\(", text_of(page), flags=re.MULTILINE) is not None
 
 
 def generated() -> list[str]:
