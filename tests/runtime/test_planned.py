@@ -36,7 +36,9 @@ def run(model: Any, plan: Any, **given: Any) -> list[tuple[list[int], bool, Any]
     return launch(train, 2)
 
 
-@pytest.mark.parametrize("form", [nn.Sequential, lambda *layers: list(layers), lambda *layers: nn.ModuleList(layers)], ids=["sequential", "list", "modules"])
+@pytest.mark.parametrize(
+    "form", [nn.Sequential, lambda *layers: list(layers), lambda *layers: nn.ModuleList(layers)], ids=["sequential", "list", "modules"]
+)
 @pytest.mark.parametrize("schedules", ["1f1b", "zbv", "zb-h1"])
 def test_the_model_is_cut_as_planned(form, schedules):
     plan = made(schedules=schedules)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,12 +64,37 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if not dist.is_initialized():
         dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group = _process_group(within)
-    name = f"{group.group_name}/{transport}"
+    return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
+
+
+def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
+    """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
         store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
-        _joined[name] = Processes(store, group.rank(), group.size(), CONNECT, transport)
+        _joined[name] = Processes(store, rank, ranks, CONNECT, transport)
         atexit.register(_joined[name].close)
     return _joined[name]
+
+
+def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
+    """Some of the processes of torch.distributed by their numbers, in this order: those of a device mesh."""
+    if isinstance(_here.group, VirtualGroup):
+        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
+    everyone = list(ranks) == list(range(dist.get_world_size()))
+    if everyone and isinstance(_here.group, Processes) and transport in ("auto", _here.group.transport):
+        return _here.group
+    if everyone:
+        return join(None, transport)
+    name = f"{'-'.join(map(str, ranks))}/{transport}"
+    return _kept(name, ranks.index(dist.get_rank()), len(ranks), transport)
+
+
+def leave() -> None:
+    """Leave all groups that were joined, when all of their ranks are through."""
+    for group in _joined.values():
+        atexit.unregister(group.close)
+        group.close()
+    _joined.clear()
 
 
 def _process_group(within: Any) -> Any:

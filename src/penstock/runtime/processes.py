@@ -57,8 +57,12 @@ class Processes(Group):
         self._store = store.clone()  # one of its own: a store serves one call at a time
         self._store.set_timeout(_STORE)
         self.mine = Activity()
-        self.ends: list[Inbox | Outbox] = []
+        self.ends: list[Any] = []
         """All that may have something under way."""
+        self.slices: dict[tuple[int, tuple[int, ...]], Any] = {}
+        """Groups that some of these ranks have made of themselves."""
+        self.names: list[str] = []
+        """What else ranks are called, if anything: their places in a device mesh."""
         self.generation = -1
         self.connection: Any = None
         self.exchange = Exchange(self)
@@ -231,6 +235,9 @@ class Processes(Group):
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
         return self.exchange.gather(name, value, deadline)
+
+    def called(self, rank: int) -> str:
+        return f"rank {rank} ({self.names[rank]})" if self.names else f"rank {rank}"
 
     def ident(self, thing: object) -> Hashable:
         return self.rank, id(thing)

@@ -74,6 +74,7 @@ def run(start: Start, task: Task) -> Any:
         raise
     finally:
         here.stand(None, 0)
+        here.leave()
         group.close()
         dist.destroy_process_group()
 

@@ -1,0 +1,259 @@
+"""The data-parallel side of a pipeline: other processes that hold the same stages and get another part of the batch.
+
+What they do together is part of the program: REDUCE_GRAD sums a stage's gradients once a step, UNSHARD and RESHARD say when the
+parameters of a stage that is kept in shards are there in full. Before a step the data ranks agree on how much each one's
+microbatches count, and after it on the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from penstock.errors import PipelineError, PlacementError, ScheduleError
+from penstock.ir.kind import Kind
+from penstock.ir.program import Program
+from penstock.passes.shard import Shard
+from penstock.runtime.activity import clock
+from penstock.runtime.cells import Feed
+from penstock.runtime.grid import Grid
+from penstock.runtime.group import Operation, nothing
+from penstock.runtime.replicas import Replicas, broadcast
+from penstock.runtime.sharded import Sharded, managed
+from penstock.runtime.sliced import Slice
+from penstock.runtime.stage import Stage
+
+_BACKWARD = (Kind.B, Kind.I, Kind.W)
+
+
+class Data:
+    """What this rank's stages have to do with the other data ranks, if there are any."""
+
+    def __init__(self, grid: Grid | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float) -> None:
+        self.grid, self.stages, self.deadline = grid, stages, deadline
+        self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
+        self.ranks = 1 if self.group is None else self.group.ranks
+        self.sharded = {index: Sharded(index, stage.module) for index, stage in stages.items() if is_sharded(stage.module)}
+        self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
+        self.dtype = dtype
+        self._check(dtype)
+        mine = bool(self.sharded), any(isinstance(p, DTensor) for stage in stages.values() for p in stage.module.parameters())
+        found = [mine] if grid is None else grid.whole.gather(grid.whole.rank, "shards", mine, deadline)
+        self.shard = shard if any(sharded for sharded, _ in found) else None
+        """The pass that says when parameters are in full, if any rank keeps them in shards."""
+        self.scattered = any(scattered for _, scattered in found)
+        """Whether any rank has parameters of which it holds a part only."""
+        self._broken = False
+        self._versions: dict[int, int] = {}
+        """Of each buffer, when the data ranks had the same values."""
+        self._start_equal()
+
+    def _check(self, dtype: torch.dtype | None) -> None:
+        for index, stage in self.stages.items():
+            if self.grid is None and index in self.sharded:
+                raise ScheduleError(f"stage {index} is sharded by fully_shard: give mesh=, whose data dimensions it is sharded over")
+            if self.grid is not None:
+                self._check_shards(self.grid, index, stage.module)
+            if index in self.sharded and dtype is not None:
+                self.sharded[index].check_precision(dtype)
+
+    def _check_shards(self, grid: Grid, index: int, module: nn.Module) -> None:
+        """Whatever is in shards over data ranks must be so over all of them, and gathered by this stage."""
+        ranks = [int(grid.mesh.mesh.flatten()[place]) for place in grid.data.members]
+        if index in self.sharded:
+            self.sharded[index].check(ranks, grid.data_dims)
+        known, others = managed(module), set(ranks) - {int(grid.mesh.mesh.flatten()[grid.whole.rank])}
+        for name, parameter in module.named_parameters():
+            if (
+                isinstance(parameter, DTensor)
+                and id(parameter) not in known
+                and others & set(parameter.device_mesh.mesh.flatten().tolist())
+            ):
+                raise PlacementError(
+                    f"{name!r} of stage {index} is sharded with a module that is not inside the stage: apply fully_shard to each layer, "
+                    "or let the pipeline do it with shard=True"
+                )
+
+    # Values that must be the same on every data rank --------------------------------------------------------------------
+
+    def _start_equal(self) -> None:
+        """Copies begin with the values of the first data rank."""
+        if self.group is not None:
+            self.group.gather(self.group.rank, "start", None, self.deadline)
+            self._copy([tensor for index in self.stages for tensor in self._copied(index, parameters=True)])
+
+    def _copied(self, index: int, parameters: bool) -> Iterator[Tensor]:
+        """A stage's tensors that every data rank holds in full; buffers alone of those are changed by a step."""
+        module = self.stages[index].module
+        if parameters:
+            known = managed(module)
+            yield from (parameter.detach() for parameter in module.parameters() if id(parameter) not in known)
+        if index not in self.sharded:
+            yield from module.buffers()
+
+    @torch.no_grad()
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
+        """Give these the first data rank's values. All ranks have just met, so that none waits without an end."""
+        if tensors:
+            assert self.group is not None
+            broadcast(self.group.collectives(self.deadline), tensors)
+            self._versions |= {id(tensor): tensor._version for tensor in tensors}
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def agree(self, feed: Feed, name: str) -> None:
+        """How much each microbatch counts, out of those of all data ranks, which must run as many each."""
+        if self._broken:
+            raise PipelineError(
+                "an earlier step failed while parameters were in shards, and the process groups of torch that gather them may be out of "
+                "step: start the processes again, from the last checkpoint"
+            )
+        totals = [feed.total]
+        if self.group is not None:
+            buffers = [buffer for index in self.stages for buffer in self._copied(index, parameters=False)]
+            changed = [buffer._version != self._versions.get(id(buffer)) for buffer in buffers]
+            found = self.group.gather(self.group.rank, name, (len(feed.args), feed.total, changed), self.deadline)
+            counts = [count for count, _, _ in found]
+            if len(set(counts)) > 1:
+                shown = ", ".join(f"{count} on {self.group.called(rank)}" for rank, count in enumerate(counts))
+                error = PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
+                self.group.fail(self.group.rank, error)
+                raise error
+            totals = [total for _, total, _ in found]
+            everyone = [any(each) for each in zip(*(theirs for _, _, theirs in found), strict=True)]
+            self._copy([buffer for buffer, is_changed in zip(buffers, everyone, strict=True) if is_changed])
+        feed.normalise(sum(totals))
+
+    def begin(self, reduces: Sequence[int]) -> None:
+        """A training step begins, whose program reduces these stages in this order."""
+        if self.replicas is not None:
+            self.replicas.begin(self._last_uses(reduces))
+
+    def _last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
+        """Each stage's parameters that are summed with it: one that several stages have, with the last of them."""
+        seen: set[int] = set()
+        found: dict[int, list[nn.Parameter]] = {}
+        for index in reversed(reduces):
+            module = self.stages[index].module
+            skip = seen | managed(module)
+            found[index] = [p for p in module.parameters() if p.requires_grad and id(p) not in skip]
+            seen |= {id(p) for p in found[index]}
+        return found
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """All of a training step has run."""
+        for each in self.sharded.values():
+            each.finish()
+        if self.replicas is not None:
+            self.replicas.finish(self.deadline)
+
+    def rest(self) -> None:
+        """All of an evaluation has run."""
+        for each in self.sharded.values():
+            each.finish()
+
+    def reset(self) -> None:
+        """A step has failed on some rank."""
+        self._broken = self._broken or self.shard is not None
+        if self.replicas is not None:
+            self.replicas.reset()
+        for each in self.sharded.values():
+            each.reset()
+
+    def total_loss(self, loss: Tensor | None) -> Tensor | None:
+        """The sum of every data rank's loss, in their order; None where none has one."""
+        if self.group is None:
+            return loss
+        total: Tensor | None = None
+        for theirs in self.group.gather(self.group.rank, "loss", loss, self.deadline):
+            if theirs is not None:
+                total = theirs if total is None else total + theirs
+        return total
+
+    # Actions of the program -------------------------------------------------------------------------------------------
+
+    def check_program(self, program: Program) -> None:
+        """A program that was lowered already must have the actions that the data ranks need."""
+        kinds = {Kind(int(kind)) for kind in set(program.rows.kind.tolist())}
+        if self.shard is not None and Kind.UNSHARD not in kinds:
+            raise ScheduleError("stages are kept in shards, but the program has no UNSHARD: lower it with fsdp=True")
+        if self.ranks > 1 and program.training and Kind.REDUCE_GRAD not in kinds:
+            raise ScheduleError(f"there are {self.ranks} data ranks, but the program has no REDUCE_GRAD: lower it with reduce-grad")
+
+    def operation(self, kind: Kind, stage: int) -> Operation:
+        """What an action of sharding or reduction does."""
+        sharded = self.sharded.get(stage)
+        if kind is Kind.REDUCE_GRAD:
+            return nothing if self.group is None and sharded is None else lambda: self._reduce(stage)
+        if sharded is None:
+            return nothing
+        return sharded.unshard if kind is Kind.UNSHARD else sharded.reshard
+
+    def around(self, kind: Kind, stage: int, operation: Operation) -> Operation:
+        """A compute action with what goes before and after it: waiting for parameters, and sums in higher precision."""
+        sharded = self.sharded.get(stage)
+        if sharded is not None:
+            return self._around_sharded(kind, stage, sharded, operation)
+        if self.dtype is None or kind not in _BACKWARD:
+            return operation
+        replicas, module = self.replicas, self.stages[stage].module
+        assert replicas is not None
+
+        def summed() -> None:
+            operation()
+            replicas.sweep(list(module.parameters()))
+
+        return summed
+
+    def _around_sharded(self, kind: Kind, stage: int, sharded: Sharded, operation: Operation) -> Operation:
+        assert self.grid is not None
+        refresh, watch, activity = self.stages[stage].refresh, self._watch(stage), self.grid.whole.mine
+        deferred = kind is Kind.W
+
+        def computed() -> None:
+            if sharded.pending:
+                sharded.wait(watch)
+                activity.waits, activity.began = None, clock()  # what came before was waiting
+                refresh()
+            operation()
+            if deferred and sharded.settles:
+                sharded.settle()
+
+        return computed
+
+    def _watch(self, stage: int) -> Callable[[], None]:
+        """What is looked at while a stage's parameters are waited for: whether all ranks are well, and the deadline."""
+        what = f"the parameters of stage {stage} from the other data ranks"
+
+        def watch() -> None:
+            assert self.group is not None
+            activity, peer = self.group.mine, (self.group.rank + 1) % self.group.ranks
+            if activity.waits != what:
+                activity.since, activity.waits = clock(), what
+            if self.group.connection is None:
+                self.group.lost(peer, what, AttributeError("the connection was closed"))
+            if clock() - activity.since > self.deadline * 1e9:
+                self.group.lost(peer, what, RuntimeError("timed out"))
+
+        return watch
+
+    @torch.no_grad()
+    def _reduce(self, stage: int) -> None:
+        """Sum a stage's gradients over the data ranks: all meet, so that none waits without an end, and say which they have."""
+        group, replicas, sharded = self.group, self.replicas, self.sharded.get(stage)
+        mine = [] if replicas is None else replicas.present(stage), [] if sharded is None else sharded.present()
+        found = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
+        copies, shards = ([any(each) for each in zip(*theirs, strict=True)] for theirs in zip(*found, strict=True))
+        if group is not None and replicas is not None and any(copies):
+            replicas.reduce(stage, copies, group.collectives(self.deadline))
+        if sharded is not None and any(shards):
+            sharded.reduce(shards)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    return any(isinstance(part, FSDPModule) for part in module.modules())
