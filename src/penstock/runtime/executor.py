@@ -24,6 +24,7 @@ from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
+from penstock.runtime.pieces import Pieces, complete
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
@@ -52,7 +53,7 @@ class Executor(Wires):
         data: Data,
         overlap: Overlap | None = None,
     ) -> None:
-        super().__init__(program, rank, group, deadline)
+        super().__init__(program, rank, group, deadline, None if data.grid is None else Pieces(data.grid.mesh))
         self.stages, self.loss, self.overlap, self.data = stages, loss, overlap, data
         self.feed = NOTHING
         self.extras = Extras()
@@ -272,11 +273,11 @@ class Executor(Wires):
         """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
         feed = self.feed
         if feed.outputs:
-            feed.share.outputs[microbatch] = detached(made)
+            feed.share.outputs[microbatch] = complete(detached(made))
         if not feed.losses or not (self.program.training or self.loss.fits(made)):
             return [], []
         loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
-        feed.share.losses[microbatch] = loss.detach(), scale
+        feed.share.losses[microbatch] = complete(loss.detach()), scale
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale * feed.factor)]
@@ -287,9 +288,9 @@ class Executor(Wires):
         share, scale = self.feed.share, self.feed.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
-            share.side[stage, microbatch] = torch.stack([loss.detach() for loss in side]).sum()
+            share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
-            share.metrics.setdefault(name, {})[stage, microbatch] = value
+            share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
         extras.losses, extras.metrics = [], {}
         factor = self.feed.factor
         return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]

@@ -20,7 +20,8 @@ def part_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     names = mesh.mesh_dim_names or tuple(f"dimension {dim}" for dim in range(mesh.ndim))
     assert coordinate is not None
-    return tuple((names[dim], coordinate[dim]) for dim, placement in enumerate(tensor.placements) if placement.is_shard())
+    splits = [not placement.is_replicate() and not placement.is_partial() for placement in tensor.placements]  # strided shards too
+    return tuple((names[dim], coordinate[dim]) for dim, split in enumerate(splits) if split)
 
 
 def whole_parts(tensor: Any) -> Any:
@@ -30,9 +31,13 @@ def whole_parts(tensor: Any) -> Any:
     return tensor
 
 
+def is_laid_as(tensor: Tensor, parameter: Tensor) -> bool:
+    return not isinstance(tensor, DTensor) or not isinstance(parameter, DTensor) or tensor.placements == parameter.placements
+
+
 def laid_as(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A gradient laid out over processes as its parameter is."""
-    if isinstance(tensor, DTensor) and isinstance(parameter, DTensor):
+    if isinstance(tensor, DTensor) and isinstance(parameter, DTensor) and tensor.placements != parameter.placements:
         return tensor.redistribute(placements=parameter.placements)
     return tensor
 

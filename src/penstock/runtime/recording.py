@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from penstock.runtime.deferred import Deferral, activate, running
@@ -38,7 +39,7 @@ class Deferrable:
         self.parameters = [p for p in every if _can_wait(p)]
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Vectors are found beside their matrix; watching them would only make every normalisation slower.
-        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain]
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not isinstance(p, DTensor)]
         self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
@@ -72,7 +73,8 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 
 def _can_wait(parameter: nn.Parameter) -> bool:
     """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
-    return type(parameter) in (nn.Parameter, _Watched) and parameter.is_floating_point() and not parameter._backward_hooks
+    known = type(parameter) in (nn.Parameter, _Watched, DTensor)
+    return known and parameter.is_floating_point() and not parameter._backward_hooks
 
 
 class _Recording:

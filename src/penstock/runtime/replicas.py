@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
-from penstock.runtime.parts import laid_as, local
+from penstock.runtime.parts import is_laid_as, laid_as, local
 
 
 class Replicas:
@@ -81,7 +81,7 @@ class Replicas:
         for parameter, before in self._before:
             grad = parameter.grad
             if id(parameter) in self._sums:
-                grad = torch.zeros_like(parameter, requires_grad=False) if grad is None else grad
+                grad = torch.zeros_like(parameter, requires_grad=False) if grad is None or not is_laid_as(grad, parameter) else grad
                 local(grad).copy_(local(laid_as(self._sums[id(parameter)], parameter)))
             parameter.grad = grad if before is None else before if grad is None else before.add_(grad)
         self._before, self._due, self._sums = [], [], {}

@@ -12,12 +12,15 @@ from penstock.ir.program import Program
 from penstock.runtime.activity import Activity, clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.pieces import Pieces
 
 
 class Wires:
     """The cells of one rank's program, each with a name while the program is made, and its sends and receives."""
 
-    def __init__(self, program: Program, rank: int, group: Group, deadline: float) -> None:
+    def __init__(self, program: Program, rank: int, group: Group, deadline: float, pieces: Pieces | None = None) -> None:
+        self.pieces = pieces
+        """What takes tensors in parts apart to send them, where there is a mesh that they can lie over."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
         self.number = zlib.crc32(program.rows.codes.tobytes())
         """What tells the program from others."""
@@ -61,7 +64,7 @@ class Wires:
 
             return take_handed
         cell = self._cell("received", what, other, stage, microbatch)
-        inbox, activity = self._inbox(self._rank_of(other, microbatch), what), self.activity
+        inbox, activity, pieces = self._inbox(self._rank_of(other, microbatch), what), self.activity, self.pieces
 
         def take_received() -> Any:
             value = cells[cell]
@@ -69,7 +72,7 @@ class Wires:
                 value = inbox.pull(cells, cell)
                 activity.began = clock()  # what came before was waiting
             cells[cell] = EMPTY
-            return value
+            return value if pieces is None else pieces.together(value)
 
         return take_received
 
@@ -83,10 +86,10 @@ class Wires:
         what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
         other = action.stage + step if action.peer is None else action.peer
         cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        put = self._outbox(self._rank_of(other, microbatch), what, action.kind).put
+        put, pieces = self._outbox(self._rank_of(other, microbatch), what, action.kind).put, self.pieces
 
         def send() -> None:
-            put(cells[cell])
+            put(cells[cell] if pieces is None else pieces.apart(cells[cell]))
             cells[cell] = EMPTY
 
         return send
