@@ -15,5 +15,18 @@ from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.result import StepResult
+from penstock.runtime.scaler import GradScaler
 
-__all__ = ["Layers", "Partition", "Pipeline", "StageOutput", "StepResult", "add_loss", "add_metric", "collect", "launch", "rank"]
+__all__ = [
+    "GradScaler",
+    "Layers",
+    "Partition",
+    "Pipeline",
+    "StageOutput",
+    "StepResult",
+    "add_loss",
+    "add_metric",
+    "collect",
+    "launch",
+    "rank",
+]

@@ -8,6 +8,8 @@ microbatches count, and after it on the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -165,14 +167,15 @@ class Data:
         for each in self.sharded.values():
             each.reset()
 
-    def total_loss(self, loss: Tensor | None) -> Tensor | None:
-        """The sum of every data rank's loss, in their order; None where none has one."""
+    def summed(self, values: dict[str, Tensor | None]) -> dict[str, Tensor | None]:
+        """Each value added up over the data ranks, in their order."""
         if self.group is None:
-            return loss
-        total: Tensor | None = None
-        for theirs in self.group.gather(self.group.rank, "loss", loss, self.deadline):
-            if theirs is not None:
-                total = theirs if total is None else total + theirs
+            return values
+        total: dict[str, Tensor | None] = {}
+        for theirs in self.group.gather(self.group.rank, "sums", values, self.deadline):
+            for name, value in theirs.items():
+                before = total.get(name)
+                total[name] = before if value is None else value if before is None else before + value
         return total
 
     # Actions of the program -------------------------------------------------------------------------------------------
@@ -257,3 +260,21 @@ class Data:
 
 def is_sharded(module: nn.Module) -> bool:
     return any(isinstance(part, FSDPModule) for part in module.modules())
+
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def told(make: Made) -> Made:
+    """A pipeline's method that refuses input: the other data ranks, whose input may be in order, are told, for they wait for this one."""
+
+    @wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(self, *args, **kwargs)
+        except Exception as error:
+            if self.data.ranks > 1:
+                self.group.fail(self.rank, error)
+            raise
+
+    return cast(Made, made)

@@ -34,20 +34,16 @@ class Grid:
         self.whole = here.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._called(place) for place in np.ndindex(places.shape)]
         self.data_dims = tuple(name for name in self.names if name in DATA)
-        self.pipe = self._slice(places, (PIPE,), 0)
-        self.data = self._slice(places, self.data_dims, 1)
-        self.tensor = self._slice(places, (TENSOR,), 2)
+        self.pipe = self._slice(places, (PIPE,))
+        self.data = self._slice(places, self.data_dims)
+        self.tensor = self._slice(places, (TENSOR,))
 
     def _called(self, place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {at}" for name, at in zip(self.names, place, strict=True))
 
-    def _slice(self, places: Any, names: tuple[str, ...], number: int) -> Slice:
+    def _slice(self, places: Any, names: tuple[str, ...]) -> Slice:
         at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
-        members = tuple(int(place) for place in places[at].flatten())
-        found = self.whole.slices.get((number, members))
-        if found is None:
-            found = self.whole.slices[number, members] = Slice(self.whole, members, number, " and ".join(names))
-        return found
+        return Slice.of(self.whole, [int(place) for place in places[at].flatten()])
 
     @property
     def data_mesh(self) -> Any:

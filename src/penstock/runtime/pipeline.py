@@ -19,7 +19,7 @@ from penstock.passes.shard import Shard
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
-from penstock.runtime.data import Data
+from penstock.runtime.data import Data, told
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
@@ -267,6 +267,7 @@ class Pipeline:
         feed.losses = False
         return self._run(feed, training=False).outputs
 
+    @told
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
@@ -286,6 +287,7 @@ class Pipeline:
         )
         return self._weighed(feed, sizes if total is not None else None)
 
+    @told
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
@@ -341,7 +343,7 @@ class Pipeline:
         recorded = self._recorded(executor) if self.record else None
         result = StepResult(shares, partial(mb.merge, dim=self._out_dim()), recorded)
         if self.data.ranks > 1:
-            result.loss = self.data.total_loss(result.loss)
+            result.loss = self.data.summed({"loss": result.loss})["loss"]
         return result
 
     def _looks(self, feed: Feed) -> list[str]:

@@ -59,7 +59,7 @@ class Processes(Group):
         self.mine = Activity()
         self.ends: list[Any] = []
         """All that may have something under way."""
-        self.slices: dict[tuple[int, tuple[int, ...]], Any] = {}
+        self.slices: dict[tuple[int, ...], Any] = {}
         """Groups that some of these ranks have made of themselves."""
         self.names: list[str] = []
         """What else ranks are called, if anything: their places in a device mesh."""

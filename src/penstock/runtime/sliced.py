@@ -6,6 +6,7 @@ every rank of it raises the same report.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -23,26 +24,34 @@ from penstock.runtime.processes import Processes
 from penstock.runtime.stores import PrefixStore
 
 _TAGS = 1 << 27
-"""Above the tags of programs."""
+"""Above the tags of programs. Two processes can be together in several slices, so that each has one of its own."""
 
 
 class Slice(Group):
-    """The processes `members` of a whole, this one among them. `number` tells slices through the same process apart."""
+    """The processes `members` of a whole, this one among them."""
 
     parallel = True
 
-    def __init__(self, whole: Processes, members: Sequence[int], number: int, name: str) -> None:
-        self.whole, self.members, self.name = whole, tuple(members), name
+    def __init__(self, whole: Processes, members: Sequence[int]) -> None:
+        self.whole, self.members = whole, tuple(members)
         self.rank, self.ranks = self.members.index(whole.rank), len(self.members)
         self.learning = False
-        self._number = number
+        self._name = "-".join(map(str, self.members))
         self._agreed: dict[tuple[int, int], list[Any]] = {}
         self._renumbered: _Renumbered | None = None
         self._collectives: tuple[int, Any] | None = None
-        self.exchange = Exchange(self, _TAGS + 2 * number)
+        self.exchange = Exchange(self, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
         whole.ends.extend((self.exchange, self))
 
     # What it has of the whole -----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, whole: Processes, members: Sequence[int]) -> Slice:
+        """The one slice of these members."""
+        found: Slice | None = whole.slices.get(tuple(members))
+        if found is None:
+            found = whole.slices[tuple(members)] = cls(whole, members)
+        return found
 
     @property
     def generation(self) -> int:
@@ -132,7 +141,7 @@ class Slice(Group):
         """The connection for what these ranks compute together; a new one after a failure."""
         self.enter(self.rank, deadline)
         if self._collectives is None or self._collectives[0] != self.generation:
-            board = PrefixStore(f"slice/{self._number}/{self.members[0]}", self.whole.alarm.store)
+            board = PrefixStore(f"slice/{self._name}", self.whole.alarm.store)
             made = direct_connection(board, self.rank, self.ranks, deadline) if self.direct else self._gloo(board, deadline)
             self._collectives = self.generation, made
         return self._collectives[1]
@@ -141,7 +150,7 @@ class Slice(Group):
         try:
             return dist.ProcessGroupGloo(board, self.rank, self.ranks, timedelta(seconds=deadline))
         except RuntimeError as error:
-            self.lost((self.rank + 1) % self.ranks, f"the other ranks of {self.name} to connect", error)
+            self.lost((self.rank + 1) % self.ranks, f"ranks {list(self.members)} to connect", error)
 
     def drop(self) -> None:
         """Let go of what is under way; who waits for this rank then knows."""
