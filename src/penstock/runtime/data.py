@@ -7,14 +7,13 @@ microbatches count, and after it on the loss.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import PipelineError, PlacementError, ScheduleError
 from penstock.ir.kind import Kind
@@ -24,10 +23,14 @@ from penstock.runtime.activity import clock
 from penstock.runtime.cells import Feed
 from penstock.runtime.grid import Grid
 from penstock.runtime.group import Operation, nothing
+from penstock.runtime.parts import in_parts
 from penstock.runtime.replicas import Replicas, broadcast
-from penstock.runtime.sharded import Sharded, managed
 from penstock.runtime.sliced import Slice
 from penstock.runtime.stage import Stage
+
+if TYPE_CHECKING:
+    from penstock.runtime.pieces import Pieces
+    from penstock.runtime.sharded import Sharded
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
@@ -39,11 +42,11 @@ class Data:
         self.grid, self.stages, self.deadline = grid, stages, deadline
         self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
         self.ranks = 1 if self.group is None else self.group.ranks
-        self.sharded = {index: Sharded(index, stage.module) for index, stage in stages.items() if is_sharded(stage.module)}
+        self.sharded = _sharded(stages)
         self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
         self.dtype = dtype
         self._check(dtype)
-        mine = bool(self.sharded), any(isinstance(p, DTensor) for stage in stages.values() for p in stage.module.parameters())
+        mine = bool(self.sharded), any(in_parts(p) for stage in stages.values() for p in stage.module.parameters())
         found = [mine] if grid is None else grid.whole.gather(grid.whole.rank, "shards", mine, deadline)
         self.shard = shard if any(sharded for sharded, _ in found) else None
         """The pass that says when parameters are in full, if any rank keeps them in shards."""
@@ -68,17 +71,17 @@ class Data:
         ranks = [int(grid.mesh.mesh.flatten()[place]) for place in grid.data.members]
         if index in self.sharded:
             self.sharded[index].check(ranks, grid.data_dims)
-        known, others = managed(module), set(ranks) - {int(grid.mesh.mesh.flatten()[grid.whole.rank])}
+        known, others = self._managed(index), set(ranks) - {int(grid.mesh.mesh.flatten()[grid.whole.rank])}
         for name, parameter in module.named_parameters():
-            if (
-                isinstance(parameter, DTensor)
-                and id(parameter) not in known
-                and others & set(parameter.device_mesh.mesh.flatten().tolist())
-            ):
+            if in_parts(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
                 raise PlacementError(
                     f"{name!r} of stage {index} is sharded with a module that is not inside the stage: apply fully_shard to each layer, "
                     "or let the pipeline do it with shard=True"
                 )
+
+    def _managed(self, index: int) -> set[int]:
+        """The parameters of a stage that torch keeps in shards, by their ids while they are."""
+        return self.sharded[index].managed if index in self.sharded else set()
 
     # Values that must be the same on every data rank --------------------------------------------------------------------
 
@@ -92,7 +95,7 @@ class Data:
         """A stage's tensors that every data rank holds in full; buffers alone of those are changed by a step."""
         module = self.stages[index].module
         if parameters:
-            known = managed(module)
+            known = self._managed(index)
             yield from (parameter.detach() for parameter in module.parameters() if id(parameter) not in known)
         if index not in self.sharded:
             yield from module.buffers()
@@ -141,7 +144,7 @@ class Data:
         found: dict[int, list[nn.Parameter]] = {}
         for index in reversed(reduces):
             module = self.stages[index].module
-            skip = seen | managed(module)
+            skip = seen | self._managed(index)
             found[index] = [p for p in module.parameters() if p.requires_grad and id(p) not in skip]
             seen |= {id(p) for p in found[index]}
         return found
@@ -177,6 +180,15 @@ class Data:
                 before = total.get(name)
                 total[name] = before if value is None else value if before is None else before + value
         return total
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """What takes tensors apart that lie over the mesh, to send them."""
+        if self.grid is None:
+            return None
+        from penstock.runtime.pieces import Pieces
+
+        return Pieces(self.grid.mesh)
 
     # Actions of the program -------------------------------------------------------------------------------------------
 
@@ -258,8 +270,15 @@ class Data:
             sharded.reduce(shards)
 
 
-def is_sharded(module: nn.Module) -> bool:
-    return any(isinstance(part, FSDPModule) for part in module.modules())
+def _sharded(stages: Mapping[int, Stage]) -> dict[int, Sharded]:
+    """The stages that `fully_shard` was applied to, if its module was ever imported: that takes long."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    found = [index for index, stage in stages.items() if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in stage.module.modules())]
+    if not found:
+        return {}
+    from penstock.runtime.sharded import Sharded
+
+    return {index: Sharded(index, stages[index].module) for index in found}
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])

@@ -24,7 +24,7 @@ from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
-from penstock.runtime.pieces import Pieces, complete
+from penstock.runtime.parts import complete
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
@@ -53,7 +53,7 @@ class Executor(Wires):
         data: Data,
         overlap: Overlap | None = None,
     ) -> None:
-        super().__init__(program, rank, group, deadline, None if data.grid is None else Pieces(data.grid.mesh))
+        super().__init__(program, rank, group, deadline, data.pieces)
         self.stages, self.loss, self.overlap, self.data = stages, loss, overlap, data
         self.feed = NOTHING
         self.extras = Extras()

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.parts import local
+from penstock.runtime.parts import arrived, local
 
 
 @dataclass(frozen=True)
@@ -60,8 +59,8 @@ class Pieces:
         if isinstance(leaf, DTensor):
             names = self._names(leaf)
             layout = Layout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
-            return Piece(_arrived(local(leaf.detach())), layout)
-        return _arrived(leaf)
+            return Piece(arrived(local(leaf.detach())), layout)
+        return arrived(leaf)
 
     def _together(self, leaf: Any) -> Any:
         if not isinstance(leaf, Piece):
@@ -86,15 +85,3 @@ class Pieces:
             f"a stage passes on a tensor over processes {mesh.mesh.tolist()} (dimensions {list(names) or 'without names'}), which are not "
             f"those along dimensions of the pipeline's mesh ({shown}): the next stage has no such mesh; pass on full_tensor() or to_local()"
         )
-
-
-def _arrived(leaf: Any) -> Any:
-    """A tensor that torch is still waiting for."""
-    return leaf.wait() if isinstance(leaf, AsyncCollectiveTensor) else leaf
-
-
-def complete(value: Any) -> Any:
-    """The value with every tensor in parts put together in full, on each process."""
-    if type(value) is Tensor:
-        return value
-    return pytree.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else _arrived(leaf), value)

@@ -32,6 +32,7 @@ class GradScaler(torch.amp.GradScaler):
     def __init__(
         self,
         pipeline: Pipeline,
+        *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
         backoff_factor: float = 0.5,

@@ -74,6 +74,11 @@ class Sharded:
         """Whether gradients are summed in another precision than they are computed in."""
         return any(param.reduce_dtype is not None for param in self.parameters if hasattr(param, "reduce_dtype"))
 
+    @property
+    def managed(self) -> set[int]:
+        """The parameters that torch gathers, by their ids while they are in shards."""
+        return {id(param.sharded_param) for group in self.groups for param in group.fsdp_params}
+
     # The program's actions --------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:
@@ -167,9 +172,3 @@ def _is_done(group: Any) -> bool:
     result = group._all_gather_result
     work = None if result is None else result.all_gather_work
     return work is None or group.device.type != "cpu" or bool(work.is_completed())
-
-
-def managed(module: nn.Module) -> set[int]:
-    """The parameters that torch gathers, by their ids while they are in shards."""
-    parts = [part for part in module.modules() if isinstance(part, FSDPModule)]
-    return {id(param.sharded_param) for part in parts for group in _groups(part) for param in group.fsdp_params}

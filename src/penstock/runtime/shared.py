@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from penstock.errors import PlacementError, ScheduleError, nearest
-from penstock.runtime.parts import laid_as, like_part, local, part_of
+from penstock.runtime.parts import in_parts, laid_as, like_part, local, part_of
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -122,7 +121,7 @@ class Shared:
         for place, held in mine.items():
             for parameter, before in zip(held, self.before[place], strict=True):
                 total = sums[place]
-                if total is None or not isinstance(parameter, DTensor):
+                if total is None or not in_parts(parameter):
                     parameter.grad = before if total is None else total.clone() if before is None else before + total
                 else:
                     parameter.grad = like_part(parameter, total) if before is None else before + like_part(parameter, total)

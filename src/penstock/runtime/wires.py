@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
@@ -12,7 +12,9 @@ from penstock.ir.program import Program
 from penstock.runtime.activity import Activity, clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
-from penstock.runtime.pieces import Pieces
+
+if TYPE_CHECKING:
+    from penstock.runtime.pieces import Pieces
 
 
 class Wires:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PlacementError, ScheduleError
@@ -49,6 +48,8 @@ def shard_stages(partition: Partition, stages: Iterable[int], grid: Grid | None,
         return []
     if grid is None or not grid.data_dims or grid.data_dims == ("dp_replicate",):
         raise ScheduleError("shard= needs mesh= with a dimension to shard over: 'dp', or 'dp_shard' with or without 'dp_replicate'")
+    from torch.distributed.fsdp import fully_shard
+
     apply: Callable[..., Any] = fully_shard if sharding is True else sharding
     seen: set[nn.Module] = set()
     for index in stages:
