@@ -56,7 +56,9 @@ def schedule(name: str, ranks: int, microbatches: int = 4) -> ps.Schedule:
 
 
 def full(tensor: Tensor | None) -> Tensor | None:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if tensor is None:
+        return None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
 
 
 @dataclass

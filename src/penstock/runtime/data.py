@@ -8,7 +8,7 @@ microbatches count, and after it on the loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,10 +21,11 @@ from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import Feed
+from penstock.runtime.copies import Copies
 from penstock.runtime.grid import Grid
 from penstock.runtime.group import Operation, nothing
 from penstock.runtime.parts import in_parts
-from penstock.runtime.replicas import Replicas, broadcast
+from penstock.runtime.replicas import Replicas
 from penstock.runtime.sliced import Slice
 from penstock.runtime.stage import Stage
 
@@ -53,9 +54,10 @@ class Data:
         self.scattered = any(scattered for _, scattered in found)
         """Whether any rank has parameters of which it holds a part only."""
         self._broken = False
-        self._versions: dict[int, int] = {}
-        """Of each buffer, when the data ranks had the same values."""
-        self._start_equal()
+        self.copies = Copies({index: stage.module for index, stage in stages.items()}, {index: self._managed(index) for index in stages})
+        if self.group is not None:
+            self.group.gather(self.group.rank, "start", None, deadline)
+            self.copies.copy(self._connection, self.copies.everything())
 
     def _check(self, dtype: torch.dtype | None) -> None:
         for index, stage in self.stages.items():
@@ -83,30 +85,11 @@ class Data:
         """The parameters of a stage that torch keeps in shards, by their ids while they are."""
         return self.sharded[index].managed if index in self.sharded else set()
 
-    # Values that must be the same on every data rank --------------------------------------------------------------------
-
-    def _start_equal(self) -> None:
-        """Copies begin with the values of the first data rank."""
-        if self.group is not None:
-            self.group.gather(self.group.rank, "start", None, self.deadline)
-            self._copy([tensor for index in self.stages for tensor in self._copied(index, parameters=True)])
-
-    def _copied(self, index: int, parameters: bool) -> Iterator[Tensor]:
-        """A stage's tensors that every data rank holds in full; buffers alone of those are changed by a step."""
-        module = self.stages[index].module
-        if parameters:
-            known = self._managed(index)
-            yield from (parameter.detach() for parameter in module.parameters() if id(parameter) not in known)
-        if index not in self.sharded:
-            yield from module.buffers()
-
-    @torch.no_grad()
-    def _copy(self, tensors: Sequence[Tensor]) -> None:
-        """Give these the first data rank's values. All ranks have just met, so that none waits without an end."""
-        if tensors:
-            assert self.group is not None
-            broadcast(self.group.collectives(self.deadline), tensors)
-            self._versions |= {id(tensor): tensor._version for tensor in tensors}
+    @property
+    def _connection(self) -> Any:
+        """For what the data ranks compute together. They must just have met, so that none waits without an end."""
+        assert self.group is not None
+        return self.group.collectives(self.deadline)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -117,21 +100,25 @@ class Data:
                 "an earlier step failed while parameters were in shards, and the process groups of torch that gather them may be out of "
                 "step: start the processes again, from the last checkpoint"
             )
-        totals = [feed.total]
-        if self.group is not None:
-            buffers = [buffer for index in self.stages for buffer in self._copied(index, parameters=False)]
-            changed = [buffer._version != self._versions.get(id(buffer)) for buffer in buffers]
-            found = self.group.gather(self.group.rank, name, (len(feed.args), feed.total, changed), self.deadline)
-            counts = [count for count, _, _ in found]
-            if len(set(counts)) > 1:
-                shown = ", ".join(f"{count} on {self.group.called(rank)}" for rank, count in enumerate(counts))
-                error = PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
-                self.group.fail(self.group.rank, error)
-                raise error
-            totals = [total for _, total, _ in found]
-            everyone = [any(each) for each in zip(*(theirs for _, _, theirs in found), strict=True)]
-            self._copy([buffer for buffer, is_changed in zip(buffers, everyone, strict=True) if is_changed])
-        feed.normalise(sum(totals))
+        if self.group is None:
+            feed.normalise(feed.total)
+            return
+        found = self.group.gather(self.group.rank, name, (len(feed.args), feed.total, self.copies.changed()), self.deadline)
+        counts, totals, changed = zip(*found, strict=True)
+        try:
+            self._check_counts(self.group, counts)
+            feed.normalise(sum(totals))
+        except Exception as error:
+            self.group.fail(self.group.rank, error)
+            raise
+        buffers = self.copies.buffers_of([any(each) for each in zip(*changed, strict=True)])
+        if buffers:
+            self.copies.copy(self._connection, buffers)
+
+    def _check_counts(self, group: Slice, counts: Sequence[int]) -> None:
+        if len(set(counts)) > 1:
+            shown = ", ".join(f"{count} on {group.called(rank)}" for rank, count in enumerate(counts))
+            raise PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
 
     def begin(self, reduces: Sequence[int]) -> None:
         """A training step begins, whose program reduces these stages in this order."""
@@ -265,7 +252,7 @@ class Data:
         found = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
         copies, shards = ([any(each) for each in zip(*theirs, strict=True)] for theirs in zip(*found, strict=True))
         if group is not None and replicas is not None and any(copies):
-            replicas.reduce(stage, copies, group.collectives(self.deadline))
+            replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
             sharded.reduce(shards)
 

@@ -43,7 +43,11 @@ class Grid:
 
     def _slice(self, places: Any, names: tuple[str, ...]) -> Slice:
         at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
-        return Slice.of(self.whole, [int(place) for place in places[at].flatten()])
+        members = [int(place) for place in places[at].flatten()]
+        ranks = [int(self.mesh.mesh.flatten()[place]) for place in members]
+        if ranks != sorted(ranks):  # torch's process groups number them in ascending order, whatever the mesh says
+            raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {ranks}: give them in ascending order")
+        return Slice.of(self.whole, members)
 
     @property
     def data_mesh(self) -> Any:

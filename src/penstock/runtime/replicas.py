@@ -102,16 +102,3 @@ def _summing(
         if total is not None:
             part.copy_(local(laid_as(total, parameter)))
     return connection.allreduce([flat]), flat, list(zip(parameters, parts, strict=True))
-
-
-def broadcast(connection: Any, tensors: Sequence[Tensor]) -> None:
-    """Give the tensors the values that the first data rank has."""
-    buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in map(local, tensors):
-        if tensor.device.type != "meta":
-            buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for held in buckets.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in held])
-        connection.broadcast([flat]).wait()
-        for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
-            tensor.copy_(part.view(tensor.shape))

@@ -153,7 +153,8 @@ class Slice(Group):
             self.lost((self.rank + 1) % self.ranks, f"ranks {list(self.members)} to connect", error)
 
     def drop(self) -> None:
-        """Let go of what is under way; who waits for this rank then knows."""
+        """Let go of the connections; who waits for this rank then knows."""
+        self._renumbered = None
         found, self._collectives = self._collectives, None
         if found is not None:
             stop(found[1])
