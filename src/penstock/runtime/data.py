@@ -8,7 +8,7 @@ microbatches count, and after it on the loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, PlacementError, ScheduleError
+from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
@@ -100,6 +101,8 @@ class Data:
                 "an earlier step failed while parameters were in shards, and the process groups of torch that gather them may be out of "
                 "step: start the processes again, from the last checkpoint"
             )
+        for sharded in self.sharded.values():
+            sharded.gathered.clear()
         if self.group is None:
             feed.normalise(feed.total)
             return
@@ -195,6 +198,16 @@ class Data:
         if sharded is None:
             return nothing
         return sharded.unshard if kind is Kind.UNSHARD else sharded.reshard
+
+    def collectives(self, actions: Sequence[Action], begun: Sequence[int], ended: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """For each gather and reduction of the last step: which action began it, and when it began and was seen to have ended."""
+        gathers = {stage: iter(sharded.gathered) for stage, sharded in self.sharded.items()}
+        for at, action in enumerate(actions):
+            if action.kind is Kind.UNSHARD and action.stage in gathers:
+                yield at, *next(gathers[action.stage])
+            elif action.kind is Kind.REDUCE_GRAD and (self.group is not None or action.stage in gathers):
+                summed = 0 if self.replicas is None else self.replicas.ended.get(action.stage, 0)
+                yield at, begun[at], max(ended[at], summed)
 
     def around(self, kind: Kind, stage: int, operation: Operation) -> Operation:
         """A compute action with what goes before and after it: waiting for parameters, and sums in higher precision."""

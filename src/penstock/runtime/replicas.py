@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
+from penstock.runtime.activity import clock
 from penstock.runtime.parts import is_laid_as, laid_as, local
 
 
@@ -25,11 +26,14 @@ class Replicas:
         self._of_stage: dict[int, list[nn.Parameter]] = {}
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._sums: dict[int, Tensor] = {}
-        self._due: list[tuple[Any, Tensor, list[tuple[nn.Parameter, Tensor]]]] = []
+        self._due: list[tuple[int, Any, list[tuple[nn.Parameter, Tensor]]]] = []
+        """Sums under way: the stage, the work, and each parameter's part of the sum."""
+        self.ended: dict[int, int] = {}
+        """When each stage's sum of the last step was seen to have ended."""
 
     def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
         """A step begins; `of_stage` are the parameters that each stage is the last to give gradients to."""
-        self._of_stage, self._sums, self._due = of_stage, {}, []
+        self._of_stage, self._sums, self._due, self.ended = of_stage, {}, [], {}
         self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
         for parameter, _ in self._before:
             parameter.grad = None
@@ -70,12 +74,14 @@ class Replicas:
             dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
-            self._due.append(_summing(connection, parameters, [self._total(each) for each in parameters], dtype, device))
+            totals = [self._total(each) for each in parameters]
+            self._due.append((stage, *_summing(connection, parameters, totals, dtype, device)))
 
     def finish(self, deadline: float) -> None:
         """Wait for the sums, and add them to what was accumulated before."""
-        for work, _, parts in self._due:
+        for stage, work, parts in self._due:
             work.wait(timedelta(seconds=deadline))
+            self.ended[stage] = clock()
             for parameter, total in parts:
                 self._sums[id(parameter)] = total
         for parameter, before in self._before:
@@ -93,12 +99,12 @@ class Replicas:
 
 def _summing(
     connection: Any, parameters: list[nn.Parameter], totals: list[Tensor | None], dtype: torch.dtype, device: torch.device
-) -> tuple[Any, Tensor, list[tuple[nn.Parameter, Tensor]]]:
-    """Begin one sum over all of these; the work, the memory, and each parameter's part of it."""
+) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
+    """Begin one sum over all of these; the work, and each parameter's part of it."""
     shapes = [local(parameter.detach()).shape for parameter in parameters]
     flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
     parts = [piece.view(shape) for piece, shape in zip(torch.split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
     for part, parameter, total in zip(parts, parameters, totals, strict=True):
         if total is not None:
             part.copy_(local(laid_as(total, parameter)))
-    return connection.allreduce([flat]), flat, list(zip(parameters, parts, strict=True))
+    return connection.allreduce([flat]), list(zip(parameters, parts, strict=True))
