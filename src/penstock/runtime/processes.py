@@ -30,6 +30,8 @@ TRANSPORTS = ("auto", "framed", "direct", "edges")
 _LOOK = 0.2
 """Seconds between two looks at the board."""
 _PAUSE = 0.005
+_TELLING = 0.5
+"""Seconds that a rank whose connection was lost has to be told why."""
 CONNECT = 120.0
 """Seconds in which all ranks must have come, at the start and after a failure."""
 LEAVE = 10.0
@@ -160,13 +162,22 @@ class Processes(Group):
 
     def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
         """A message could not be sent or had: raise the failure that is known, or report this one."""
-        if isinstance(error, RuntimeError) and not self.alarm.heard():
+        timed_out = "timed out" in str(error).lower()
+        if isinstance(error, RuntimeError) and not self._hears(0.0 if timed_out else _TELLING):
             waited = (clock() - self.mine.since) / 1e9
-            timed_out = "timed out" in str(error).lower()
             text = f"waited {waited:.1f} s for {what}" if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
             raise self.report_failure(self.rank, f"rank {self.rank} {text}", error)
         self._disconnect()
         self._raise()
+
+    def _hears(self, seconds: float) -> bool:
+        """Whether another rank tells of a failure by then: gloo lets go of a connection before whoever waited on it can say why."""
+        until = time.monotonic() + seconds
+        while not self.alarm.heard():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _raise(self) -> NoReturn:
         self._told = True
