@@ -17,7 +17,7 @@ import penstock as ps
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "composition.md"
 BEGIN, END = "<!-- begin: made by tests/composition/matrix.py -->", "<!-- end -->"
-FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "autocast", "scaler", "checkpointing")
+FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler", "checkpoints")
 NOT_TRAINED = ("inference",)
 
 Cells = dict[tuple[str, str], str]

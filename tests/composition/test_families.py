@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
+import math
 from typing import Any
 
 import pytest
@@ -16,17 +15,18 @@ from torch.nn import functional
 import penstock as ps
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
 from penstock.runtime import GradScaler, Pipeline
+from penstock.runtime.planned import Recomputed
 from penstock.runtime.workers import Workers
 from runtime.models import Numbers, by_batch
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = sorted(set(ps.available()) - {"inference", "data-parallel"})
-FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "autocast", "scaler")
+FAMILIES = sorted(set(ps.available()) - {"inference"})
+FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler")
 EVEN = ("chimera", "dualpipe")
 """Run on an even number of ranks, so that four processes do not make a mesh of them for hybrid sharding."""
 SIZES = {1: (13,), 2: (6, 7), 4: (5, 4, 7, 6)}
-"""Rows of each data rank: none divides by the number of microbatches, nor are they equal."""
+"""Rows of each data rank: none is a multiple of the number of microbatches, nor are they equal."""
 
 CASES = [
     pytest.param(family, feature, marks=pytest.mark.matrix(family=family, feature=feature), id=f"{family}-{feature}")
@@ -36,20 +36,29 @@ CASES = [
 ]
 
 
-def data(ranks: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+def ranks_of(family: str) -> int:
+    return 1 if family == "data-parallel" else 2
+
+
+def data(copies: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
-    return batch(sum(SIZES[ranks]), dtype)
+    return batch(sum(SIZES[copies]), dtype)
 
 
-def model_for(family: str, ranks: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def model_for(family: str, ranks: int, dtype: torch.dtype = torch.float64, *, recompute: bool = False) -> nn.Sequential:
     torch.manual_seed(0)
-    return perceptrons(schedule(family, ranks).stages, dtype)
+    model = perceptrons(schedule(family, ranks).stages, dtype)
+    return nn.Sequential(*map(Recomputed, model)) if recompute else model
 
 
-def step(family: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float64, **options: Any) -> Outcome:
+def copies_in(mesh: DeviceMesh) -> int:
+    return math.prod(mesh[name].size() for name in mesh.mesh_dim_names if name.startswith("dp"))
+
+
+def step(family: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float64, recompute: bool = False, **options: Any) -> Outcome:
     """One step on this process's part of the batch."""
-    ranks, copies = mesh["pp"].size(), mesh.size() // mesh["pp"].size() // (mesh["tp"].size() if "tp" in mesh.mesh_dim_names else 1)
-    model = model_for(family, ranks, dtype)
+    ranks, copies = mesh["pp"].size(), copies_in(mesh)
+    model = model_for(family, ranks, dtype, recompute=recompute)
     if "tp" in mesh.mesh_dim_names:
         for layer in model:
             parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -60,9 +69,9 @@ def step(family: str, mesh: DeviceMesh, *, dtype: torch.dtype = torch.float64, *
 
 def scaled(family: str, mesh: DeviceMesh) -> list[Any]:
     """Three updates: one that overflows on one process only, which all must skip, and two that do not."""
-    model = model_for(family, 2, torch.float32)
-    pipe = Pipeline(model, schedule(family, 2), loss_fn=functional.mse_loss, mesh=mesh)
-    x, y = split_over(mesh, *data(2, torch.float32), SIZES[2])
+    ranks, copies = mesh["pp"].size(), copies_in(mesh)
+    pipe = Pipeline(model_for(family, ranks, torch.float32), schedule(family, ranks), loss_fn=functional.mse_loss, mesh=mesh)
+    x, y = split_over(mesh, *data(copies, torch.float32), SIZES[copies])
     optimizer, scaler = torch.optim.SGD(pipe.parameters(), 0.1), GradScaler(pipe, init_scale=1024.0)
     scales = []
     for number in range(3):
@@ -78,11 +87,13 @@ def scaled(family: str, mesh: DeviceMesh) -> list[Any]:
 
 def everything(family: str) -> dict[str, Any]:
     """All features of one family, on meshes of these processes."""
-    over_data, over_tensors = mesh_of(pp=2, dp=2), mesh_of(pp=2, tp=2)
+    ranks = ranks_of(family)
+    over_data, over_tensors = mesh_of(pp=ranks, dp=4 // ranks), mesh_of(pp=ranks, dp=2 // ranks, tp=2)
     found = {
         "replicate": step(family, over_data),
         "FSDP2": step(family, over_data, shard=True),
         "tensor parallel": step(family, over_tensors),
+        "activation checkpointing": step(family, over_data, shard=True, recompute=True),
         "scaler": scaled(family, over_data),
     }
     with torch.autocast("cpu", torch.bfloat16):
@@ -102,44 +113,40 @@ def outcomes() -> dict[str, list[dict[str, Any]]]:
 def test_family(workers: Workers, outcomes: dict[str, list[dict[str, Any]]], family: str, feature: str) -> None:
     if family not in outcomes:
         outcomes[family] = workers.run(everything, (family,))
-    found = [theirs[feature] for theirs in outcomes[family]]
-    CHECKS[feature](family, found)
+    found, ranks = [theirs[feature] for theirs in outcomes[family]], ranks_of(family)
+    if feature == "autocast":
+        check_autocast(found, model_for(family, ranks, torch.float32), 4 // ranks)
+    elif feature == "scaler":
+        check_scaler(found, model_for(family, ranks, torch.float32), 4 // ranks)
+    else:
+        ranks, copies = {"HSDP": (1, 4), "tensor parallel": (ranks, 2 // ranks)}.get(feature, (ranks, 4 // ranks))
+        recompute = feature == "activation checkpointing"
+        check(found, by_batch(model_for(family, ranks, recompute=recompute), *data(copies)))
 
 
-def _check(ranks: int, copies: int) -> Callable[[str, Any], None]:
-    def against_the_whole_batch(family: str, found: Any) -> None:
-        check(found, by_batch(model_for(family, ranks), *data(copies)))
+class Cast(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
 
-    return against_the_whole_batch
-
-
-def _check_autocast(family: str, found: Any) -> None:
-    """The microbatches of both data ranks under autocast in one process, each with its backward outside; sums differ in their order."""
-    model, (x, y) = model_for(family, 2, torch.float32), data(2, torch.float32)
-
-    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-        return functional.mse_loss(output, target)
-
-    class Cast(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, value: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16):
-                return self.inner(value)
-
-    with_cast = by_loop(Cast(model), x, y, SIZES[2], 4, loss_fn)
-    wanted = Numbers(with_cast.loss, with_cast.losses, {name.removeprefix("inner."): grad for name, grad in with_cast.grads.items()})
-    check(found, wanted, 1e-5)
-    plain = by_loop(model, x, y, SIZES[2], 4)
-    name = next(iter(wanted.grads))
-    assert float((wanted.grads[name] - plain.grads[name]).abs().max()) > 1e-4 * float(plain.grads[name].abs().max())  # not the same thing
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.inner(value)
 
 
-def _check_scaler(family: str, found: Any) -> None:
+def check_autocast(found: Any, model: nn.Module, copies: int) -> None:
+    """The microbatches of all data ranks under autocast in one process, each with its backward outside; sums differ in their order."""
+    x, y = data(copies, torch.float32)
+    cast, plain = by_loop(Cast(model), x, y, SIZES[copies], 4), by_loop(model, x, y, SIZES[copies], 4)
+    wanted = {name.removeprefix("inner."): grad for name, grad in cast.grads.items()}
+    check(found, Numbers(cast.loss, cast.losses, wanted), 1e-5)
+    name = next(iter(wanted))
+    assert float((wanted[name] - plain.grads[name]).abs().max()) > 1e-4 * float(plain.grads[name].abs().max())  # not the same thing
+
+
+def check_scaler(found: Any, model: nn.Module, copies: int) -> None:
     """The scale halves once; then two plain steps of the whole batch, as a scale that is a power of two changes no gradient."""
-    model, (x, y) = copy.deepcopy(model_for(family, 2, torch.float32)), data(2, torch.float32)
+    x, y = data(copies, torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for _ in range(2):
         functional.mse_loss(model(x), y).backward()
@@ -150,13 +157,3 @@ def _check_scaler(family: str, found: Any) -> None:
         assert scales == [512.0, 512.0, 512.0]
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter, wanted[name], rtol=1e-5, atol=1e-6)
-
-
-CHECKS: dict[str, Callable[[str, Any], None]] = {
-    "replicate": _check(2, 2),
-    "FSDP2": _check(2, 2),
-    "HSDP": _check(1, 4),
-    "tensor parallel": _check(2, 1),
-    "autocast": _check_autocast,
-    "scaler": _check_scaler,
-}

@@ -174,9 +174,7 @@ def test_sharding_with_a_mixed_precision_policy(workers: Workers, name: str) -> 
 
     def train() -> dict[str, Tensor]:
         mesh = mesh_of(pp=2, dp=2)
-        pipe = Pipeline(
-            copy.deepcopy(model), made, loss_fn=functional.mse_loss, mesh=mesh, shard=partial(fully_shard, mp_policy=policy)
-        )
+        pipe = Pipeline(copy.deepcopy(model), made, loss_fn=functional.mse_loss, mesh=mesh, shard=partial(fully_shard, mp_policy=policy))
         mine, target = split_over(mesh, x, y, (8, 8))
         pipe.step(mine, target=target)
         return {key: full(parameter.grad) for key, parameter in pipe.local_parameters()}

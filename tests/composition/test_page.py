@@ -24,8 +24,8 @@ def test_the_table_follows_the_marks() -> None:
     cells = {("zbv", "FSDP2"): "tested", ("gpipe", "scaler"): "refused", ("gpipe", "something else"): "refused"}
     rows = list(matrix.lines(cells))
     of = {row.split("`")[1]: [cell.strip() for cell in row.split("|")[2:-1]] for row in rows if row.startswith("| `")}
-    assert of["zbv"] == ["untested", "tested", *["untested"] * 5]
-    assert of["gpipe"] == [*["untested"] * 5, "refused", "untested"]
+    assert of["zbv"] == ["untested", "tested", *["untested"] * 6]
+    assert of["gpipe"] == [*["untested"] * 6, "refused", "untested"]
     assert rows[-1] == "- something else with `gpipe`: refused"
     page = matrix.replaced(f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n", matrix.table(cells))
     assert page == f"before\n{matrix.table(cells)}\nafter\n"
