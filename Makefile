@@ -22,10 +22,10 @@ demo: $(BASE)  ## build, lower, prove and draw a zero-bubble schedule, and refus
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV) lint  ## check style and types and run every test
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
-	$(BIN)/python -m pytest -q -n 2 --dist loadgroup -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py

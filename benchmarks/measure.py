@@ -32,14 +32,14 @@ class Row:
     @property
     def good(self) -> bool:
         fast = self.wanted_seconds is None or self.ours <= self.wanted_seconds
-        if self.peer is None:
+        if not self.peer:
             return fast
         fast = fast and (self.wanted_share is None or self.ours / self.peer <= self.wanted_share)
-        return fast and (self.wanted_ratio is None or self.peer / self.ours >= self.wanted_ratio)
+        return fast and (self.wanted_ratio is None or self.peer >= self.wanted_ratio * self.ours)
 
     def cells(self) -> list[str]:
-        ratio = "" if self.peer is None else f"{self.peer / self.ours:.1f}x"
-        if self.peer is not None and self.wanted_share is not None:
+        ratio = "" if not self.peer or not self.ours else f"{self.peer / self.ours:.1f}x"
+        if self.peer and self.wanted_share is not None:
             ratio = f"{self.ours / self.peer:.3f} of it"
         wanted = "" if self.wanted_ratio is None else f">= {self.wanted_ratio:g}x"
         wanted += "" if self.wanted_seconds is None else f"<= {self.wanted_seconds:g} s"

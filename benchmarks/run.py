@@ -8,7 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-SUITES = ("lowering", "scale", "simulation", "split_backward", "overhead", "runtime")
+SUITES = ("lowering", "scale", "simulation", "split_backward", "overhead", "runtime", "compat", "planner")
 
 
 def main(chosen: list[str]) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -14,12 +15,20 @@ if TYPE_CHECKING:
 settings.register_profile("penstock", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("penstock")
 
+ON_PROCESSES = re.compile(r"/composition/|/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
+"""Tests whose ranks are processes."""
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """All tests that use the pool run in one process of pytest-xdist, so that only one pool is started."""
-    for item in items:
-        if "workers" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `-n`, tests on processes run one after the other in one place: they share a pool, and have enough to do by themselves."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFunction(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if ON_PROCESSES.search(nodeid) else nodeid.partition("[")[0]
+
+    return ByFunction(config, log) if config.getoption("dist") in ("load", "loadgroup") else None
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +49,10 @@ def start_workers() -> Iterator[Callable[[], Workers]]:
 
 
 @pytest.fixture
-def workers(request: pytest.FixtureRequest, start_workers: Callable[[], Workers]) -> Iterator[Workers]:
+def workers(request: pytest.FixtureRequest, start_workers: Callable[[], Workers]) -> Workers:
     """Four processes on gloo. Functions and classes of the test's own module travel to them by value."""
     import cloudpickle
 
+    assert ON_PROCESSES.search(request.node.nodeid), "tests that use the pool go into files that this names"
     cloudpickle.register_pickle_by_value(request.module)
-    yield start_workers()
-    cloudpickle.unregister_pickle_by_value(request.module)
+    return start_workers()

@@ -32,8 +32,8 @@ ALLOWED: dict[str, set[str]] = {
     "__main__": {"cli"},
     "cli": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "runtime", "compat", "testing"},
 }
-# Beyond that only inside a function: a timeline is saved by the part that draws it.
-WHEN_CALLED = {("simulator", "draw")}
+# Beyond that only inside a function: timelines and plans are saved by the part that draws them.
+WHEN_CALLED = {("simulator", "draw"), ("planner", "draw")}
 TORCH = {"runtime", "compat"}
 # Who may use the package by its public names, which reach into every part.
 ON_TOP = {"cli", "testing", "__main__"}

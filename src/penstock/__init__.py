@@ -9,6 +9,7 @@ __version__ = "0.1.0.dev0"
 
 if TYPE_CHECKING:
     from penstock.errors import PenstockError as PenstockError
+    from penstock.errors import PlanError as PlanError
     from penstock.errors import VerifyError as VerifyError
     from penstock.ir.action import Action as Action
     from penstock.ir.costs import Costs as Costs
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from penstock.passes.lower import lower as lower
     from penstock.passes.lower import lower_rank as lower_rank
     from penstock.passes.pass_list import PassList as PassList
+    from penstock.planner.plan import Plan as Plan
+    from penstock.planner.plan import plan as plan
+    from penstock.planner.profile import Layer as Layer
+    from penstock.planner.profile import Profile as Profile
     from penstock.schedules.registry import available as available
     from penstock.schedules.registry import register as register
     from penstock.schedules.registry import schedule as schedule
@@ -34,6 +39,7 @@ if TYPE_CHECKING:
 # Where each public name lives; imported when first asked for, so that `import penstock` loads next to nothing.
 _HOMES = {
     "PenstockError": "penstock.errors",
+    "PlanError": "penstock.errors",
     "VerifyError": "penstock.errors",
     "Action": "penstock.ir.action",
     "Costs": "penstock.ir.costs",
@@ -46,6 +52,10 @@ _HOMES = {
     "lower": "penstock.passes.lower",
     "lower_rank": "penstock.passes.lower",
     "PassList": "penstock.passes.pass_list",
+    "Plan": "penstock.planner.plan",
+    "plan": "penstock.planner.plan",
+    "Layer": "penstock.planner.profile",
+    "Profile": "penstock.planner.profile",
     "available": "penstock.schedules.registry",
     "register": "penstock.schedules.registry",
     "schedule": "penstock.schedules.registry",

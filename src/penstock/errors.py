@@ -82,6 +82,14 @@ class LostRankError(PipelineError):
     """A rank whose process has ended before its work was done."""
 
 
+class CheckpointError(PenstockError, RuntimeError):
+    """A checkpoint that could not be written, or is refused: names its folder and what is wrong with it."""
+
+
+class WeightsError(PenstockError, ValueError):
+    """Values that a parameter should have and cannot get: a file without it, or a layer that does not say how it begins."""
+
+
 class SplitError(PenstockError, RuntimeError):
     """A stage whose backward for the weights cannot be had apart from that for the input."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,17 @@ from penstock.runtime.workers import Workers
 from runtime.models import Numbers, assert_equal, assert_same_results
 
 Grads = dict[str, Tensor | None]
+
+
+class Stage(nn.Module):
+    """A linear map and a function that says what is made of it."""
+
+    def __init__(self, forward: Callable[..., Any], width: int = 6) -> None:
+        super().__init__()
+        self.map, self.body = nn.Linear(width, width), forward
+
+    def forward(self, *args: Any) -> Any:
+        return self.body(self.map, *args)
 
 
 def local_grads(pipe: Pipeline) -> Grads:

@@ -31,7 +31,7 @@ def run(model: Any, plan: Any, **given: Any) -> list[tuple[list[int], bool, Any]
         pipe = Pipeline(model, plan, loss_fn=functional.mse_loss, **given)
         parity = pipe.parity(x, target=y)
         cut = [len(part.layers) for part in pipe.partition.parts if part is not None]
-        return cut, parity.loop.bitwise, str(parity)
+        return cut, parity.loop.exact, str(parity)
 
     return launch(train, 2)
 
@@ -104,7 +104,7 @@ class Counting(nn.Module):
         return self.inner(x)
 
 
-@pytest.mark.parametrize(("schedules", "limit"), [("gpipe", 28.0), ("zb-h1", 25.0), ("zbv", 24.0)])
+@pytest.mark.parametrize(("schedules", "limit"), [("gpipe", 28.0), ("zb-h1", 20.0), ("zbv", 24.0)])
 def test_recomputed_stages_run_again_with_the_same_numbers(schedules, limit):
     plan = made(schedules=schedules, memory_limit=limit, recompute=True)
     assert any(plan.recompute)
@@ -118,7 +118,7 @@ def test_recomputed_stages_run_again_with_the_same_numbers(schedules, limit):
         runs = [layer.runs for layer in model]
         pipe.gather("counted", None)
         parity = pipe.parity(x, target=y)
-        return runs, parity.loop.bitwise, str(parity), [name for name, _ in pipe.local_parameters()]
+        return runs, parity.loop.exact, str(parity), [name for name, _ in pipe.local_parameters()]
 
     results = launch(train, 2)
     again = [4 * (2 if flag else 1) for flag, size in zip(plan.recompute, plan.partition, strict=True) for _ in range(size)]

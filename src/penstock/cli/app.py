@@ -10,6 +10,8 @@ from penstock.cli.compare import compare
 from penstock.cli.convert import convert
 from penstock.cli.list import list_
 from penstock.cli.lower import lower
+from penstock.cli.plan import plan
+from penstock.cli.profile import profile
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.verify import verify
@@ -48,6 +50,7 @@ def _penstock(
       penstock verify zbv -p 4 -m 8
       penstock simulate zbv -p 4 -m 8 -o zbv.svg
       penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
+      penstock plan --profile p.json -p 8 --batch 512 --memory-limit 40GiB -o plan.json
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -59,4 +62,6 @@ app.command("lower")(lower)
 app.command("verify")(verify)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
+app.command("plan")(plan)
+app.command("profile")(profile)
 app.command("convert")(convert)

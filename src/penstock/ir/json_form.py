@@ -114,7 +114,10 @@ def write_json(table: Table, path: str | PathLike[str]) -> None:
 
 
 def read_json(path: str | PathLike[str]) -> Table:
-    return decode(read_data(path), os.fspath(path))
+    """The schedule or program in a file; of a plan, its schedule."""
+    data = read_data(path)
+    of_plan = isinstance(data, dict) and data.get("type") == "plan"
+    return decode(data.get("schedule") if of_plan else data, os.fspath(path))
 
 
 def read_data(path: str | PathLike[str]) -> Any:

@@ -9,19 +9,30 @@ except ImportError as error:
 
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
 
+from penstock.runtime.checkpoint import Checkpoints
+from penstock.runtime.checkpoint_files import Checkpoint
+from penstock.runtime.data_order import DataOrder
 from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
 from penstock.runtime.here import rank
+from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.result import StepResult
+from penstock.runtime.safetensors import Safetensors
 from penstock.runtime.scaler import GradScaler
 
 __all__ = [
+    "Built",
+    "Checkpoint",
+    "Checkpoints",
+    "DataOrder",
     "GradScaler",
+    "Initial",
     "Layers",
     "Partition",
     "Pipeline",
+    "Safetensors",
     "StageOutput",
     "StepResult",
     "add_loss",

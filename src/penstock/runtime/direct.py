@@ -43,27 +43,27 @@ class DirectOutbox(Outbox):
         group.ends.append(self)
 
     def begin(self) -> None:
-        self.ahead.begin()
         self.count = 0
         self.flight.clear()
         if self.group.learning:
             self.forms.clear()
+            self.ahead.begin()
 
     def put(self, value: Any) -> None:
         number, self.count = self.count, self.count + 1
-        form = Form.of(value)
         if self.group.learning:
-            self.forms.append(form)
-            self.ahead.put(form)
-        elif form != self.forms[number]:
+            self.forms.append(Form.of(value))
+            self.ahead.put(self.forms[-1])
+        form = self.forms[number]
+        if not form.fits(value):
             what, rank = self.route[2], self.route[0]
-            text = f"{self.group.called(rank)} made {what} {number} of the form {form}, where the steps before had {self.forms[number]}"
+            text = f"{self.group.called(rank)} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
         try:
             connection, peer = self.group.data(self.route, self.route[1])
             for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
                 if type(leaf) is Leaf:
-                    sent = part.contiguous()
+                    sent = part.resolve_conj().resolve_neg().contiguous()
                     self.flight.append((connection.send([sent], peer, 0), sent))
         except (RuntimeError, AttributeError) as error:
             self.group.lost(self.route[1], self._what, error)
@@ -83,7 +83,7 @@ class DirectInbox(Inbox):
         self.name = f"{route[2]} from {group.called(route[0])}"
         self.order: list[int] = []
         self.forms: list[Form] = []
-        self.posted: deque[tuple[int, Form, list[Any], list[Any]]] = deque()
+        self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
         group.ends.append(self)
 
@@ -101,32 +101,39 @@ class DirectInbox(Inbox):
             self.ahead.begin()
 
     def _post(self) -> None:
+        """Receive the next message. One whose form is still to be told is left for when it is used, where no queue needs it now."""
         number = self.count
         self.count = number + 1
+        self.posted.append((number, [] if self.group.learning and not self.group.rendezvous else self._receive(number)))
+
+    def _receive(self, number: int) -> list[tuple[Any, Any]]:
+        """Each part's work, if it has any, and the part."""
         if self.group.learning:
             self.forms.append(self.ahead.take(number))
-        form = self.forms[number]
-        parts = [_room(leaf) if type(leaf) is Leaf else leaf for leaf in form.leaves]
+        parts = [_room(leaf) if type(leaf) is Leaf else leaf for leaf in self.forms[number].leaves]
         try:
             connection, peer = self.group.data(self.route, self.route[0])
-            works = [connection.recv([part], peer, 0) for part, leaf in zip(parts, form.leaves, strict=True) if type(leaf) is Leaf]
+            leaves = zip(parts, self.forms[number].leaves, strict=True)
+            return [(connection.recv([part], peer, 0) if type(leaf) is Leaf else None, part) for part, leaf in leaves]
         except (RuntimeError, AttributeError) as error:
             self.group.lost(self.route[0], self.name, error)
-        self.posted.append((number, form, parts, works))
 
     def pull(self, cells: list[Any], cell: int) -> Any:
         while cells[cell] is EMPTY:
-            number, form, parts, works = self.posted.popleft()
+            number, works = self.posted.popleft()
+            works = works or self._receive(number)
             activity, asked = self.group.mine, clock()
             activity.since, activity.waits = asked, self.name
             try:
-                for work in works:
-                    work.wait(self.timeout)
+                for work, _ in works:
+                    if work is not None:
+                        work.wait(self.timeout)
             except RuntimeError as error:
                 self.group.lost(self.route[0], self.name, error)
             activity.waits = None
             self.times[number] = asked, asked, clock()
-            cells[self.order[number]] = form.join([_laid(part, leaf) for part, leaf in zip(parts, form.leaves, strict=True)])
+            form = self.forms[number]
+            cells[self.order[number]] = form.join([_laid(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)])
         return cells[cell]
 
     def clear(self) -> None:

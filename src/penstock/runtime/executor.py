@@ -52,8 +52,9 @@ class Executor(Wires):
         deadline: float,
         data: Data,
         overlap: Overlap | None = None,
+        number: int = 0,
     ) -> None:
-        super().__init__(program, rank, group, deadline, data.pieces)
+        super().__init__(program, rank, group, deadline, number, pieces=data.pieces)
         self.stages, self.loss, self.overlap, self.data = stages, loss, overlap, data
         self.feed = NOTHING
         self.extras = Extras()
@@ -104,7 +105,7 @@ class Executor(Wires):
         """The operations under their actions' text, as `torch.profiler` shows it."""
 
         def named(action: Action, operation: Operation) -> Operation:
-            name = str(action)
+            name = f"penstock::{action}"  # torch reads a bare 2F0 as a name of C++, two letters long, and shows F0
 
             def ranged() -> None:
                 with torch.profiler.record_function(name):
@@ -174,15 +175,22 @@ class Executor(Wires):
     def _together(self, action: Action) -> Operation:
         """Parts that run together: by the overlap executor if there is one, else one after the other, with the same numbers."""
         parts = [self._named(part, self._operation(part)) for part in action.sub_actions]
-        overlap = self.overlap
-        if overlap is not None:
-            return lambda: overlap(action, parts)
+        overlap, activity = self.overlap, self.activity
+
+        def overlapped(run: Overlap) -> None:
+            began = activity.began
+            run(action, parts)
+            activity.began = began
 
         def all_parts() -> None:
+            taken = 0
             for part in parts:
+                activity.began = clock()
                 part()
+                taken += clock() - activity.began
+            activity.began = clock() - taken  # a part that waits does so after what those before it have done
 
-        return all_parts
+        return all_parts if overlap is None else lambda: overlapped(overlap)
 
     def _named(self, part: Action, operation: Operation) -> Operation:
         """The operation, which says of a failure that it was in this part."""
@@ -226,7 +234,7 @@ class Executor(Wires):
             feed = self.feed
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
-                draw_from(feed.seed, stage, microbatch)
+                draw_from(feed.seed, part.stream, microbatch)
             if front:
                 made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
                 return made if type(made) is Tensor else unwrap(made)

@@ -25,6 +25,8 @@ AHEAD, ROOM = 32, 1 << 22
 only once its receive is posted."""
 KEPT = 1 << 16
 """Bytes up to which frames that were sent are kept to send from again: small ones cost more to make than to hold."""
+SIZES = 8
+"""How many sizes of frames are kept: where lengths keep changing, old ones may never come again."""
 TAGS = {"activations": 0, "gradients": 1, "control": 2}
 """Of each kind of traffic, for what is always of the same size."""
 
@@ -51,7 +53,8 @@ class FramedOutbox(Outbox):
         self.count = 0
         self.flight: deque[tuple[int, Any, Slot | Tensor]] = deque()
         """Number, work, and what holds the memory, for the work does not."""
-        self.free: list[Slot] = []
+        self.free: dict[int, list[Slot]] = {}
+        """Frames to send from again, by their size."""
         group.ends.append(self)
 
     def begin(self) -> None:
@@ -62,7 +65,7 @@ class FramedOutbox(Outbox):
             self._wait_for_oldest()
         self.count = 0
         self._hello.words[PROGRAM] = self.program
-        self._dispatch(-1, self._hello.frames, TAGS[self.route[2]], self._hello)
+        self._dispatch(0, self._hello.frames, TAGS[self.route[2]], self._hello)
 
     def put(self, value: Any) -> None:
         number, forms, flight = self.count, self.forms, self.flight
@@ -87,8 +90,13 @@ class FramedOutbox(Outbox):
         self._dispatch(number, [overflow], self.tag + 1, overflow)
 
     def _slot(self, size: int) -> Slot:
-        free = self.free
-        return free.pop() if free and free[-1].size == size else Slot(size)
+        free = self.free.get(size)
+        return free.pop() if free else Slot(size)
+
+    def _keep(self, slot: Slot) -> None:
+        if slot.size not in self.free and len(self.free) >= SIZES:
+            self.free.clear()
+        self.free.setdefault(slot.size, []).append(slot)
 
     def _send(self, number: int, slot: Slot, overflow: int) -> None:
         words = slot.words
@@ -110,7 +118,7 @@ class FramedOutbox(Outbox):
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
             self.group.lost(self.target, self._what, error)
         if isinstance(held, Slot) and held.size <= KEPT and held is not self._hello:
-            self.free.append(held)
+            self._keep(held)
         activity.waits = None
 
     def drop(self) -> None:

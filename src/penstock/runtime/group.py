@@ -74,6 +74,10 @@ class Group(ABC):
     direct = False
     """Whether the forms of messages must be agreed before a step."""
 
+    def count(self) -> int:
+        """How many pipelines this rank has made, where messages of one must not be taken for those of another."""
+        return 0
+
     def open(self, routes: Iterable[Route], deadline: float) -> None:  # noqa: B027 - most have nothing to do
         """Make the channels ready that a program uses."""
 

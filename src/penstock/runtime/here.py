@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.group import Group
@@ -25,6 +27,18 @@ class _Here(threading.local):
 
 _here = _Here()
 _joined: dict[str, Processes] = {}
+
+
+def part(error: BaseException | None = None) -> None:
+    """Leave all groups of torch.distributed that were joined; an error is told to their other ranks, who need not wait then."""
+    for joined in _joined.values():
+        if error is not None:
+            joined.fail(joined.rank, error, fatal=True)
+        joined.close()
+    _joined.clear()
+
+
+atexit.register(lambda: part(getattr(sys, "last_value", None)))
 
 
 def stand(group: Group | None, rank: int) -> None:
@@ -62,7 +76,7 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     if not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group = _process_group(within)
     return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
 
@@ -70,9 +84,8 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
 def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
     """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
-        store = PrefixStore(f"penstock/{name}", dist.distributed_c10d._get_default_store())
-        _joined[name] = Processes(store, rank, ranks, CONNECT, transport)
-        atexit.register(_joined[name].close)
+        store: Any = PrefixStore(f"penstock/{_attempt()}/{name}", dist.distributed_c10d._get_default_store())
+        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
 
 
@@ -89,12 +102,18 @@ def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
     return _kept(name, ranks.index(dist.get_rank()), len(ranks), transport)
 
 
-def leave() -> None:
-    """Leave all groups that were joined, when all of their ranks are through."""
-    for group in _joined.values():
-        atexit.unregister(group.close)
-        group.close()
-    _joined.clear()
+def _attempt() -> str:
+    """What tells this start of the processes from those before: `torchrun` keeps its store, with all that they left in it."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
+
+
+def _initialise(backend: str) -> None:
+    """Set up torch.distributed, under names of this start alone where `torchrun` keeps the store."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group(backend)
+        return
+    store, number, ranks = next(rendezvous("env://"))
+    dist.init_process_group(backend, store=PrefixStore(f"penstock/{_attempt()}/torch", store), rank=number, world_size=ranks)
 
 
 def _process_group(within: Any) -> Any:

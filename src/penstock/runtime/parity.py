@@ -136,11 +136,11 @@ def _forward(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed, microbatch:
     for stage, module in enumerate(modules):
         inputs = [made[other] for other in sorted(graph.inputs_of(stage), reverse=True)]
         given = feed.kwargs[stage][microbatch] if stage in feed.kwargs else {}
-        if feed.seed is not None:
-            draw_from(feed.seed, stage, microbatch)
         part = pipeline.partition.parts[stage]
-        run = Stage(stage, module, unpack=part is not None and part.unpack).run
-        made[stage] = unwrap(run(inputs, given) if inputs else module(*feed.args[microbatch], **given))
+        staged = Stage(stage, module, unpack=part is not None and part.unpack)
+        if feed.seed is not None:
+            draw_from(feed.seed, staged.stream, microbatch)
+        made[stage] = unwrap(staged.run(inputs, given) if inputs else module(*feed.args[microbatch], **given))
     return made[len(modules) - 1]
 
 

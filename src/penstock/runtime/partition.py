@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,16 +64,20 @@ class Run(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs:
-            for layer in self.layers:
+            for layer in self.each():
                 args = (layer(*args),)
             return args[0]
         taken = [_taken(layer, kwargs) for layer in self.layers]
         lost = [name for name in kwargs if not any(name in each for each in taken)]
         if lost:
             raise TypeError(f"no layer of the stage takes the keyword argument {lost[0]!r}")
-        for layer, given in zip(self.layers, taken, strict=True):
+        for layer, given in zip(self.each(), taken, strict=True):
             args = (layer(*args, **given),)
         return args[0]
+
+    def each(self) -> Iterable[nn.Module]:
+        """The layers, each as it is about to run."""
+        return self.layers
 
 
 def _taken(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -35,6 +35,8 @@ from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
+from penstock.runtime.streamed import streamed
+from penstock.runtime.weights import Weights, give_weights
 from penstock.runtime.wrapping import Sharding, shard_stages, unwrapped
 from penstock.simulator.timeline import Timeline
 
@@ -69,7 +71,8 @@ class Pipeline:
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
     - `ties`: groups of names of parameters that are to be one, where they are not one object already;
-    - `seed`: draw a forward's random numbers from a stream of (seed, step, stage, microbatch), whatever the ranks and the schedule;
+    - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
+      the cuts; for modules that were given one a stage, the stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
@@ -79,8 +82,11 @@ class Pipeline:
       are copies; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
     - `lookahead`, `residency`: when stages in shards are gathered, and how many a rank has in full at once, see `Shard`;
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike;
-    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`.
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
+      are the host's: on a GPU, when actions were issued;
+    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
+    - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
+      `Safetensors`, or several of them.
     """
 
     def __init__(
@@ -110,10 +116,12 @@ class Pipeline:
         accumulate_dtype: torch.dtype | None = None,
         record: bool = False,
         transport: str = "auto",
+        weights: Weights = None,
     ) -> None:
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
         self.deadline = deadline
+        self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
         self.loss = Loss(loss_fn, loss_reduction)
@@ -123,9 +131,12 @@ class Pipeline:
         self.record = record
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
-        model, split = planned_split(unwrapped(model, self.grid), plan if schedule is None else schedule, split)
-        self.partition: Partition = recomputing(partition(model, self.table.stages, split), plan if schedule is None else schedule)
-        tied = shard_stages(self.partition, self.table.placement.stages_of(self.rank), self.grid, shard)
+        plan = plan if schedule is None else schedule
+        model, split = planned_split(unwrapped(model, self.grid), plan, split)
+        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        give_weights(weights, model, cut, mine)
+        tied = shard_stages(cut, mine, self.grid, shard)
+        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
@@ -149,6 +160,7 @@ class Pipeline:
     def _agree(self) -> tuple[tuple[int, ...], bool]:
         """Compare what the ranks were given: the stages whose backward cannot be split, and whether ranks share modules."""
         mine = {
+            "pipeline": self.number,
             "stages": self.table.stages,
             "microbatches": self.microbatches,
             "schedule": hashlib.blake2b(self.table.rows.codes.tobytes(), digest_size=8).hexdigest(),
@@ -218,7 +230,15 @@ class Pipeline:
             self.data.check_program(program)
             group, deadline, overlap = self.group, self.deadline, self.overlap
             found = Executor(
-                program, self.rank, self.stages, loss=self.loss, group=group, deadline=deadline, data=self.data, overlap=overlap
+                program,
+                self.rank,
+                self.stages,
+                loss=self.loss,
+                group=group,
+                deadline=deadline,
+                data=self.data,
+                overlap=overlap,
+                number=self.number,
             )
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found

@@ -40,7 +40,10 @@ _STORE = timedelta(seconds=10)
 
 
 class Processes(Group):
-    """This process's place among the ranks. `store` is one that all of them reach, under a name that is theirs alone.
+    """This process's place among the ranks.
+
+    `store` is one that all of them reach, under a name that is theirs alone, by a connection that nothing else here uses: a
+    store serves one call at a time.
 
     `transport`: `framed` carries everything through the host; `direct` sends tensors from device to device, all between two ranks
     in one queue; `edges` does so with a queue for each channel. `auto` is direct where every rank has a device of its own.
@@ -56,7 +59,8 @@ class Processes(Group):
         """Whether this step tells the forms of its messages."""
         self._agreed: dict[int, list[Any]] = {}
         self._routes: list[Route] = []
-        self._store = store.clone()  # one of its own: a store serves one call at a time
+        self._pipelines = 0
+        self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
         self.ends: list[Any] = []
@@ -220,6 +224,10 @@ class Processes(Group):
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
         return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
+
+    def count(self) -> int:
+        self._pipelines += 1
+        return self._pipelines
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         if self.direct:

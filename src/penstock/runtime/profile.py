@@ -60,11 +60,8 @@ def profile(
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
     named = _named_layers(model, split)
     args, target = _on(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
-    own = mb.batch_size(args, 0)
-    if own is None:
-        raise ScheduleError("the sample has no tensor with a batch dimension: give at least one tensor")
     measuring = _Measuring(named, Loss(loss_fn, "mean") if loss_fn is not None else None, _maker(optimizer), warmup, repeats, progress)
-    sizes = list(dict.fromkeys(microbatch_sizes or [own]))
+    sizes = list(dict.fromkeys(microbatch_sizes or [rows_of(args)]))
     if min(sizes) < 1:
         raise ScheduleError(f"microbatch_sizes={sizes}: a microbatch has at least 1 row")
     first, *others = (measuring.at(size, mb_args(args, size), mb_args(target, size)) for size in sizes)
@@ -72,6 +69,14 @@ def profile(
     return replace(
         first, latency=latency, bandwidth=bandwidth, time_unit="s", size_unit="B", source=source, keeps_output=True, variants=others
     )
+
+
+def rows_of(sample: Any) -> int:
+    """How many rows a sample has."""
+    own = mb.batch_size(sample, 0)
+    if own is None:
+        raise ScheduleError("the sample has no tensor with a batch dimension: give at least one tensor")
+    return own
 
 
 def mb_args(value: Any, size: int) -> Any:

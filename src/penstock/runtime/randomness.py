@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 
 
-def draw_from(seed: str, stage: int, microbatch: int) -> None:
-    """Draw from the stream of this seed, stage and microbatch from here on."""
-    digest = hashlib.blake2b(f"{seed}/{stage}/{microbatch}".encode(), digest_size=8).digest()
+def draw_from(*key: object) -> None:
+    """Draw from the stream of this key from here on: a seed, a stage and a microbatch, say."""
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
     torch.default_generator.manual_seed(number)
     if _has_device():

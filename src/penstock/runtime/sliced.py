@@ -93,6 +93,9 @@ class Slice(Group):
     def ident(self, thing: object) -> Hashable:
         return self.whole.ident(thing)
 
+    def count(self) -> int:
+        return self.whole.count()
+
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def lost(self, peer: int, what: str, error: Exception) -> NoReturn:

@@ -9,6 +9,7 @@ from torch import nn
 from penstock.errors import ScheduleError
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.recording import Deferrable
+from penstock.runtime.streamed import draws_by_layer
 from penstock.runtime.values import was_changed
 
 
@@ -17,6 +18,8 @@ class Stage:
 
     def __init__(self, index: int, module: nn.Module, *, unpack: bool = True, fused: bool = False) -> None:
         self.index, self.module, self.unpack, self.fused = index, module, unpack, fused
+        self.stream: int | str = "layers" if draws_by_layer(module) else index
+        """What tells the stage's random stream from others'."""
         self.changes_input: bool | None = None
         """Whether the module changes its input in place; None until it has run once."""
         self._deferrable: Deferrable | None = None

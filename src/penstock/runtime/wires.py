@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 class Wires:
     """The cells of one rank's program, each with a name while the program is made, and its sends and receives."""
 
-    def __init__(self, program: Program, rank: int, group: Group, deadline: float, pieces: Pieces | None = None) -> None:
+    def __init__(self, program: Program, rank: int, group: Group, deadline: float, number: int, *, pieces: Pieces | None = None) -> None:
         self.pieces = pieces
         """What takes tensors in parts apart to send them, where there is a mesh that they can lie over."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
-        self.number = zlib.crc32(program.rows.codes.tobytes())
-        """What tells the program from others."""
+        self.number = zlib.crc32(program.rows.codes.tobytes(), number)
+        """What tells this pipeline's program from others."""
         self.cells: list[Any] = []
         self._places: dict[Any, int] = {}
         self.activity: Activity = group.activity(rank)

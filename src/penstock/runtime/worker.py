@@ -40,17 +40,21 @@ def _listen(orders: IO[bytes], tasks: queue.Queue[bytes | None]) -> None:
 def serve(start: Start, tasks: queue.Queue[bytes | None], answers: IO[bytes]) -> None:
     from penstock.runtime.alarm import Told, serializer
 
+    stores: list[Any] = []
     while (data := tasks.get()) is not None:
         task: Task = pickle.loads(data)
         try:
-            answer = serializer().dumps((True, run(start, task)))
+            answer = serializer().dumps((True, run(start, task, stores)))
         except BaseException as error:
             answer = pickle.dumps((False, Told.of(error)))
         write(answers, answer)
 
 
-def run(start: Start, task: Task) -> Any:
-    """Call the function as a rank of a group of its own."""
+def run(start: Start, task: Task, stores: list[Any]) -> Any:
+    """Call the function as a rank of a group of its own.
+
+    `stores` is kept for the next one: where names of hosts are slow to be had, as torch wants them, so is connecting to a store.
+    """
     if start.rank >= task.ranks:
         return None
     import torch
@@ -60,10 +64,11 @@ def run(start: Start, task: Task) -> Any:
     from penstock.runtime.processes import CONNECT, Processes
     from penstock.runtime.stores import PrefixStore, TCPStore
 
-    whole = TCPStore(start.host, start.port, is_master=False, wait_for_workers=False)
-    store = PrefixStore(task.name, whole)
-    dist.init_process_group("gloo", store=PrefixStore("torch", store), rank=start.rank, world_size=task.ranks)
-    group = Processes(store, start.rank, task.ranks, CONNECT)
+    while len(stores) < 2:
+        stores.append(TCPStore(start.host, start.port, is_master=False, wait_for_workers=False))
+    ours, theirs = (PrefixStore(task.name, store) for store in stores)
+    dist.init_process_group("gloo", store=PrefixStore("torch", theirs), rank=start.rank, world_size=task.ranks)
+    group = Processes(ours, start.rank, task.ranks, CONNECT)
     here.stand(group, start.rank)
     try:
         torch.set_rng_state(torch.load(io.BytesIO(task.seed)))
@@ -71,10 +76,11 @@ def run(start: Start, task: Task) -> Any:
         return call(*args)
     except BaseException as error:
         group.fail(start.rank, error, fatal=True)
+        here.part(error)
         raise
     finally:
         here.stand(None, 0)
-        here.leave()
+        here.part()
         group.close()
         dist.destroy_process_group()
 

@@ -26,7 +26,8 @@ from penstock.runtime.stores import PrefixStore, TCPStore
 
 GRACE = 10.0
 """Seconds that the other ranks have to end by themselves once one has failed."""
-_STOP = 3.0
+_STOP = 10.0
+"""Seconds that processes have to end once they are told to."""
 
 
 class Workers:

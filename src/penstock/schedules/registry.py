@@ -7,7 +7,7 @@ import inspect
 import operator
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
@@ -161,8 +161,14 @@ class Algorithm:
         """Each rank's row; a whole pipeline is generated once, when the first is asked for."""
         if not self.whole:
             return lambda rank: cast("Iterable[int]", self.generate(shape, rank, **options))
-        rows = cache(lambda: self.generate(shape, **options))
-        return lambda rank: cast("Iterable[int]", rows()[rank])
+        made: list[Sequence[Iterable[int]]] = []  # a plain list, so that a schedule can go to another process
+
+        def row(rank: int) -> Iterable[int]:
+            if not made:
+                made.append(self.generate(shape, **options))
+            return made[0][rank]
+
+        return row
 
 
 def pack_row(generated: Iterable[int], stages: tuple[int, ...], microbatches: int, built: int) -> Ints:

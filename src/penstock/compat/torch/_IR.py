@@ -1,0 +1,78 @@
+# ruff: noqa: N999 - torch's name
+"""The tracing front end: torch's own, taken as it is, but for the stages that a traced pipeline is built into, which are ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import fx, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.pipelining._IR import (
+    LossWrapper,
+    MultiUseParameterConfig,
+    PipeSequential,
+    PipeSplitWrapper,
+    SplitPoint,
+    TrivialLossWrapper,
+    _modify_graph_op_device,
+    annotate_split_points,
+    get_submod_name,
+    pipe_split,
+)
+from torch.distributed.pipelining._IR import Pipe as _TorchPipe
+from torch.distributed.pipelining._IR import pipeline as _trace
+
+from penstock.compat.torch.stage import _PipelineStage
+
+__all__ = [
+    "LossWrapper",
+    "MultiUseParameterConfig",
+    "Pipe",
+    "PipeSequential",
+    "PipeSplitWrapper",
+    "SplitPoint",
+    "TrivialLossWrapper",
+    "annotate_split_points",
+    "get_submod_name",
+    "pipe_split",
+    "pipeline",
+]
+
+
+class Pipe(_TorchPipe):
+    """A traced model, cut into stages."""
+
+    @staticmethod
+    def from_tracing(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> Pipe:
+        return _as_ours(_TorchPipe.from_tracing(mod, example_args, example_kwargs, split_policy))
+
+    def build_stage(self, stage_index: int, device: torch.device, group: ProcessGroup | None = None) -> _PipelineStage:
+        """One stage of the model, for one of our schedules to run."""
+        module = self.get_stage_module(stage_index)
+        if isinstance(module, fx.GraphModule):
+            _modify_graph_op_device(module, device)
+        return _PipelineStage(module, stage_index, self.info(), device, group)
+
+
+def _as_ours(pipe: _TorchPipe) -> Pipe:
+    """The same object as one of ours: it holds hooks that its class does not matter to."""
+    pipe.__class__ = Pipe
+    return cast(Pipe, pipe)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+) -> Pipe:
+    """Trace a model on example microbatches and cut it, at `pipe_split()`, at `split_spec` or by `split_policy`."""
+    return _as_ours(_trace(module, mb_args, mb_kwargs, split_spec, split_policy))

@@ -1,0 +1,130 @@
+"""Torch's action and its kinds, and the way between them and packed codes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import lru_cache
+from typing import NamedTuple
+
+from penstock.errors import ActionError
+from penstock.ir import codes
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
+
+
+class _ComputationType(str, Enum):  # noqa: UP042 - as torch's, which prints by name
+    """What an action does, by torch's names; the value is the text form, and the name of our kind."""
+
+    FORWARD = "F"
+    BACKWARD_INPUT = "I"
+    BACKWARD_WEIGHT = "W"
+    UNSHARD = "UNSHARD"
+    RESHARD = "RESHARD"
+    SEND_F = "SEND_F"
+    RECV_F = "RECV_F"
+    SEND_B = "SEND_B"
+    RECV_B = "RECV_B"
+    FULL_BACKWARD = "B"
+    OVERLAP_F_B = "OVERLAP_F_B"
+    REDUCE_GRAD = "REDUCE_GRAD"
+
+    @staticmethod
+    def from_str(action: str) -> _ComputationType:
+        try:
+            return _ComputationType(action)
+        except ValueError as error:
+            raise RuntimeError(f"Invalid computation type {action}") from error
+
+
+FORWARD = F = _ComputationType.FORWARD
+BACKWARD_INPUT = I = _ComputationType.BACKWARD_INPUT  # noqa: E741 - the field's own letter
+BACKWARD_WEIGHT = W = _ComputationType.BACKWARD_WEIGHT
+FULL_BACKWARD = B = _ComputationType.FULL_BACKWARD
+UNSHARD = _ComputationType.UNSHARD
+RESHARD = _ComputationType.RESHARD
+SEND_F = _ComputationType.SEND_F
+RECV_F = _ComputationType.RECV_F
+SEND_B = _ComputationType.SEND_B
+RECV_B = _ComputationType.RECV_B
+OVERLAP_F_B = _ComputationType.OVERLAP_F_B
+REDUCE_GRAD = _ComputationType.REDUCE_GRAD
+
+_TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
+_KINDS = {kind.name: int(kind) for kind in Kind}
+_COMPUTE = frozenset((F, B, I, W, OVERLAP_F_B))
+_WITHOUT_MICROBATCH = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
+
+
+class _Action(NamedTuple):
+    """One thing one rank does; a tuple as torch's is, equal to it field by field."""
+
+    stage_index: int
+    computation_type: _ComputationType
+    microbatch_index: int | None = None
+    sub_actions: tuple[_Action, ...] | None = None
+
+    def __str__(self) -> str:
+        return self.__repr__()
+
+    def __repr__(self) -> str:
+        if self.sub_actions is not None:
+            return f"({';'.join(map(repr, self.sub_actions))}){self.computation_type.value}"
+        microbatch = "" if self.microbatch_index is None else self.microbatch_index
+        return f"{self.stage_index}{self.computation_type.value}{microbatch}"
+
+    @property
+    def is_compute_op(self) -> bool:
+        return self.computation_type in _COMPUTE
+
+    @staticmethod
+    def from_str(action_string: str) -> _Action | None:
+        """The reverse of `repr`; nothing for blank text. Strict: `1F0junk` is no action."""
+        if not action_string.strip():
+            return None
+        try:
+            return _from_ir(Action.parse(action_string))
+        except ActionError as error:
+            raise RuntimeError(f"Invalid action string: {error}") from error
+
+
+@lru_cache
+def _get_profiler_function_name(action: _Action) -> str:
+    return f"PP:{action}"
+
+
+def _from_ir(action: Action) -> _Action:
+    parts = tuple(map(_from_ir, action.sub_actions)) or None
+    return _Action(action.stage, _TYPES[action.kind], action.microbatch, parts)
+
+
+def parts_of(action: _Action) -> tuple[_Action, ...]:
+    """The sub-actions, or the action itself."""
+    return (action,) if action.sub_actions is None else tuple(action.sub_actions)
+
+
+def pack(action: _Action) -> tuple[int, ...]:
+    """The codes of an action, one for each part."""
+    if action.sub_actions is None:
+        return (_pack_one(action),)
+    return codes.overlap(*map(_pack_one, action.sub_actions))
+
+
+def _pack_one(action: _Action) -> int:
+    stage, kind, microbatch, _ = action
+    whole = kind in _WITHOUT_MICROBATCH
+    if stage < 0 or (microbatch is None) != whole or kind == OVERLAP_F_B:
+        needs = "no microbatch" if whole else "a microbatch"
+        raise RuntimeError(f"{action} is no action by itself: it needs a stage of at least 0 and {needs}")
+    return int(codes.pack(stage, _KINDS[kind.value], microbatch or 0))
+
+
+def unpack(row: Iterable[int]) -> Iterator[_Action]:
+    """The actions of a row of codes, joined entries as one."""
+    parts: list[_Action] = []
+    for code in row:
+        kind = _TYPES[Kind(codes.kind_of(code))]
+        parts.append(_Action(codes.stage_of(code), kind, None if kind in _WITHOUT_MICROBATCH else codes.microbatch_of(code)))
+        if not codes.is_joined(code):
+            yield parts[0] if len(parts) == 1 else _Action(-1, OVERLAP_F_B, None, tuple(parts))
+            parts.clear()

@@ -1,0 +1,205 @@
+"""What every schedule of torch's kind shares: splitting, losses, merging, setting stages up."""
+
+# ruff: noqa: PLR0917 - torch's own signatures
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import schedules as _torch_schedules
+
+from penstock.compat.torch.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from penstock.compat.torch.stage import PipelineStage
+from penstock.runtime.loss import Loss
+
+_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
+
+LossFunction = Callable[..., Any]
+
+
+class _PipelineSchedule(ABC):
+    """One rank's part of a schedule, and the stages it runs it on."""
+
+    def __init__(
+        self,
+        n_microbatches: int,
+        loss_fn: LossFunction | None = None,
+        args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+        kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+        output_merge_spec: dict[str, Any] | tuple[Any] | None = None,
+        scale_grads: bool = True,
+    ) -> None:
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self.scale_grads = scale_grads
+        self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        self._has_backward = loss_fn is not None
+        self._internal_losses: list[Tensor] = []
+        self._losses_of: list[int] = []
+        """The microbatch of each loss: they come in the order in which they are made."""
+
+    # To be had by subclasses ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _step_microbatches(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run one step on microbatches."""
+
+    @abstractmethod
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one step on a whole batch."""
+
+    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+        """Run a whole batch forward: the outputs, and the losses where there is a target. Nothing is kept for a backward."""
+        before, self._has_backward = self._has_backward, False
+        try:
+            with torch.no_grad():
+                return self.step(*args, target=target, losses=losses, **kwargs)
+        finally:
+            self._has_backward = before
+
+    def _run_step(self, stages: Sequence[Any], given: tuple[Any, ...], return_outputs: bool, loss_kwargs: Any) -> Any:
+        """What both kinds of schedule do in a step; `given` is the arguments, the keyword arguments, the target and the losses."""
+        args, kwargs, target, losses = given
+        if self._has_backward and self._needs_autograd and not torch.is_grad_enabled():
+            raise RuntimeError(
+                "step() requires gradients to be enabled for backward computation; "
+                "it should not be used under torch.no_grad() context. Please call eval() instead."
+            )
+        self._forget_losses()
+        for stage in stages:
+            stage.has_backward = self._has_backward
+            stage.clear_runtime_states()
+        args_split, kwargs_split = self._split_inputs(args, kwargs)
+        targets = None if target is None else self._split_target(target)
+        self._step_microbatches(args_split, kwargs_split, targets, losses, return_outputs, loss_kwargs=loss_kwargs)
+        last = next((stage for stage in stages if stage.is_last), None)
+        return None if last is None or not return_outputs else self._merge_outputs(last.output_chunks)
+
+    _needs_autograd = True
+
+    # Batches ----------------------------------------------------------------------------------------------------------
+
+    def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
+        if not args and not kwargs:
+            return [()] * self._n_microbatches, [{}] * self._n_microbatches
+        return split_args_kwargs_into_chunks(args, kwargs, self._n_microbatches, self._args_chunk_spec, self._kwargs_chunk_spec)
+
+    def _split_target(self, target: Any) -> list[Any]:
+        """The target of each microbatch: along dimension 0, and of a tree every tensor."""
+        if isinstance(target, Tensor):
+            return list(_split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches))
+        return [each for (each,) in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
+
+    def _merge_outputs(self, output_chunks: list[Any]) -> Any:
+        return merge_chunks(output_chunks, self._output_merge_spec)
+
+    def _check_inputs(
+        self,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        losses: list[Any] | None = None,
+    ) -> tuple[list[Any], list[Any]]:
+        """Microbatches as lists of the right length, empty ones for those that were not given."""
+        count = self._n_microbatches
+        for name, given in (("arg_mbs", arg_mbs), ("kwarg_mbs", kwarg_mbs), ("target_mbs", target_mbs)):
+            if given is None:
+                continue
+            if not isinstance(given, list):
+                raise TypeError(f"{name} must be a list but got a {type(given)}")
+            if len(given) != count:
+                raise ValueError(f"Expecting {count} {name} but got {len(given)}")
+        if losses is not None and not isinstance(losses, list):
+            raise TypeError(f"losses must be a list but got a {type(losses)}")
+        return [()] * count if arg_mbs is None else arg_mbs, [{}] * count if kwarg_mbs is None else kwarg_mbs
+
+    # Losses -----------------------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: dict[str, Any] | None = None) -> Any:
+        assert self._loss_fn is not None
+        return self._loss_fn(output, target, **(loss_kwargs or {}))
+
+    def _maybe_compute_loss(
+        self, stage: Any, output: Any, target_mbs: list[Any] | None, mb_index: int, loss_kwargs: dict[str, Any] | None = None
+    ) -> None:
+        """Keep the loss of a microbatch, if this is where it is computed; without a target only if the function can do without."""
+        if not stage.is_last or self._loss_fn is None:
+            return
+        if target_mbs is not None:
+            loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        elif Loss(self._loss_fn, "mean").alone:
+            loss = self._loss_fn(output, **(loss_kwargs or {}))
+        elif not self._has_backward:
+            return
+        else:
+            raise TypeError("the loss function takes a target, but the step was given none: pass target= where the last stage is")
+        self._internal_losses.append(loss)
+        self._losses_of.append(mb_index)
+
+    def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
+        """The loss of a microbatch, where it was computed."""
+        losses, known = self._internal_losses, self._losses_of
+        if not stage.is_last or self._loss_fn is None or not losses:
+            return None
+        if mb_index in known:
+            return losses[known.index(mb_index)]
+        if len(known) != len(losses) and 0 <= mb_index < len(losses):  # put there by hand, in order
+            return losses[mb_index]
+        raise RuntimeError(f"Loss for microbatch {mb_index} is not available. Available losses for microbatches: {losses}")
+
+    def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
+        """Give the caller the losses, in the order of microbatches."""
+        held = stages if isinstance(stages, list) else [stages]
+        if losses is not None and any(stage.is_last for stage in held):
+            if len(self._internal_losses) != self._n_microbatches:
+                raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(self._internal_losses)}")
+            ordered = dict(zip(self._losses_of, self._internal_losses, strict=True))
+            losses[:] = [ordered[microbatch] for microbatch in sorted(ordered)]
+        self._forget_losses()
+
+    def _forget_losses(self) -> None:
+        self._internal_losses.clear()
+        self._losses_of.clear()
+
+    # Stages -----------------------------------------------------------------------------------------------------------
+
+    def _initialize_pp_stages(
+        self,
+        stages: list[Any],
+        args: Any,
+        kwargs: dict[str, Any] | None,
+        target: Any,
+        fwd_initialized: bool,
+        bwd_initialized: bool,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> tuple[bool, bool]:
+        """Set stages up before their first step, and when evaluation and training take turns. Those on the host need no agreement."""
+        if fwd_initialized and self._has_backward == bwd_initialized:
+            return fwd_initialized, bwd_initialized
+        if all(isinstance(stage, PipelineStage) and stage._use_frames(self._n_microbatches, self._has_backward) for stage in stages):
+            return True, self._has_backward
+        setup = _torch_schedules._PipelineSchedule._initialize_pp_stages
+        return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)  # type: ignore[arg-type]
+
+    def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
+        _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]

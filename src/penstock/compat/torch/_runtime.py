@@ -1,0 +1,205 @@
+"""Schedules with their messages written out: `pipeline_order_with_comms`, lowered by our passes or set by a subclass."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
+
+from penstock.compat.torch._actions import _COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD, _Action, _ComputationType, parts_of
+from penstock.compat.torch._checks import _simulate_comms_compute
+from penstock.compat.torch._multi import Format, PipelineScheduleMulti
+from penstock.compat.torch._orders import Actions, Order, Spaced, pack_rows, read_csv, start_program, unpack_rows, write_csv
+from penstock.compat.torch._passes import _defer_recv_ops
+from penstock.errors import VerifyError
+from penstock.ir.csv_form import refuse_for_torch
+from penstock.ir.placement import Placement
+from penstock.ir.table import Table
+from penstock.passes.pass_list import PassList
+from penstock.passes.reduce_grad import ReduceGrad
+from penstock.passes.send_receive import SendReceive
+from penstock.passes.shard import Shard
+from penstock.verifier.report import report
+from penstock.verifier.verify import check
+
+if TYPE_CHECKING:
+    from penstock.compat.torch._base import _PipelineSchedule
+
+logger = logging.getLogger("penstock.compat.torch.schedules")
+
+_ACTIVE_STAGES = 3
+"""How many stages of a rank are unsharded at once, as in torch."""
+_LEFT_TO_THE_USER = ("sharding", "reduction")
+"""Rules that an order by hand may break: parts of a model may be sharded, and gradients reduced elsewhere."""
+
+
+@dataclass
+class _PipelineContext:
+    """What a custom function is told."""
+
+    schedule_ref: _PipelineSchedule
+    arg_mbs: list[tuple[Any, ...]] | None = None
+    kwarg_mbs: list[dict[str, Any]] | None = None
+    target_mbs: list[Any] | None = None
+    losses: list[Any] | None = None
+
+
+class _CustomFunctionProtocol(Protocol):
+    def __call__(self, action: _Action, ctx: _PipelineContext) -> None: ...
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti):
+    """Runs `pipeline_order_with_comms`: loaded from a file, lowered from a compute order, or set by a subclass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._defer_pp_recv: bool = kwargs.pop("defer_pp_recv", False)
+        super().__init__(*args, **kwargs)
+        self._comp_type_to_function_map: dict[_ComputationType, Callable[..., Any]] = {}
+        self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
+        """Receives of activations under way, by stage and microbatch."""
+        self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
+        """Receives of gradients under way."""
+        self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
+        self.unsharded_stages: set[int] = set()
+        self._proved: Actions | None = None
+
+    def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
+        """Run this function in place of the actions of a kind: `custom_function(action, context)`."""
+        if computation_type not in _COMPUTE | {UNSHARD, RESHARD, REDUCE_GRAD}:
+            raise ValueError(
+                f"Invalid computation type {computation_type}. Only FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, "
+                "OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD are supported."
+            )
+        if computation_type in self._comp_type_to_function_map:
+            logger.warning("Computation type %s is already registered. Overwriting the existing custom function.", computation_type)
+        self._comp_type_to_function_map[computation_type] = custom_function
+
+    # Lowering ---------------------------------------------------------------------------------------------------------
+
+    def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:  # noqa: A002 - torch's name
+        """Prove an order, take the placement from it, and lower it, or take it as lowered."""
+        self._validate_and_set_stage_mapping(actions)
+        if format == "compute_comms":
+            self.pipeline_order_with_comms = {rank: [_not_idle(action) for action in row] for rank, row in actions.items()}
+        elif format == "compute_only":
+            _refuse_messages(actions)
+            self.pipeline_order_with_comms = self._lower(actions)
+        else:
+            raise NotImplementedError(f"format={format!r} is not implemented")
+
+    _load_actions = _prepare_schedule_with_comms
+
+    def _lower(self, actions: Order) -> Actions:
+        rows = pack_rows(actions)
+        where = self.stage_index_to_group_rank
+        placement = Placement.custom([where[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
+        at_once = max((len(parts_of(action)) for row in actions.values() for action in row if action is not None), default=1)
+        shard = Shard(lookahead=len(rows.codes), residency=max(_ACTIVE_STAGES, at_once))
+        lowered = PassList.of([shard, ReduceGrad(), SendReceive("paired")]).apply(start_program(rows, placement))
+        order = unpack_rows(lowered.rows)
+        return _defer_recv_ops(order, where.__getitem__) if self._defer_pp_recv else order
+
+    def _load_csv(self, filename: str, format: Format = "compute_only") -> None:  # noqa: A002 - torch's name
+        """Read a file: a compute order, which is lowered, or one with its messages (`compute_comms`)."""
+        if format == "compute_only":
+            super()._load_csv(filename)
+            self._prepare_schedule_with_comms(self.pipeline_order)
+        elif format == "compute_comms":
+            self._prepare_schedule_with_comms(read_csv(filename), format=format)
+        else:
+            raise NotImplementedError(f"format={format!r} is not implemented")
+
+    def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:  # noqa: A002 - torch's name
+        """Write the order with its messages, or the compute order."""
+        order = self.pipeline_order if format == "compute_only" else getattr(self, "pipeline_order_with_comms", None)
+        if order is None:
+            raise AssertionError("Must initialize compute_comms schedule before dump_csv")
+        write_csv(cast(Order, order), filename)
+
+    def _simulate(self) -> Spaced:
+        """The order in steps, if every action took one."""
+        return _simulate_comms_compute(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
+
+    # Running ----------------------------------------------------------------------------------------------------------
+
+    def _actions(self) -> list[_Action]:
+        order: Actions | None = getattr(self, "pipeline_order_with_comms", None)
+        if order is None:
+            raise AssertionError("Must call _prepare_schedule_with_comms() before calling _step_microbatches()")
+        if order != self._proved:
+            self._prove(order)
+            self._proved = {rank: list(row) for rank, row in order.items()}
+        self.unshard_ops.clear()
+        self.unsharded_stages.clear()
+        return order[self.rank]
+
+    def _prove(self, order: Actions) -> None:
+        """Refuse an order that would hang or lose work, where all of it is known."""
+        if sorted(order) != list(range(self.pp_group_size)):
+            return
+        where = self.stage_index_to_group_rank
+        placement = Placement.custom([where[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
+        program = start_program(pack_rows(order), placement, lowered=True)
+        findings = [finding for finding in check(program) if finding.rule not in _LEFT_TO_THE_USER]
+        if findings:
+            raise VerifyError(findings, report(program, "channels", findings))
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """Wait for a stage's parameters, if it is sharded."""
+        if not isinstance(stage.submod, FSDPModule):
+            return
+        index = stage.stage_index
+        if index in self.unshard_ops:
+            for handle in self.unshard_ops.pop(index):
+                handle.wait()
+            self.unsharded_stages.add(index)
+        if index not in self.unsharded_stages:
+            raise AssertionError(f"Attempted to compute on sharded stage_idx={index}")
+
+    def _unshard(self, stage: Any) -> None:
+        index = stage.stage_index
+        if index in self.unsharded_stages or index in self.unshard_ops:
+            raise AssertionError(f"Unsharding the same stage_idx={index} twice")
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                self.unshard_ops[index].append(cast(UnshardHandle, module.unshard(async_op=True)))
+
+    def _reshard(self, stage: Any) -> None:
+        index = stage.stage_index
+        if index not in self.unsharded_stages or index in self.unshard_ops:
+            raise AssertionError(f"Resharding stage_idx={index} without unsharding, or before that is done")
+        for module in stage.submod.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self.unsharded_stages.remove(index)
+
+
+def as_torch(table: Table, stages: list[Any], **options: Any) -> _PipelineScheduleRuntime:
+    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...)."""
+    refuse_for_torch(table)
+    made = _PipelineScheduleRuntime(stages, table.microbatches, **options)
+    order = unpack_rows(table.rows)
+    if not table.lowered:
+        made.pipeline_order = {rank: list(row) for rank, row in order.items()}
+    made._prepare_schedule_with_comms(order, format="compute_comms" if table.lowered else "compute_only")
+    return made
+
+
+def _not_idle(action: _Action | None) -> _Action:
+    if action is None:
+        raise AssertionError("Expected action to be not None: an order with its messages has no idle slots")
+    return action
+
+
+def _refuse_messages(actions: Order) -> None:
+    for rank, row in actions.items():
+        for position, action in enumerate(row):
+            if action is not None and not action.is_compute_op:
+                raise ValueError(
+                    f"Expected compute-only schedule but found communication action '{action}' at rank {rank}, position {position}. "
+                    "Communication actions (e.g. SEND_F, RECV_F, etc.) should not be present when format='compute_only'."
+                )

@@ -1,0 +1,161 @@
+"""Torch's view of a schedule as lists of actions, and its picture. The spacing is our simulator's.
+
+`get_schedule_ops("InterleavedZeroBubble", 4, 8)` gives the lists, `visualize_schedule(ops, "test.png")` draws them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from penstock.compat.torch._actions import _Action, _ComputationType
+from penstock.compat.torch._checks import _homes
+from penstock.compat.torch._orders import Order, pack_rows, unpack_rows
+from penstock.compat.torch.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _PipelineSchedule,
+    _PipelineScheduleRuntime,
+    get_schedule_class,
+)
+from penstock.errors import MissingExtraError, PenstockError
+from penstock.ir.costs import Costs
+from penstock.ir.kind import COMPUTE
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.simulator.simulate import simulate
+
+Ops = list[list[_Action | None]]
+
+
+class OpKey(NamedTuple):
+    """One compute action."""
+
+    stage_index: int
+    computation_type: _ComputationType
+    microbatch_index: int
+
+
+@dataclass(frozen=True)
+class _ComputationTypeVisual:
+    """How a kind of action is drawn."""
+
+    color: str
+    text: str = ""
+    width: int = 1
+
+
+action_type_to_color_mapping = {
+    _ComputationType.FORWARD: _ComputationTypeVisual("blue", "Forward"),
+    _ComputationType.BACKWARD_INPUT: _ComputationTypeVisual("teal", "Backward Input"),
+    _ComputationType.BACKWARD_WEIGHT: _ComputationTypeVisual("green", "Backward Weight"),
+    _ComputationType.FULL_BACKWARD: _ComputationTypeVisual("orange", "Full Backward", 2),
+    _ComputationType.OVERLAP_F_B: _ComputationTypeVisual("purple", "Overlap F+B", 3),
+}
+_OTHERS = _ComputationTypeVisual("black", "Communication")
+
+
+def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
+    schedule: str | type[_PipelineSchedule],
+    pp_degree: int,
+    num_microbatches: int,
+    num_stages_per_rank: int | None = None,
+    add_spacing: bool = False,
+    with_comms: bool = False,
+    defer_pp_recv: bool = False,
+) -> Ops:
+    """Each rank's actions: by step with `add_spacing`, with messages with `with_comms` (late receives with `defer_pp_recv`)."""
+    if add_spacing and with_comms:
+        raise ValueError("Cannot add spacing and view comms at the same time")
+    made: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not issubclass(made, PipelineScheduleSingle | PipelineScheduleMulti):
+        raise ValueError(f"Invalid schedule: {schedule}")
+    single = issubclass(made, PipelineScheduleSingle)
+    chunks = _chunks(single, num_stages_per_rank)
+    stage = SimpleNamespace(group_rank=0, group_size=pp_degree, num_stages=chunks * pp_degree, submod=None)
+    order: Order | None = made(stage if single else [stage] * chunks, num_microbatches).pipeline_order
+    if order is None:
+        raise AssertionError("Expected pipeline_order to not be None")
+    if with_comms:
+        runtime = _PipelineScheduleRuntime([stage] * chunks, num_microbatches, defer_pp_recv=defer_pp_recv)
+        runtime._prepare_schedule_with_comms(_compute_alone(order))
+        return [list(runtime.pipeline_order_with_comms[rank]) for rank in range(pp_degree)]
+    rows = [list(order[rank]) for rank in range(pp_degree)]
+    return add_schedule_op_spacing(rows) if add_spacing else rows
+
+
+def _chunks(single: bool, asked: int | None) -> int:
+    chunks = (1 if single else 2) if asked is None else asked
+    if (chunks != 1) if single else (chunks < 2):
+        raise AssertionError(f"Expected num_stages_per_rank to be {'1' if single else 'at least 2'}, got {chunks}")
+    return chunks
+
+
+def _compute_alone(order: Order) -> Order:
+    return {rank: [action for action in row if action is None or action.is_compute_op] for rank, row in order.items()}
+
+
+def add_schedule_op_spacing(schedule: Sequence[Sequence[_Action | None]]) -> Ops:
+    """The compute actions as the simulator times them, a forward or a half of a backward a step, with idle slots between."""
+    order = _compute_alone(dict(enumerate(schedule)))
+    where = _homes(order)
+    if not where:
+        return [[] for _ in order]
+    rows = pack_rows(order)
+    table = Schedule.from_rows(
+        rows.keep(rows.is_kind(*COMPUTE)),
+        Placement.custom([where.get(stage, 0) for stage in range(max(where) + 1)], ranks=len(order)),
+        int(rows.microbatch.max()) + 1,
+    )
+    try:
+        timeline = simulate(table, Costs())
+    except PenstockError as error:
+        raise RuntimeError(f"No progress made in scheduling - possible deadlock: {error}") from error
+    actions = unpack_rows(table.rows)
+    pairs = (zip(actions[rank], timeline.spans(rank), strict=True) for rank in range(len(order)))
+    return [[slot for action, span in row for slot in (*[None] * round(span.wait), action)] for row in pairs]
+
+
+# Pictures -------------------------------------------------------------------------------------------------------------
+
+
+def visualize_schedule(schedule: Sequence[Sequence[_Action | None]], filename: str | None = None) -> None:
+    """Draw the lists, a row a rank, into a file or on the screen."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise MissingExtraError("visualize_schedule", "matplotlib", "plot") from error
+    longest = max((len(row) for row in schedule), default=0)
+    figure, axes = plt.subplots(figsize=(longest + 2, len(schedule) + 2))
+    _draw(axes, schedule, font=min(longest, len(schedule)) + 4)
+    if filename is None:
+        plt.show()
+    else:
+        figure.savefig(filename, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _draw(axes: Any, schedule: Sequence[Sequence[_Action | None]], font: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    ranks, end, used = len(schedule), 0, dict[_ComputationTypeVisual, None]()
+    for rank, row in enumerate(schedule):
+        at = 0
+        for action in row:
+            look = _OTHERS if action is None else action_type_to_color_mapping.get(action.computation_type, _OTHERS)
+            if action is not None:
+                used[look] = None
+                border = 1 if action.sub_actions is None else 2
+                axes.add_patch(Rectangle((at, ranks - rank - 1), look.width, 1, facecolor=look.color, edgecolor="black", linewidth=border))
+                middle = at + look.width / 2, ranks - rank - 0.5
+                axes.text(*middle, str(action), ha="center", va="center", fontsize=font, color="white")
+            at += look.width
+        end = max(end, at)
+    axes.set_xlim(-0.5, end + 1)
+    axes.set_ylim(-0.5, ranks + 0.5)
+    axes.set_yticks([ranks - rank - 0.5 for rank in range(ranks)], [f"Rank {rank}" for rank in range(ranks)], fontsize=font)
+    axes.set_xticklabels([])
+    handles = [Rectangle((0, 0), 1, 1, facecolor=look.color, edgecolor="black", label=look.text) for look in used]
+    axes.legend(handles=handles, loc="upper right", fontsize=font)

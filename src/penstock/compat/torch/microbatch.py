@@ -1,0 +1,276 @@
+"""A batch as microbatches by torch's chunk specifications.
+
+Torch's rules are its own, beyond what our splitting knows: the count shrinks to the smallest batch among the arguments, block
+masks are cut along their batch, sharded tensors by their local parts, and merging can reduce.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.fx.node import map_aggregate
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from penstock.runtime.microbatch import sizes_of
+
+__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
+
+DEFAULT_CHUNK_DIM = 0
+_debug_mask_minibatches = False
+"""Torch's switch for debugging: microbatches are as large as the batch, all of it zero but their own part."""
+
+
+class _CustomReducer:
+    """How to reduce one value over microbatches: from `init_value` on, by `reduce_fn`."""
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value, self.reduce_fn = init_value, reduce_fn
+
+
+class _LossReducer(_CustomReducer):
+    """The same for a loss."""
+
+
+sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
+
+
+class TensorChunkSpec:
+    """Split along this dimension."""
+
+    def __init__(self, split_dim: int) -> None:
+        self.split_dim = split_dim
+
+    def __repr__(self) -> str:
+        return f"{type(self).__module__}.{type(self).__name__}({self.split_dim})"
+
+    def __str__(self) -> str:
+        return f"TensorChunkSpec({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
+        """One specification for each dimension."""
+        return cast("tuple[TensorChunkSpec, ...]", map_aggregate(chunk_dims, TensorChunkSpec))  # type: ignore[arg-type]
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
+        """One specification for each named dimension."""
+        return cast("dict[str, TensorChunkSpec]", map_aggregate(chunk_dims, TensorChunkSpec))  # type: ignore[arg-type]
+
+
+class _Replicate:
+    """Give every microbatch the whole value."""
+
+
+def _is_whole(spec: Any) -> bool:
+    return spec is _Replicate or isinstance(spec, _Replicate)
+
+
+def _is_mask(value: Any) -> bool:
+    return isinstance(value, BlockMask)
+
+
+# Splitting ------------------------------------------------------------------------------------------------------------
+
+
+def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
+    """The mask of each microbatch; one that holds for any batch stays whole."""
+    total = block_mask.kv_num_blocks.size(0)
+    if total == 1:
+        return [block_mask] * num_chunks
+    if total < num_chunks:
+        raise AssertionError(f"Block mask has fewer batch size than the number of chunks: {total} < {num_chunks}")
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    columns = [_rows_of(getattr(block_mask, name), num_chunks) for name in names]
+    made, first = [], 0
+    for parts in zip(*columns, strict=True):
+        made.append(
+            BlockMask.from_kv_blocks(
+                **dict(zip(names, parts, strict=True)),
+                BLOCK_SIZE=block_mask.BLOCK_SIZE,
+                mask_mod=_shifted(block_mask.mask_mod, first),
+                seq_lengths=block_mask.seq_lengths,
+            )
+        )
+        first += parts[0].size(0)
+    return made
+
+
+def _rows_of(table: Tensor | None, count: int) -> Sequence[Tensor | None]:
+    return [None] * count if table is None else torch.tensor_split(table, count)
+
+
+def _shifted(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
+    """The mask function for a part of the batch that begins at `first`."""
+
+    def of_part(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return mask_mod(b + torch.full_like(b, first), h, q_idx, kv_idx)
+
+    return of_part
+
+
+def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
+    """The tensor of each microbatch, the larger ones first; those of a leaf that wants a gradient keep theirs."""
+    size = tensor.size(spec.split_dim)
+    if size < num_chunks:
+        raise AssertionError(f"Tensor size {size} is smaller than num_chunks {num_chunks}")
+    if isinstance(tensor, DTensor):
+        chunks: Sequence[Tensor] = _split_sharded(tensor, spec.split_dim, num_chunks)
+    else:
+        chunks = torch.tensor_split(tensor, num_chunks, spec.split_dim)
+    if tensor.requires_grad and tensor.is_leaf:
+        for chunk in chunks:
+            chunk.retain_grad()
+    return _masked(tensor, chunks, spec.split_dim) if _debug_mask_minibatches else chunks
+
+
+def _split_sharded(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
+    """Each rank cuts its own part, so that the placements stay; the whole shapes are those of an even cut of the whole."""
+    made: list[Tensor] = []
+    sizes = sizes_of(tensor.shape[dim], num_chunks)
+    for local, size in zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), sizes, strict=True):
+        shape = list(tensor.shape)
+        shape[dim] = size
+        made.append(_sharded(local, tensor, shape))
+    return made
+
+
+def _sharded(local: Tensor, like: DTensor, shape: list[int]) -> DTensor:
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(local, mesh, placements, shape=torch.Size(shape), stride=like.stride(), run_check=False)
+
+
+def _masked(whole: Tensor, chunks: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Each chunk where it stands in the whole, among zeros."""
+    made: list[Tensor] = []
+    at = 0
+    for chunk in chunks:
+        own = chunk.to_local() if isinstance(chunk, DTensor) else chunk
+        value = torch.zeros_like(whole.to_local() if isinstance(whole, DTensor) else whole)
+        value.narrow(dim, at, own.size(dim)).copy_(own)
+        made.append(_sharded(value, whole, list(whole.shape)) if isinstance(whole, DTensor) else value)
+        at += own.size(dim)
+    return made
+
+
+def _unmasked(values: list[Any], dim: int) -> list[Any]:
+    """The reverse: each value's own part."""
+    for value in values:
+        if value.shape != values[0].shape:
+            raise AssertionError(f"Expected shape {values[0].shape}, got {value.shape}")
+    sizes = sizes_of(values[0].size(dim), len(values))
+    return [value.narrow(dim, sum(sizes[:k]), sizes[k]) for k, value in enumerate(values)]
+
+
+def _parts(value: Any, spec: Any, count: int) -> Sequence[Any]:
+    """One value for each microbatch."""
+    if _is_whole(spec):
+        return [value] * count
+    return _split_block_mask(value, count) if _is_mask(value) else _split_tensor(value, spec, count)
+
+
+def _most_chunks(value: Any, spec: Any, num_chunks: int) -> int:
+    """How many microbatches a value can be split into, refusing what cannot be split at all."""
+    if _is_whole(spec):
+        return num_chunks
+    if not isinstance(value, Tensor) and not _is_mask(value):
+        raise ValueError(f"Unsupported chunk spec: {spec} and value: {value} combination.")
+    if not isinstance(spec, TensorChunkSpec):
+        raise AssertionError(f"Expected TensorChunkSpec, got {type(spec)}")
+    if isinstance(value, Tensor):
+        return value.size(spec.split_dim)
+    if spec.split_dim != 0:
+        raise AssertionError("BlockMask only supports split_dim=0")
+    total: int = value.kv_num_blocks.size(0)
+    return num_chunks if total == 1 else total
+
+
+def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: dict[Any, Any], num_chunks: int) -> list[dict[Any, Any]]:
+    """The arguments of each microbatch: as many as wanted, or fewer where some argument is shorter."""
+    if not args_dict:
+        return [{} for _ in range(num_chunks)]
+    if len(args_dict) != len(args_chunk_spec):
+        raise AssertionError(f"args_dict.keys() = {list(args_dict.keys())} args_chunk_spec.keys() = {list(args_chunk_spec.keys())}")
+    values, tree = tree_flatten(args_dict, is_leaf=_is_mask)
+    specs, _ = tree_flatten(args_chunk_spec, is_leaf=_is_mask)
+    pairs = list(zip(values, specs, strict=True))
+    count = min([_most_chunks(value, spec, num_chunks) for value, spec in pairs] + [num_chunks])
+    columns = [_parts(value, spec, count) for value, spec in pairs]
+    return [tree_unflatten([column[chunk] for column in columns], tree) for chunk in range(count)]
+
+
+def _default_spec(value: Any) -> TensorChunkSpec | _Replicate:
+    return TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
+    kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """Positional and keyword arguments of each microbatch: tensors along dimension 0 and the rest whole, unless specified."""
+    named = {} if kwargs is None else kwargs
+    numbered = dict(enumerate(args))
+    of_args = tree_map(_default_spec, args, is_leaf=_is_mask) if args_chunk_spec is None else args_chunk_spec
+    of_kwargs = tree_map(_default_spec, named, is_leaf=_is_mask) if kwargs_chunk_spec is None else kwargs_chunk_spec
+    split = _shard_dict_of_args(numbered, dict(enumerate(of_args)), chunks)
+    named_split = _shard_dict_of_args(named, of_kwargs, len(split))
+    if len(named_split) < len(split):
+        split = _shard_dict_of_args(numbered, dict(enumerate(of_args)), len(named_split))
+    if len(split) != len(named_split):
+        raise RuntimeError(f"args and kwargs are split into different number of chunks: {len(split)}, {len(named_split)}")
+    return [tuple(chunk[number] for number in range(len(chunk))) for chunk in split], named_split
+
+
+# Merging --------------------------------------------------------------------------------------------------------------
+
+
+def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
+    """One value of the microbatches' values: tensors joined as specified (along dimension 0 unless), reduced, or all alike."""
+    if chunk_spec is not None:
+        specs, tree = tree_flatten(chunk_spec)
+    else:
+        first, tree = tree_flatten(chunks[0])
+        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(first)
+    flat = [tree_flatten(chunk)[0] for chunk in chunks]
+    for chunk, leaves in zip(chunks, flat, strict=True):
+        if len(leaves) != len(specs):
+            raise ValueError(f"Chunk {chunk} did not match chunk spec {chunk_spec}")
+    return tree_unflatten([_merged([leaves[k] for leaves in flat], spec) for k, spec in enumerate(specs)], tree)
+
+
+def _merged(values: list[Any], spec: Any) -> Any:
+    if isinstance(spec, TensorChunkSpec):
+        return _joined(_unmasked(values, spec.split_dim) if _debug_mask_minibatches else values, spec.split_dim)
+    if isinstance(spec, _CustomReducer):
+        reduced = spec.init_value
+        for value in values:
+            reduced = spec.reduce_fn(reduced, value)
+        return reduced
+    for value in values[1:]:
+        if not value == values[0]:
+            raise AssertionError(f"Expected {values[0]}, got {value}")
+    return values[0]
+
+
+def _joined(values: list[Any], dim: int) -> Tensor:
+    sharded = [isinstance(value, DTensor) for value in values]
+    if not any(sharded):
+        return torch.cat(values, dim=dim)
+    if not all(sharded):
+        raise AssertionError("merge_chunks: expected all values to be DTensors or none to be DTensors, got a mix")
+    for chunk, value in enumerate(values):
+        if value.placements != values[0].placements:
+            raise AssertionError(
+                f"merge_chunks: placement mismatch at chunk {chunk}: expected {values[0].placements}, got {value.placements}"
+            )
+    shape = list(values[0].shape)
+    shape[dim] = sum(value.shape[dim] for value in values)
+    return _sharded(torch.cat([value.to_local() for value in values], dim=dim), values[0], shape)

@@ -1,0 +1,43 @@
+"""Every name of torch's `stage`. The graph of a traced stage is torch's own, inherited as it is."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import stage as _torch_stage
+from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
+
+from penstock.compat.torch._backward import stage_backward, stage_backward_input, stage_backward_weight
+from penstock.compat.torch._stage_base import _PipelineStageBase
+from penstock.compat.torch._stage_manual import PipelineStage
+from penstock.compat.torch._utils import InferenceMode, PipeInfo, PipeliningMetadataError, _DTensorMeta, _StageMeta, _TensorMeta
+
+__all__ = [
+    "InferenceMode",
+    "PipeInfo",
+    "PipelineStage",
+    "PipeliningMetadataError",
+    "_DTensorMeta",
+    "_PipelineStage",
+    "_PipelineStageBase",
+    "_RecvInfo",
+    "_StageMeta",
+    "_TensorMeta",
+    "_normalize_model_output_as_tuple",
+    "build_stage",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
+
+
+class _PipelineStage(_PipelineStageBase, _torch_stage._PipelineStage):
+    """A stage of a traced model."""
+
+
+def build_stage(
+    stage_module: nn.Module, stage_index: int, pipe_info: PipeInfo, device: torch.device, group: dist.ProcessGroup | None = None
+) -> _PipelineStage:
+    """A stage of a traced model, for a schedule to run."""
+    return _PipelineStage(stage_module, stage_index, pipe_info, device, group)

@@ -1,0 +1,86 @@
+"""Lower bounds: times that no schedule of a placement can beat within its memory."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from penstock.planner.bounds_flow import Flow
+from penstock.planner.bounds_rank import Share, chains, first_backward, holding, one_machine, shares, work
+from penstock.planner.bounds_solved import Alone
+from penstock.planner.bounds_terms import Terms
+from penstock.planner.exact_scale import common_unit
+from penstock.planner.problem import Problem
+
+ON_FLOW = 0.6
+"""The share of the time for the linear programs."""
+QUICK: dict[str, Callable[[Share], float]] = {
+    "work": work,
+    "chains": chains,
+    "one machine": one_machine,
+    "first backward": first_backward,
+    "holding": holding,
+}
+"""The bounds that need no solver; each holds for every rank."""
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The best lower bound, by which argument, and what each of them gives; infinite where nothing fits the memory."""
+
+    value: float
+    name: str
+    all: dict[str, float] = field(default_factory=dict)
+
+
+def lower_bound(problem: Problem, *, seconds: float = 0.0) -> Bound:
+    """What every schedule of the problem takes at least, as the simulator counts it.
+
+    Some arguments take next to no time. With `seconds`, and with OR-tools installed, linear programs for the ranks and a
+    solver for the best of them add to these for as long.
+    """
+    started = time.monotonic()
+    terms = Terms.of(problem)
+    if not fits_at_all(terms):
+        return Bound(math.inf, "memory", {"memory": math.inf})
+    ranks, unit = shares(terms), time_unit(problem)
+    found = {name: _rounded(max(rule(share) for share in ranks), unit) for name, rule in QUICK.items()}
+    if seconds > 0 and max(found.values()) > 0 and importlib.util.find_spec("ortools") is not None:
+        flow = Flow(ranks, max(found.values()), unit, started + ON_FLOW * seconds)
+        found["flow"] = _rounded(flow.run(), unit)
+        alone = Alone(flow.best, found["flow"], unit, started + seconds)
+        found["one rank"] = _rounded(alone.run(), unit)
+    name = max(found, key=lambda each: found[each])
+    return Bound(found[name], name, found)
+
+
+def time_unit(problem: Problem) -> float | None:
+    """What all times of the simulator are multiples of, if there is such a thing; overlapped actions may take any time."""
+    costs, shape = problem.costs, (problem.stages, problem.microbatches)
+    if costs.overlap != 1.0:
+        return None
+    values = [costs.latency, *costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
+    if costs.bandwidth is not None:
+        values += [costs.latency + each / costs.bandwidth for each in costs.table("output", *shape).ravel().tolist()]
+    for name in ("f", "i", "w", "b"):
+        values += costs.table(name, *shape).ravel().tolist()
+    unit = common_unit(values)
+    return None if unit is None else float(unit)
+
+
+def _rounded(value: float, unit: float | None) -> float:
+    """Up to the next time that there can be, but for rounding."""
+    return value if unit is None else math.ceil(value / unit - 1e-6) * unit
+
+
+def fits_at_all(terms: Terms) -> bool:
+    """Whether each rank can hold one microbatch on all of its stages at once, as it must when the last of them has its forward."""
+    for line in terms.lines:
+        for rank in set(line.ranks):
+            mine = line.stages_of(rank)
+            if (line.activation[list(mine)].sum(axis=0) + line.received[mine[-1]]).max() > terms.room[rank]:
+                return False
+    return all(room >= 0 for room in terms.room)

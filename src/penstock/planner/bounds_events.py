@@ -1,0 +1,127 @@
+"""When the first, second, third … action of each kind on a stage can start, and how much must follow it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.planner.bounds_terms import Floats, Line, Terms
+
+FREE = -math.inf
+"""Of an action that nothing need follow."""
+
+
+@dataclass(frozen=True, eq=False)
+class Events:
+    """For the k-th forward, gradient and weight part of each stage, whichever microbatch it is of: a row a stage, a column a k.
+
+    As every stage works through the same microbatches, the k-th action of one waits for the k-th of what it needs: when k + 1
+    have what they need, k + 1 of that have ended. So each rule of the pipeline holds between the k-th ones, with the least
+    time of any microbatch. The rules are: dependencies with their messages; one action at a time on a stage, one message at a
+    time on a channel; and a forward whose activation only fits once an earlier one is freed.
+    """
+
+    forward: Floats
+    gradient: Floats
+    weight: Floats
+
+    def of(self, kind: str) -> Floats:
+        table: Floats = getattr(self, kind)
+        return table
+
+
+class Wait(NamedTuple):
+    """So many forwards of a stage at most are ahead of the gradients of another, the same or a later one on its rank."""
+
+    forward: int
+    gradient: int
+    most: int
+
+
+def waits(terms: Terms, line: Line) -> list[Wait]:
+    """What memory asks of forwards, for each two stages of a rank.
+
+    Take the microbatches that have begun their forward on the first stage and not ended their gradient on the second. Each holds its
+    activations on all of the rank's stages up to the first. One of them is, or will be, the first to be on the second stage, and
+    then holds those up to there, while none of the others has freed anything. So much must fit.
+    """
+    least, found = line.least, []
+    for rank in sorted(set(line.ranks)):
+        mine, room = line.stages_of(rank), terms.room[rank]
+        for at, first in enumerate(mine if room < math.inf else ()):
+            each = float(least.activation[list(mine[: at + 1]), 0].sum())
+            for second in mine[at:]:
+                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + float(least.received[second, 0])
+                if each * line.count > room - more:
+                    found.append(Wait(first, second, max(0, int((room - more) / each))))
+    return found
+
+
+def earliest(terms: Terms, line: Line, first: int = 0) -> Events:
+    """The earliest start of each k-th action, when the first forward of stage `first` may start at 0. Stages before it stay at 0."""
+    least, held = line.least, _by_stage(line, waits(terms, line), by_forward=True)
+    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    stages, count = line.stages, line.count
+    start_f, start_g, start_w = ([[0.0] * stages for _ in range(count)] for _ in range(3))
+    up, down = [FREE] * stages, [FREE] * stages  # when the last message into each stage arrived
+    for k in range(count):
+        now_f, now_g, now_w = start_f[k], start_g[k], start_w[k]
+        for s in range(first, stages):
+            begin = start_f[k - 1][s] + f[s] if k else 0.0
+            if s > first:
+                up[s] = max(now_f[s - 1] + f[s - 1], up[s]) + hop[s]
+                begin = max(begin, up[s])
+            for other, most in held[s]:
+                if k >= most:
+                    begin = max(begin, start_g[k - most][other] + g[other])
+            now_f[s] = begin
+        for s in range(stages - 1, first - 1, -1):
+            begin = max(now_f[s] + f[s], start_g[k - 1][s] + g[s] if k else 0.0)
+            if s + 1 < stages:
+                down[s] = max(now_g[s + 1] + g[s + 1], down[s]) + hop[s + 1]
+                begin = max(begin, down[s])
+            now_g[s] = begin
+            now_w[s] = max(begin + g[s], start_w[k - 1][s] + w[s] if k else 0.0)
+    return Events(*(np.array(starts).T for starts in (start_f, start_g, start_w)))
+
+
+def remaining(terms: Terms, line: Line, only: int | None = None) -> Events:
+    """The least time from the start of each k-th action to the end of everything, or of what rank `only` does."""
+    least, held = line.least, _by_stage(line, waits(terms, line), by_forward=False)
+    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    stages, count = line.stages, line.count
+    after = [terms.after[rank][s] if only in (None, rank) else FREE for s, rank in enumerate(line.ranks)]
+    rest_f, rest_g, rest_w = ([[FREE] * stages for _ in range(count)] for _ in range(3))
+    up, down = [FREE] * stages, [FREE] * stages  # from the departure of the next message out of each stage
+    for k in range(count - 1, -1, -1):
+        now_f, now_g, now_w = rest_f[k], rest_g[k], rest_w[k]
+        later = k + 1 < count
+        for s in range(stages):
+            now_w[s] = w[s] + max(after[s], rest_w[k + 1][s] if later else FREE)
+            follows = max(now_w[s], rest_g[k + 1][s] if later else FREE)
+            if s:
+                down[s] = hop[s] + max(now_g[s - 1], down[s])
+                follows = max(follows, down[s])
+            for other, most in held[s]:
+                if k + most < count:
+                    follows = max(follows, rest_f[k + most][other])
+            now_g[s] = g[s] + follows
+        for s in range(stages - 1, -1, -1):
+            follows = max(now_g[s], rest_f[k + 1][s] if later else FREE)
+            if s + 1 < stages:
+                up[s] = hop[s + 1] + max(now_f[s + 1], up[s])
+                follows = max(follows, up[s])
+            now_f[s] = f[s] + follows
+    return Events(*(np.array(rests).T for rests in (rest_f, rest_g, rest_w)))
+
+
+def _by_stage(line: Line, found: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
+    """For each stage, the other stage of its waits and the most."""
+    held: list[list[tuple[int, int]]] = [[] for _ in range(line.stages)]
+    for wait in found:
+        one, other = (wait.forward, wait.gradient) if by_forward else (wait.gradient, wait.forward)
+        held[one].append((other, wait.most))
+    return held

@@ -1,0 +1,293 @@
+"""Look for a plan: time the named schedules, search for orders, bound what is possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from penstock.errors import MissingExtraError
+from penstock.ir.action import Action
+from penstock.ir.placement import Placement
+from penstock.ir.schedule import Schedule
+from penstock.planner.families import families, searchable_placements
+from penstock.planner.named import Attempt, Cutter, Verdict, attempts
+from penstock.planner.request import SEARCHED, Case, Progress, Request
+from penstock.planner.setting import Setting, Trial
+
+_MOST_SEARCHED = 8
+"""Settings that get a first, short search."""
+_FINALISTS, _CLOSE = 2, 0.03
+"""Of these, the ones that get a longer one: the best, and others that are not slower by more than that share."""
+_FIRST_SHARE, _PROOF_SHARE = 0.35, 0.25
+"""Of the seconds: for the short searches, and for the bound and the exact solver. The rest is for the longer searches."""
+_MOST_PROOF = 20.0
+"""Seconds for bound and solver at most: neither can be stopped half-way."""
+_SMALL = 200
+"""Compute actions that the exact solver is tried for."""
+_EVEN = 1e-9
+
+Key = tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What no schedule of a setting can be quicker than, by what shows it."""
+
+    value: float
+    name: str
+    all: dict[str, float]
+
+
+@dataclass
+class Explorer:
+    """Everything that was tried so far."""
+
+    request: Request
+    attempts: list[Attempt] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+    """Schedules that were not tried at all, and why."""
+    notes: list[str] = field(default_factory=list)
+    _bounds: dict[Key, Bounds] = field(default_factory=dict)
+    _settings: dict[Key, Setting] = field(default_factory=dict)
+    _best: Trial | None = None
+
+    def __post_init__(self) -> None:
+        self.cutter = Cutter(self.request)
+
+    # What there is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> Trial | None:
+        """The quickest that fits."""
+        return self._best
+
+    @property
+    def fitting(self) -> list[Attempt]:
+        return [each for each in self.attempts if each.verdict is Verdict.FITS]
+
+    def bounds_of(self, setting: Setting) -> Bounds:
+        """The best bound that is known for a setting."""
+        key = key_of(setting)
+        self._settings.setdefault(key, setting)
+        if key not in self._bounds:
+            self._bounds[key] = _work(setting)
+            if setting.searchable:
+                from penstock.planner.bounds import lower_bound
+
+                self._note_bounds(setting, lower_bound(setting.problem).all)
+        return self._bounds[key]
+
+    def _note_bounds(self, setting: Setting, proved: Mapping[str, float]) -> None:
+        """Keep what is proved of a setting besides what was known."""
+        made = {**self.bounds_of(setting).all, **proved}
+        name = max(made, key=made.__getitem__)
+        self._bounds[key_of(setting)] = Bounds(made[name], name, made)
+
+    def overall_bound(self) -> float:
+        """What nothing that was considered can be quicker than: any order of a setting, or a named one where the model has two copies."""
+        bounds = [(self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items() if setting.searchable]
+        named = [each.trial.objective for each in self.fitting if each.trial is not None and not each.trial.setting.searchable]
+        return min([*bounds, *named])
+
+    # The three parts --------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self.time_named()
+        if self.request.searches and self.request.seconds > 0:
+            self.search()
+        self.prove()
+
+    def time_named(self) -> None:
+        """Time every named schedule at every microbatch size."""
+        found, self.refused = families(self.request.names, self.request.ranks, len(self.request.profile))
+        todo = [(family, case) for case in self.request.cases for family in found]
+        for done, (family, case) in enumerate(todo):
+            if self.request.stop():
+                return
+            self._tell("timing", done, len(todo), family.name)
+            for attempt in attempts(family, case, self.cutter, self._is_slow):
+                self._add(attempt)
+        if self._best is None and self.request.searches:
+            self.try_one_at_a_time()
+
+    def search(self) -> None:
+        """Search for orders in the settings that promise most, then longer in those that keep it."""
+        todo = self._promising()
+        total, seconds = len(todo) + _FINALISTS, self.request.seconds
+        short = _FIRST_SHARE * seconds / max(len(todo), 1)
+        tried = [self._search_in(setting, short, place, total) for place, setting in enumerate(todo)]
+        found = sorted((trial for trial in tried if trial is not None), key=lambda trial: trial.objective)[:_FINALISTS]
+        final = [trial for trial in found if trial.objective <= found[0].objective * (1 + _CLOSE)]
+        longer = ((1 - _FIRST_SHARE) * seconds - self._proof_seconds) / max(len(final), 1)
+        for place, trial in enumerate(final, start=len(todo)):
+            self._search_in(trial.setting, longer, place, total, [trial.schedule])
+
+    def _promising(self) -> list[Setting]:
+        """The settings to search first: those with the lowest bounds, but of each placement one before others of the same."""
+        worth = sorted(self._worth_searching(), key=lambda setting: self.bounds_of(setting).value)
+        first = {setting.placement.copies: setting for setting in reversed(worth)}
+        own = [setting for setting in worth if first[setting.placement.copies] is setting]
+        return [*own, *(setting for setting in worth if first[setting.placement.copies] is not setting)][:_MOST_SEARCHED]
+
+    @property
+    def _proof_seconds(self) -> float:
+        return min(_PROOF_SHARE * self.request.seconds, _MOST_PROOF)
+
+    def prove(self) -> None:
+        """Bound what is possible where the best is; solve small problems exactly."""
+        best, seconds = self._best, self._proof_seconds
+        if best is None or not best.setting.searchable:
+            return
+        self.bounds_of(best.setting)
+        if self.request.stop() or seconds <= 0 or self._is_proved(best):
+            return
+        from penstock.planner.bounds import lower_bound
+
+        self._tell("bounding", 0, 1, _label(best.setting))
+        self._note_bounds(best.setting, lower_bound(best.setting.problem, seconds=seconds / 2).all)
+        if best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL and not self._is_proved(best):
+            self._solve(best, seconds / 2)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _tell(self, phase: str, done: int, total: int, what: str) -> None:
+        best = self._best
+        found = (None, "") if best is None else (best.objective, best.name)
+        self.request.tell(Progress(phase, done, total, what, *found))
+
+    def _tell_found(self, place: int, total: int, what: str, objective: float) -> None:
+        if self._best is None or objective < self._best.objective:
+            self.request.tell(Progress("searching", place, total, what, objective, SEARCHED))
+
+    def _is_slow(self, setting: Setting) -> bool:
+        """Whether its work alone takes longer than the best; what is only just as slow may still be the more robust."""
+        return self._best is not None and setting.work > self._best.objective * (1 + self.request.near)
+
+    def _is_proved(self, trial: Trial) -> bool:
+        return trial.objective <= self.bounds_of(trial.setting).value * (1 + _EVEN)
+
+    def _add(self, attempt: Attempt) -> None:
+        self.attempts.append(attempt)
+        trial = attempt.trial
+        if trial is not None:
+            self._settings.setdefault(key_of(trial.setting), trial.setting)
+        if trial is not None and trial.fits and (self._best is None or trial.objective < self._best.objective):
+            self._best = trial
+
+    def _worth_searching(self) -> Iterator[Setting]:
+        """Settings that could beat the best: those of the placements, and those that a named schedule needed to fit."""
+        seen: set[Key] = set()
+        for setting in [*self._own_settings(), *(each.trial.setting for each in self.fitting if each.trial is not None)]:
+            key = key_of(setting)
+            if key in seen or not setting.searchable or self._is_slow(setting):
+                continue
+            seen.add(key)
+            if not self._cannot_win(setting):
+                yield setting
+
+    def _cannot_win(self, setting: Setting) -> bool:
+        return self._best is not None and self.bounds_of(setting).value >= self._best.objective * (1 - _EVEN)
+
+    def _own_settings(self) -> Iterator[Setting]:
+        for case in self.request.cases:
+            for placement in searchable_placements(self.request.ranks, len(self.request.profile)):
+                yield from self.cutter.settings(case, placement, (False,) * placement.stages)
+                if self.request.recompute and self.request.limits is not None:
+                    yield from self.cutter.settings(case, placement, (True,) * placement.stages)
+
+    def _search_in(self, setting: Setting, seconds: float, place: int, total: int, start: list[Schedule] | None = None) -> Trial | None:
+        """Search in one setting; what was found, if it fits."""
+        from penstock.planner.search import search
+
+        if self.request.stop() or self._cannot_win(setting):
+            return None
+        what = _label(setting)
+        self._tell("searching", place, total, what)
+        starts = [*(start or ()), *self._starts(setting)]
+        found = search(
+            setting.problem,
+            seconds=seconds,
+            seed=self.request.seed,
+            start=starts,
+            progress=lambda _, objective: self._tell_found(place, total, what, objective),
+            stop=self.request.stop,
+        )
+        if found.schedule is None:
+            return None
+        trial = Trial.run(SEARCHED, setting, found.schedule)
+        if trial.fits:
+            self._add_searched(trial)
+        return trial if trial.fits else None
+
+    def _add_searched(self, trial: Trial) -> None:
+        """Add what was found, in place of what was found in the same setting before if it is better than that."""
+        key = key_of(trial.setting)
+        before = [each for each in self.attempts if each.name == SEARCHED and each.trial is not None and key_of(each.trial.setting) == key]
+        if all(not each.trial.fits or trial.objective < each.trial.objective for each in before if each.trial is not None):
+            self.attempts = [each for each in self.attempts if not any(each is other for other in before)]
+            self._add(self._searched(trial))
+
+    def _searched(self, trial: Trial) -> Attempt:
+        setting = trial.setting
+        verdict = Verdict.FITS if trial.fits else Verdict.OVER
+        return Attempt(trial.name, case_of(setting), setting.placement, sum(setting.recompute), verdict, trial)
+
+    def try_one_at_a_time(self) -> None:
+        """The order that holds least, where no named one fits: if this does not, nothing does."""
+        for setting in self._own_settings():
+            self._add(self._searched(Trial.run(SEARCHED, setting, one_at_a_time(setting.placement, setting.microbatches))))
+
+    def _starts(self, setting: Setting) -> list[Schedule]:
+        """Orders that were timed on the same placement, whatever the partition: the quickest of each name, those that fit first."""
+        shape = setting.placement.copies, setting.microbatches
+        timed = [each.trial for each in self.attempts if each.trial is not None]
+        same = [trial for trial in timed if (trial.setting.placement.copies, trial.setting.microbatches) == shape]
+        found: dict[str, Schedule] = {}
+        for trial in sorted(same, key=lambda trial: (not trial.fits, trial.objective)):
+            found.setdefault(trial.name, trial.schedule)
+        return list(found.values())
+
+    def _solve(self, best: Trial, seconds: float) -> None:
+        """Solve exactly from the best on, as far as the time goes."""
+        from penstock.planner.exact import solve
+
+        self._tell("solving", 0, 1, _label(best.setting))
+        try:
+            solved = solve(best.setting.problem, seconds=seconds, start=best.schedule)
+        except MissingExtraError as error:
+            self.notes.append(str(error))
+            return
+        self._note_bounds(best.setting, {"solver": solved.bound})
+        if solved.schedule is not None:
+            trial = Trial.run(SEARCHED, best.setting, solved.schedule)
+            if trial.fits and trial.objective < best.objective and self.request.searches:
+                self._add_searched(trial)
+
+
+def key_of(setting: Setting) -> Key:
+    """What tells settings of one request apart."""
+    return setting.profile.microbatch, setting.placement.copies, setting.sizes, setting.recompute
+
+
+def case_of(setting: Setting) -> Case:
+    return Case(setting.profile, setting.microbatches)
+
+
+def _label(setting: Setting) -> str:
+    again = ", recomputed" if any(setting.recompute) else ""
+    return f"{setting.placement.kind}, {setting.placement.chunks} a rank, {setting.microbatches} x {setting.profile.microbatch}{again}"
+
+
+def one_at_a_time(placement: Placement, microbatches: int) -> Schedule:
+    """Each microbatch forward through all stages and back, before the next."""
+    way = [*range(placement.stages)]
+    order = [(stage, kind) for kind, stages in (("F", way), ("B", way[::-1])) for stage in stages]
+    rows: list[list[Action | str]] = [[] for _ in range(placement.ranks)]
+    for microbatch in range(microbatches):
+        for stage, kind in order:
+            rows[placement.rank_of(stage, microbatch)].append(f"{stage}{kind}{microbatch}")
+    return Schedule.from_actions(rows, placement, microbatches=microbatches, name=SEARCHED)
+
+
+def _work(setting: Setting) -> Bounds:
+    return Bounds(setting.work, "work", {"work": setting.work})

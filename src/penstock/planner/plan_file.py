@@ -1,0 +1,143 @@
+"""Plans as JSON. A plan that is read is timed and proved anew: what a file says of itself is not taken for a proof."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from penstock.errors import FileFormatError, PenstockError
+from penstock.ir import json_form
+from penstock.ir.csv_form import write_whole
+from penstock.ir.schedule import Schedule
+from penstock.planner.candidate import Candidate
+from penstock.planner.profile import Profile
+from penstock.planner.request import checked_limits
+
+if TYPE_CHECKING:
+    from penstock.planner.plan import Plan
+
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "name": (str,),
+    "barrier": (bool,),
+    "split": (bool,),
+    "partition": (list,),
+    "recompute": (list,),
+    "memory_limit": (list, type(None)),
+    "bounds": (dict,),
+    "overall_bound": (int, float),
+    "p95": (int, float, type(None)),
+    "jitter": (int, float),
+    "chosen": (int,),
+    "in_bytes": (bool,),
+    "notes": (list,),
+    "alternatives": (list,),
+    "profile": (dict,),
+    "schedule": (dict,),
+}
+
+
+def encode(plan: Plan) -> dict[str, Any]:
+    """Plain data; the figures up to `gap` and the costs are there for readers."""
+    return {
+        "format": json_form.FORMAT,
+        "version": json_form.VERSION,
+        "type": "plan",
+        "name": plan.name,
+        "objective": plan.objective,
+        "makespan": plan.predicted.makespan,
+        "bubble": plan.predicted.bubble,
+        "peak_memory": plan.predicted.peak_memory,
+        "bound": plan.bound,
+        "gap": plan.gap,
+        "costs": plan.costs.to_json(),
+        "barrier": plan.barrier,
+        "split": plan.split,
+        "partition": list(plan.partition),
+        "recompute": list(plan.recompute),
+        "memory_limit": None if plan.memory_limit is None else list(plan.memory_limit),
+        "bounds": plan.bounds,
+        "overall_bound": plan.overall_bound,
+        "p95": plan.p95,
+        "jitter": plan.jitter,
+        "chosen": plan.chosen,
+        "in_bytes": plan.in_bytes,
+        "notes": list(plan.notes),
+        "profile": plan.profile.to_json(),
+        "schedule": json_form.encode(plan.schedule),
+        "alternatives": [each.to_json() for each in plan.alternatives],
+    }
+
+
+def decode(data: Any, file: str = "JSON") -> Plan:
+    """The reverse of `encode`."""
+    json_form.check_header(data, file, "plan")
+    for name, kinds in _FIELDS.items():
+        if name not in data:
+            raise FileFormatError(file, f"there is no {name!r}")
+        if type(data[name]) not in kinds:
+            raise FileFormatError(file, f"{name!r} is not what it must be: {data[name]!r}")
+    schedule = json_form.decode(data["schedule"], file)
+    if not isinstance(schedule, Schedule):
+        raise FileFormatError(file, "'schedule' holds a lowered program: a plan has a schedule")
+    try:
+        made = _decode(data, schedule, file)
+        made.proof  # noqa: B018 - refuses a schedule that is not right
+        objective = made.objective
+    except FileFormatError:
+        raise
+    except PenstockError as error:
+        raise FileFormatError(file, str(error)) from None
+    said = data.get("objective")
+    if not isinstance(said, (int, float)) or not math.isclose(said, objective, rel_tol=1e-9, abs_tol=1e-12):
+        raise FileFormatError(
+            file, f"it says that it takes {said!r}, but its schedule takes {objective:.6g}: it was changed by hand, plan anew"
+        )
+    return made
+
+
+def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
+    from penstock.planner.plan import Plan
+
+    profile = Profile.from_json(data["profile"])
+    partition = tuple(data["partition"])
+    whole = all(type(size) is int and size > 0 for size in partition)
+    if not whole or len(partition) != schedule.stages or sum(partition) != len(profile):
+        raise FileFormatError(file, f"'partition' {list(partition)} does not share {len(profile)} layers among {schedule.stages} stages")
+    recompute = tuple(data["recompute"])
+    if len(recompute) != schedule.stages or not all(isinstance(each, bool) for each in recompute):
+        raise FileFormatError(file, f"'recompute' must be true or false for each of the {schedule.stages} stages")
+    return Plan(
+        name=data["name"],
+        profile=profile,
+        schedule=schedule,
+        partition=partition,
+        recompute=recompute,
+        memory_limit=None if data["memory_limit"] is None else checked_limits(data["memory_limit"], schedule.ranks),
+        barrier=data["barrier"],
+        split=data["split"],
+        bounds=_bounds(data["bounds"], file),
+        overall_bound=float(data["overall_bound"]),
+        p95=None if data["p95"] is None else float(data["p95"]),
+        jitter=float(data["jitter"]),
+        alternatives=tuple(Candidate.from_json(each, file) for each in data["alternatives"]),
+        chosen=data["chosen"],
+        in_bytes=data["in_bytes"],
+        notes=tuple(map(str, data["notes"])),
+    )
+
+
+def _bounds(data: dict[str, Any], file: str) -> dict[str, float]:
+    if not data or not all(type(value) in (int, float) for value in data.values()):
+        raise FileFormatError(file, f"'bounds' must be numbers by name, got {data!r}")
+    return {name: float(value) for name, value in data.items()}
+
+
+def write(plan: Plan, path: str | PathLike[str]) -> None:
+    write_whole(path, json.dumps(encode(plan), indent=1) + "\n")
+
+
+def read(path: str | PathLike[str]) -> Plan:
+    return decode(json_form.read_data(path), os.fspath(path))

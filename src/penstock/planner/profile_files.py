@@ -1,0 +1,37 @@
+"""Profiles as TOML."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import FileFormatError
+
+
+def suffix_of(path: str | PathLike[str]) -> str:
+    """`.json` or `.toml`."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".json", ".toml"):
+        raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .toml")
+    return suffix
+
+
+def toml_text(data: dict[str, Any]) -> str:
+    """Plain values, then lists of tables, which may hold such lists themselves."""
+    return "\n".join(_lines(data, "")) + "\n"
+
+
+def _lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
+    tables = {name: value for name, value in data.items() if isinstance(value, list)}
+    for name, value in data.items():
+        if name not in tables:
+            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+    for name, rows in tables.items():
+        for row in rows:
+            yield ""
+            yield f"[[{prefix}{name}]]"
+            yield from _lines(row, f"{prefix}{name}.")

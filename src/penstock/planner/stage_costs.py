@@ -1,0 +1,84 @@
+"""What each stage of a partition takes and holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from penstock.ir.costs import Costs
+from penstock.ir.placement import Placement
+from penstock.planner.profile import Layer, Profile
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one stage keeps throughout, by what it is."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+
+def runs(profile: Profile, sizes: Sequence[int]) -> list[tuple[Layer, ...]]:
+    """The layers of each stage."""
+    ends = [0, *accumulate(sizes)]
+    return [tuple(profile.layers[first:last]) for first, last in pairwise(ends)]
+
+
+def shares(profile: Profile, sizes: Sequence[int]) -> list[Share]:
+    """What each stage keeps throughout."""
+    names = ("parameters", "gradients", "optimizer")
+    return [Share(*(sum(getattr(layer, name) for layer in run) for name in names)) for run in runs(profile, sizes)]
+
+
+def reserves(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> list[float]:
+    """What each rank keeps free for the stage that it recomputes: the most that one needs beyond the input it keeps."""
+    inputs = _inputs(profile, sizes)
+    beyond = [
+        max(sum(layer.activation for layer in run) - given, 0.0) if again else 0.0
+        for run, given, again in zip(runs(profile, sizes), inputs, recompute, strict=True)
+    ]
+    return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+
+
+def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> Costs:
+    """The costs of the placement's stages.
+
+    A stage that is recomputed runs its forward again in front of its backward for the input, and keeps its input in place of
+    its activations; what these need while that backward runs is counted with the parameters of the rank's first stage. Two
+    copies of the model send each other their gradients at the end.
+    """
+    cut, inputs = runs(profile, sizes), _inputs(profile, sizes)
+
+    def summed(name: str) -> tuple[float, ...]:
+        return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
+
+    f, i, held = summed("f"), summed("i"), summed("activation")
+    kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
+    kept = list(summed("static"))
+    for rank, reserve in enumerate(reserves(profile, sizes, placement, recompute)):
+        kept[placement.stages_of(rank)[0]] += reserve
+    return Costs(
+        f=f,
+        i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
+        w=summed("w"),
+        activation=tuple(
+            (given if again else whole) + output for whole, given, again, output in zip(held, inputs, recompute, kept_output, strict=True)
+        ),
+        weight_stash=summed("weight_stash"),
+        output=tuple(run[-1].output for run in cut),
+        parameters=tuple(kept),
+        reduce=_reduction(profile, summed("gradients")) if len(placement.copies) > 1 else 0.0,
+        latency=profile.latency,
+        bandwidth=profile.bandwidth,
+    )
+
+
+def _reduction(profile: Profile, gradients: Sequence[float]) -> tuple[float, ...]:
+    return tuple(profile.latency + (0.0 if profile.bandwidth is None else size / profile.bandwidth) for size in gradients)
+
+
+def _inputs(profile: Profile, sizes: Sequence[int]) -> list[float]:
+    """What each stage is given for a microbatch."""
+    return [profile.input, *(run[-1].output for run in runs(profile, sizes)[:-1])]

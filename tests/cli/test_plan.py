@@ -1,0 +1,209 @@
+"""`penstock plan`."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+
+import pytest
+
+import penstock as ps
+from penstock.cli.live import live
+from penstock.planner import plan as planning
+from penstock.planner.request import Progress
+from penstock.planner.units import Units
+
+MODEL = ps.Profile(
+    [ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5, parameters=2)] * 8,
+    latency=0.5,
+    variants=[ps.Profile([ps.Layer(f=10, i=14, w=6, activation=2, weight_stash=1, parameters=2)] * 8, microbatch=2)],
+)
+TINY = "layers=6 hidden=64 heads=4 sequence=32 vocabulary=100 flops=1e9"
+
+
+@pytest.fixture
+def profile(tmp_path):
+    MODEL.save(tmp_path / "p.json")
+    return tmp_path / "p.json"
+
+
+def test_the_report_and_the_plan_are_the_library_s(run, profile, tmp_path):
+    result = run("plan", "--profile", profile, "-p", 4, "--batch", 16, "--memory-limit", 14, "--seconds", 0, "-o", tmp_path / "plan.json")
+    assert (result.code, result.err) == (0, "")
+    wanted = ps.plan(MODEL, ranks=4, batch=16, memory_limit=14.0, seconds=0)
+    loaded = ps.Plan.load(tmp_path / "plan.json")
+    assert loaded == wanted
+    assert result.out == f"{wanted.report()}\n\nsaved to {tmp_path / 'plan.json'}\n"
+
+
+def test_json_and_figure(run, profile, tmp_path):
+    result = run("plan", "--profile", profile, "-p", 2, "-m", 4, "--seconds", 0, "--json", "--figure", tmp_path / "plan.svg")
+    assert result.code == 0
+    data = json.loads(result.out)
+    assert (data["type"], data["objective"]) == ("plan", ps.plan(MODEL, ranks=2, microbatches=4, seconds=0).objective)
+    assert "<svg" in (tmp_path / "plan.svg").read_text()
+
+
+def test_options_reach_the_planner(run, profile, monkeypatch):
+    seen = {}
+
+    def plan(model, **given):
+        seen.update(given, model=model)
+        return ps.plan(model, **{**given, "seconds": 0})
+
+    monkeypatch.setattr(planning, "plan", plan)
+    args = ["--memory-limit", "14GiB, 15GiB", "--schedules", "gpipe, 1f1b", "--recompute", "--no-barrier", "--no-split", "--seed", 3]
+    args += ["--microbatch-sizes", "2,4", "--latency", 0.25, "--bandwidth", "2KB", "--seconds", 1.5]
+    assert run("plan", "--profile", profile, "-p", 2, "--batch", 16, *args).code == 0
+    assert seen["model"].latency == 0.25
+    assert seen["model"].bandwidth == 2000
+    wanted = {"memory_limit": ["14GiB", "15GiB"], "schedules": ["gpipe", "1f1b"], "recompute": True, "barrier": False, "split": False}
+    wanted |= {"seed": 3, "microbatch_sizes": [2, 4], "seconds": 1.5, "batch": 16, "microbatches": None, "ranks": 2}
+    assert {name: seen[name] for name in wanted} == wanted
+
+
+def test_a_transformer_by_its_size(run):
+    result = run(
+        "plan", "--transformer", f"{TINY}, microbatch=1,2  bandwidth=1GB gated=true", "-p", 2, "--batch", 8, "--seconds", 0, "--json"
+    )
+    assert result.code == 0, result.err
+    fields = {"layers": 6, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 100, "flops": 1e9}
+    profile = ps.Profile.transformer(**fields, microbatch=(1, 2), bandwidth=1e9, gated=True)
+    assert json.loads(result.out)["objective"] == ps.plan(profile, ranks=2, batch=8, seconds=0).objective
+
+
+def test_other_commands_take_the_file(run, profile, tmp_path):
+    plan = ps.plan(MODEL, ranks=2, microbatches=4, seconds=0)
+    plan.save(tmp_path / "plan.json")
+    assert json.loads(run("simulate", tmp_path / "plan.json", "--json").out)["makespan"] == plan.predicted.makespan
+    assert run("show", tmp_path / "plan.json").out.startswith(plan.name)
+    assert run("verify", tmp_path / "plan.json").code == 0
+
+
+def test_what_does_not_fit_is_a_finding(refused, profile, tmp_path):
+    said = refused(1, "plan", "--profile", profile, "-p", 4, "-m", 8, "--memory-limit", 5, "--seconds", 0, "-o", tmp_path / "plan.json")
+    assert said.startswith("no plan fits: ")
+    assert "what would fit (each tried):" in said
+    assert not (tmp_path / "plan.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ((), "Missing option '-p' / '--ranks'"),
+        (("-p", 2, "-m", 4), "give one model: --profile FILE or --transformer SIZES"),
+        (("-p", 2, "-m", 4, "--profile", "p.json", "--transformer", TINY), "not both"),
+        (("-p", 2, "-m", 4, "--profile", "nowhere.json"), "--profile: there is no file nowhere.json"),
+        (("-p", 2, "-m", 4, "--transformer", "layers 3"), "'layers 3' is not NAME=VALUE"),
+        (("-p", 2, "-m", 4, "--transformer", "layers=3 layers=4"), "layers is given twice"),
+        (("-p", 2, "-m", 4, "--transformer", f"{TINY} hiden=3"), "no field 'hiden': did you mean 'hidden'"),
+        (("-p", 2, "-m", 4, "--transformer", TINY.replace("layers=6", "layers=6.5")), "layers must be a whole number"),
+        (("-p", 2, "--transformer", TINY), "either microbatches= or batch="),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "40Gib"), "--memory-limit: '40Gib' is not a size"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "4,5,6"), "3 values for 2 ranks"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--bandwidth", "fast"), "--bandwidth: 'fast' is not a size"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--latency", -1), "--latency"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--schedules", "zvb"), "did you mean 'zbv'"),
+        (("-p", 2, "--batch", 4, "--transformer", TINY, "--microbatch-sizes", "one"), "'one' is not a list of whole numbers"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "-o", "plan.csv"), "the suffix is not one of .json"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--figure", "plan.pdf"), "the suffix is not one of .svg, .png"),
+        (("-p", 20, "-m", 4, "--transformer", TINY), "8 layers are too few for 20 ranks"),
+    ],
+)
+def test_wrong_usage_is_2(refused, args, said):
+    assert said in refused(2, "plan", *args)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("p.toml", "layers = [", "p.toml: "),
+        ("p.json", '{"layers": [{"f": 1, "i": 1, "w": 1, "activatin": 2}]}', "did you mean 'activation'"),
+        ("p.json", '{"layers": [{"f": 1, "i": 1, "w": 1, "parameters": "3gb"}]}', "'3gb' is not a size"),
+    ],
+)
+def test_a_bad_file_is_1(refused, tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    assert said in refused(1, "plan", "--profile", tmp_path / name, "-p", 1, "-m", 2)
+
+
+# Ctrl-C ---------------------------------------------------------------------------------------------------------------
+
+
+def interrupting(after: int):
+    """A planner during whose work Ctrl-C is pressed."""
+
+    def plan(model, *, progress, **given):
+        told = 0
+
+        def tell(what: Progress) -> None:
+            nonlocal told
+            told += 1
+            if told == after:
+                signal.raise_signal(signal.SIGINT)
+
+        return ps.plan(model, **given, progress=tell)
+
+    return plan
+
+
+def test_ctrl_c_keeps_the_best_plan_so_far(run, profile, tmp_path, monkeypatch):
+    monkeypatch.setattr(planning, "plan", interrupting(after=4))
+    before = signal.getsignal(signal.SIGINT)
+    result = run("plan", "--profile", profile, "-p", 4, "-m", 8, "-o", tmp_path / "plan.json")
+    assert result.code == 130
+    assert result.err == "interrupted: this is the best plan so far\n"
+    plan = ps.Plan.load(tmp_path / "plan.json")
+    assert len([each for each in plan.alternatives if each.objective]) == 4
+    assert result.out.startswith(plan.report())
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_before_anything_was_found(run, profile, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        planning, "plan", lambda model, *, stop, **given: (signal.raise_signal(signal.SIGINT), ps.plan(model, stop=stop, **given))[1]
+    )
+    result = run("plan", "--profile", profile, "-p", 4, "-m", 8, "-o", tmp_path / "plan.json")
+    assert (result.code, result.out) == (130, "")
+    assert result.err.startswith("interrupted: stopped before anything was found")
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_a_second_ctrl_c_ends_it_at_once(run, profile, monkeypatch):
+    def plan(model, **given):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(planning, "plan", plan)
+    assert run("plan", "--profile", profile, "-p", 4, "-m", 8).code == 130
+
+
+# The live display -----------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_the_best_so_far(monkeypatch):
+    stderr = Terminal()
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "200")
+    with live(Units("s")) as tell:
+        tell(Progress("timing named schedules", 3, 20, "zbv", 0.25, "1f1b"))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stderr.getvalue())
+    assert "timing named schedules" in shown
+    assert "3/20" in shown
+    assert "best 250 ms (1f1b)" in shown
+
+
+def test_nothing_is_shown_where_stderr_is_no_terminal(monkeypatch):
+    stderr = io.StringIO()
+    monkeypatch.setattr("sys.stderr", stderr)
+    with live(Units()) as tell:
+        tell(Progress("searching", 1, 2))
+    assert stderr.getvalue() == ""

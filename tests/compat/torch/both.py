@@ -1,0 +1,58 @@
+"""The installed torch's package and ours, side by side."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+from typing import Any, cast
+
+MODULES = ("schedules", "stage", "microbatch", "_backward", "_utils", "_IR", "_schedule_visualizer")
+
+
+class Package:
+    """A package and its submodules as attributes."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.top: Any = importlib.import_module(name)
+        self.schedules, self.stage, self.microbatch, self._backward, self._utils, self._IR, self._schedule_visualizer = (
+            cast(Any, importlib.import_module(f"{name}.{module}")) for module in MODULES
+        )
+
+    def __repr__(self) -> str:
+        return self.name.split(".")[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Package, (self.name,)
+
+
+TORCH, OURS = Package("torch.distributed.pipelining"), Package("penstock.compat.torch")
+BOTH = [TORCH, OURS]
+
+LOOPED = ["ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"]
+ON_A_V = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+
+
+def mock_stages(ranks: int, chunks: int) -> list[Any]:
+    """Stages that have only what a schedule's constructor asks for."""
+    return [SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None) for _ in range(chunks)]
+
+
+def made(package: Package, name: str, ranks: int, chunks: int, microbatches: int, **options: Any) -> Any:
+    """A schedule on such stages, or the type of the error that it refuses the counts with."""
+    stages = mock_stages(ranks, chunks)
+    try:
+        return getattr(package.schedules, name)(stages[0] if name in SINGLE else stages, microbatches, **options)
+    except (ValueError, AssertionError) as error:
+        return type(error)
+
+
+def parse(package: Package, *rows: str) -> dict[int, list[Any]]:
+    """An order from text: a string a rank, actions apart by spaces, a dot for an idle slot."""
+    action = package.schedules._Action.from_str
+    return {rank: [action("" if cell == "." else cell) for cell in row.split()] for rank, row in enumerate(rows)}
+
+
+def texts(order: dict[int, list[Any]]) -> dict[int, list[str | None]]:
+    return {rank: [None if action is None else str(action) for action in row] for rank, row in order.items()}

@@ -1,0 +1,156 @@
+"""Every name that programs import is there, with torch's own parameters."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from typing import Any
+
+import pytest
+
+import penstock.compat.torch as ours
+from compat.torch.both import BOTH, LOOPED, MODULES, ON_A_V, OURS, SINGLE, TORCH, mock_stages
+from penstock.compat.torch._installed import check_version
+
+FUNCTIONS = {
+    "schedules": [
+        "_add_reduce_grad",
+        "_add_send_recv",
+        "_add_unshard_reshard",
+        "_batch_p2p",
+        "_check_torch_compile_compatibility",
+        "_defer_recv_ops",
+        "_dump_chrometrace",
+        "_format_pipeline_order",
+        "_get_profiler_function_name",
+        "_merge_bw",
+        "_simulate_comms_compute",
+        "_sorted_batch_p2p",
+        "_validate_schedule",
+        "_wait_batch_p2p",
+        "get_schedule_class",
+    ],
+    "microbatch": ["_split_tensor", "merge_chunks", "split_args_kwargs_into_chunks"],
+    "stage": ["build_stage"],
+    "_IR": ["pipeline", "pipe_split"],
+    "_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
+    "_utils": ["generate_rank_to_stage_mapping", "generate_stage_to_rank_mapping"],
+    "_schedule_visualizer": ["get_schedule_ops", "visualize_schedule"],
+}
+METHODS = {
+    "schedules": {
+        "_PipelineSchedule": [
+            "__init__",
+            "_check_inputs",
+            "_compute_loss",
+            "_maybe_compute_loss",
+            "_maybe_get_loss",
+            "_split_inputs",
+            "eval",
+        ],
+        "PipelineScheduleSingle": ["__init__", "step", "_initialize_stage", "_step_microbatches", "_get_pipeline_order"],
+        "PipelineScheduleMulti": ["__init__", "step", "_load_csv", "_dump_csv", "_validate_and_set_stage_mapping", "_initialize_stages"],
+        "_PipelineScheduleRuntime": ["_load_csv", "_dump_csv", "_prepare_schedule_with_comms", "register_custom_function", "_simulate"],
+        "_PipelineContext": ["__init__"],
+        "_ScheduleForwardOnly": ["__init__"],
+        **{name: ["__init__", "step", "eval", "_step_microbatches"] for name in [*LOOPED, *ON_A_V, *SINGLE]},
+    },
+    "stage": {
+        "PipelineStage": [
+            "__init__",
+            "forward_one_chunk",
+            "backward_one_chunk",
+            "backward_weight_one_chunk",
+            "get_fwd_recv_ops",
+            "get_fwd_send_ops",
+            "get_bwd_recv_ops",
+            "get_bwd_send_ops",
+            "set_local_fwd_input",
+            "set_local_bwd_input",
+            "scale_grads",
+            "perform_reduce_grad",
+        ],
+        "_RecvInfo": ["__init__"],
+    },
+}
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def attribute(package: Any, module: str, name: str) -> Any:
+    return getattr(getattr(package, module), name)
+
+
+@pytest.mark.parametrize("module", ["", *MODULES])
+def test_torch_s_public_names(module: str) -> None:
+    theirs, mine = (importlib.import_module(f"{package.name}.{module}".rstrip(".")) for package in BOTH)
+    assert set(getattr(theirs, "__all__", ())) <= set(dir(mine))
+
+
+@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in FUNCTIONS.items() for name in names])
+def test_functions_take_what_torch_s_take(module: str, name: str) -> None:
+    assert parameters(attribute(OURS, module, name)) == parameters(attribute(TORCH, module, name))
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [(module, name, method) for module, classes in METHODS.items() for name, methods in classes.items() for method in methods],
+)
+def test_methods_take_what_torch_s_take(module: str, name: str, method: str) -> None:
+    theirs, mine = (getattr(attribute(package, module, name), method) for package in (TORCH, OURS))
+    assert parameters(mine) == parameters(theirs)
+
+
+def test_kinds_have_torch_s_values() -> None:
+    theirs, mine = (package.schedules._ComputationType for package in BOTH)
+    assert {each.name: each.value for each in mine} == {each.name: each.value for each in theirs}
+    for letter in "FBIW":
+        assert attribute(OURS, "schedules", letter) == attribute(TORCH, "schedules", letter)
+
+
+def test_classes_by_name() -> None:
+    for name in ("1F1B", "1f1b", "Interleaved1F1B", "GPIPE", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        theirs, mine = (package.schedules.get_schedule_class(name) for package in BOTH)
+        assert mine is getattr(OURS.schedules, theirs.__name__)
+    for name in ("PipelineScheduleSingle", "pipelineschedulemulti"):
+        assert issubclass(OURS.schedules.get_schedule_class(name), OURS.schedules._PipelineSchedule)
+    with pytest.raises(ValueError, match="ScheduleThatDoesNotExist"):
+        OURS.schedules.get_schedule_class("ScheduleThatDoesNotExist")
+    with pytest.raises(ValueError, match="did you mean 'GPipe'"):
+        OURS.schedules.get_schedule_class("GPip")
+
+
+def test_the_package_has_one_name_more() -> None:
+    assert set(ours.__all__) - set(TORCH.top.__all__) == {"_ScheduleForwardOnly", "as_torch"}
+
+
+def test_a_constructor_touches_no_more_than_torch_s_does() -> None:
+    """Mock stages set only a few attributes."""
+    for name in [*LOOPED, *ON_A_V, *SINGLE, "_ScheduleForwardOnly", "_PipelineScheduleRuntime"]:
+        stages = mock_stages(2, 1 if name in SINGLE or name == "_ScheduleForwardOnly" else 2)
+        made = getattr(OURS.schedules, name)(stages[0] if len(stages) == 1 else stages, 4)
+        assert made._n_microbatches == 4
+
+
+def test_an_older_torch_is_refused() -> None:
+    for version in ("2.13.0", "2.13.1+cu126", "2.14.0a0+git1234", "3.0.0"):
+        check_version(version)
+    with pytest.raises(ImportError, match=r"needs torch 2.13 or later \(there is 2.9.1\)"):
+        check_version("2.9.1")
+
+
+@pytest.mark.parametrize("style", ["loop", "v"])
+def test_stage_to_rank_maps(style: str) -> None:
+    for ranks in range(1, 6):
+        for stages in range(1, 21):
+            if style == "v" and stages % ranks:
+                continue
+            for name in ("generate_stage_to_rank_mapping", "generate_rank_to_stage_mapping"):
+                theirs, mine = (getattr(package._utils, name)(ranks, stages, style) for package in BOTH)
+                assert mine == theirs
+    for bad in ((4, 6, "v"), (2, 4, "zigzag")):
+        for package in BOTH:
+            with pytest.raises(ValueError, match=r"evenly divisible|not supported"):
+                package._utils.generate_stage_to_rank_mapping(*bad)

@@ -1,0 +1,50 @@
+"""Problems of a moderate size, for what holds of every order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.ir.placement import Placement
+from penstock.planner.problem import Problem
+
+amounts = st.integers(1, 20).map(float)
+
+
+@st.composite
+def placements(draw: st.DrawFn) -> Placement:
+    ranks = draw(st.integers(1, 4))
+    return draw(
+        st.sampled_from(
+            (Placement.linear(ranks), Placement.v(ranks), Placement.looped(ranks, 2), Placement.looped(ranks, 3), Placement.wave(ranks, 2))
+        )
+    )
+
+
+@st.composite
+def order_problems(draw: st.DrawFn, *, split: bool | None = None) -> Problem:
+    """Uneven times and sizes, slow links, reductions and an optimizer; memory for one microbatch at least."""
+    placement, microbatches = draw(placements()), draw(st.integers(1, 6))
+    stages = placement.stages
+
+    def row(values: st.SearchStrategy[float]) -> list[float]:
+        return draw(st.lists(values, min_size=stages, max_size=stages))
+
+    fields: dict[str, Any] = {name: row(amounts) for name in ("f", "i", "w", "activation")}
+    fields["weight_stash"] = [draw(st.integers(0, 10)) / 10 * size for size in fields["activation"]]
+    fields |= {"latency": draw(st.sampled_from((0.0, 1.0, 30.0))), "parameters": row(amounts)}
+    if draw(st.booleans()):
+        fields |= {"reduce": row(amounts), "optimizer": row(amounts)}
+    if draw(st.booleans()):
+        fields["b"] = [(i + w) * draw(st.sampled_from((0.7, 1.0))) for i, w in zip(fields["i"], fields["w"], strict=True)]
+    if draw(st.booleans()):
+        fields["contention"] = draw(st.sampled_from(("independent", "pair")))
+    costs = ps.Costs(**fields)
+    static = [sum(fields["parameters"][s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    alone = [sum(fields["activation"][s] for s in placement.stages_of(rank)) for rank in range(placement.ranks)]
+    more = draw(st.sampled_from((1.0, 1.5, 3.0, None)))
+    limit = None if more is None else tuple(kept + more * least for kept, least in zip(static, alone, strict=True))
+    wanted = draw(st.booleans()) if split is None else split
+    return Problem(placement, microbatches, costs, limit, barrier=draw(st.booleans()), split=wanted)

@@ -1,0 +1,88 @@
+"""A plan in words."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.planner.units import Units, table
+
+LAYER = ps.Layer(f=0.01, i=0.01, w=0.01, activation="100MiB", output="1MiB", parameters="200MiB", gradients="200MiB", optimizer="1GiB")
+MODEL = ps.Profile([replace(LAYER, name=f"block {place}") for place in range(8)], input=1024, time_unit="s", size_unit="B")
+
+
+@pytest.fixture(scope="module")
+def plan() -> ps.Plan:
+    return ps.plan(MODEL, ranks=4, microbatches=8, memory_limit="3.5GiB", seconds=0)
+
+
+def test_the_figures_are_the_plan_s(plan):
+    said = str(plan)
+    assert said.startswith(f"plan: {plan.name} on 4 ranks")
+    assert f"{plan.objective * 1000:.5g} ms" in said or f"{plan.objective:.5g} s" in said
+    assert f"bubble {plan.predicted.bubble:.1%}" in said
+    assert f"by {plan.bound_name}: at most {plan.gap:.2%} to gain with this placement and partition" in said
+    assert f"{8 / plan.objective:.4g} samples a second" in said
+
+
+def test_each_layer_is_in_the_table_of_stages(plan):
+    rows = re.findall(r"^ +(\d+) +(\d+) +(block \d+)(?: \.\. (block \d+) \((\d+)\))?", str(plan), flags=re.MULTILINE)
+    assert len(rows) == plan.placement.stages
+    assert [int(count or 1) for *_, count in rows] == list(plan.partition)
+    assert [int(rank) for _, rank, *_ in rows] == list(plan.placement.copies[0])
+
+
+def test_each_rank_s_memory_stands_against_its_limit(plan):
+    units = Units(in_bytes=True)
+    for rank, peak in enumerate(plan.predicted.peak_memory):
+        line = next(line for line in str(plan).splitlines() if re.match(rf" +{rank} +\d", line) and "GiB  " in line and "3.5GiB" in line)
+        assert units.size(peak) in line
+        assert f"{peak / (3.5 * 2**30):.0%}" in line
+
+
+def test_every_candidate_is_named_with_what_came_of_it(plan):
+    said = str(plan)
+    for each in plan.alternatives:
+        assert each.name in said
+    assert "left out: inference: it has no backward" in said
+    assert re.search(r"would hold [\d.]+[KMG]iB more than its limit", said)
+
+
+def test_recompute_is_told():
+    model = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=8, output=1)] * 4, input=1)
+    plan = ps.plan(model, ranks=4, microbatches=8, memory_limit=[20, 40, 40, 40], schedules="1f1b", recompute=True, seconds=0)
+    assert "recompute    stage 0\n" in str(plan)
+    assert re.search(r"rank +recompute +microbatches", str(plan))  # no parameters, so no columns for them
+
+
+def test_the_same_is_said_of_a_plan_without_a_limit():
+    plan = ps.plan(MODEL, ranks=2, microbatches=3, barrier=False, seconds=0, jitter=0.1)
+    assert "longest rank span" in str(plan)
+    assert "varies by 10%" in str(plan)
+    assert " none" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"), [(1.5, "1.5 s"), (0.0123456, "12.346 ms"), (2e-6, "2 us"), (3e-9, "3 ns"), (0.0, "0 ns"), (1e-12, "0.001 ns")]
+)
+def test_times(value, said):
+    assert Units("s").time(value) == said
+    assert Units("ms").time(value * 1000) == said
+    assert Units().time(12.0) == "12"
+    assert Units("steps").time(12.0) == "12 steps"
+
+
+@pytest.mark.parametrize(
+    ("value", "said", "up"), [(0, "0B", "0B"), (1023, "1023B", "1023B"), (1536, "1.5KiB", "1.5KiB"), (10241, "10KiB", "10.01KiB")]
+)
+def test_sizes(value, said, up):
+    assert Units(in_bytes=True).size(value) == said
+    assert Units(in_bytes=True).size(value, up=True) == up
+    assert Units().size(12345.6, up=True) == "1.235e+04"
+
+
+def test_tables():
+    assert list(table([("a", "bb"), ("ccc", "d")], left=(0,))) == ["  a    bb", "  ccc   d"]

@@ -1,0 +1,233 @@
+"""Checkpoints on disk: whole or not there, whatever happens to the process that writes them or to the files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from penstock.errors import CheckpointError
+from penstock.runtime import Checkpoint, Checkpoints
+from penstock.runtime.checkpoint_files import MANIFEST
+
+
+def holding(value: float) -> nn.Linear:
+    made = nn.Linear(2, 2)
+    nn.init.constant_(made.weight, value)
+    return made
+
+
+def loaded(folder: Path) -> tuple[int, float]:
+    """The step and the value of the last checkpoint."""
+    made = holding(-1.0)
+    found = Checkpoints(folder).load_latest(made)
+    assert found is not None
+    return found.step, float(made.weight[0, 0].detach())
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Path:
+    """A folder with checkpoints of steps 1 and 2, which hold these numbers."""
+    for step in (1, 2):
+        Checkpoints(tmp_path).save(holding(step), step=step)
+    return tmp_path
+
+
+def test_none_yet(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "run").load_latest(holding(0)) is None
+    assert Checkpoints(tmp_path / "run").whole() == []
+
+
+def test_only_the_last_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    for step in range(1, 5):
+        checkpoints.save(holding(step), step=step)
+    assert [each.step for each in checkpoints.whole()] == [4, 3]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000003", "step-00000004"]
+    assert loaded(tmp_path) == (4, 4.0)
+
+
+def test_all_are_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=None)
+    for step in range(1, 6):
+        checkpoints.save(holding(step), step=step)
+    assert [each.step for each in checkpoints.whole()] == [5, 4, 3, 2, 1]
+
+
+def test_the_last_one_is_the_one_that_was_saved_last(two: Path) -> None:
+    """A run that was set back goes on from where it was set back to."""
+    checkpoints, made = Checkpoints(two), holding(0)
+    assert checkpoints.load("step-00000001", made).step == 1
+    assert float(made.weight[0, 0].detach()) == 1.0
+    checkpoints.save(holding(1.5), step=1)
+    assert loaded(two) == (1, 1.5)
+    assert [each.name for each in checkpoints.whole()] == ["step-00000001.3", "step-00000002", "step-00000001"]
+
+
+def test_manifest_tells_what_is_there(two: Path) -> None:
+    found = Checkpoints(two).whole()[0]
+    assert (found.step, found.number, found.ranks, found.about["torch"]) == (2, 2, 1, torch.__version__)
+    assert set(found.files) | {MANIFEST} == {path.name for path in found.path.iterdir()}
+    assert {name: each.bytes for name, each in found.files.items()} == {name: (found.path / name).stat().st_size for name in found.files}
+
+
+def shorten(folder: Path) -> None:
+    path = folder / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(folder: Path, name: str) -> None:
+    """Change one bit in the middle."""
+    data = bytearray((folder / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (folder / name).write_bytes(data)
+
+
+def restate(folder: Path) -> None:
+    said = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(said | {"step": 7}))
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no manifest": (lambda folder: (folder / MANIFEST).unlink(), f"is partial: it has no {MANIFEST}"),
+    "no data": (lambda folder: (folder / "__0_0.distcp").unlink(), "is partial: __0_0.distcp is missing"),
+    "no metadata": (lambda folder: (folder / ".metadata").unlink(), "is partial: .metadata is missing"),
+    "short data": (shorten, r"is partial: __0_0.distcp has \d+ bytes of \d+"),
+    "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp is not as it was written"),
+    "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata is not as it was written"),
+    "empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), f"is corrupt: its {MANIFEST} cannot be read"),
+    "other manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), f"is corrupt: its {MANIFEST} cannot be read"),
+    "changed manifest": (restate, f"is corrupt: its {MANIFEST} is not as it was written"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_checkpoints_are_refused_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One that is asked for is refused; where the last is, the one before it is loaded, and a warning says so."""
+    act, said = DAMAGE[damage]
+    act(two / "step-00000002")
+    made = holding(-1.0)
+    with pytest.raises(CheckpointError, match=rf"^checkpoint {two}/step-00000002 {said}"):
+        Checkpoints(two).load("step-00000002", made)
+    assert float(made.weight[0, 0].detach()) == -1.0
+    with caplog.at_level(logging.WARNING, "penstock"):
+        assert loaded(two) == (1, 1.0)
+    assert len(caplog.messages) == 1
+    assert f"{two}/step-00000002 is " in caplog.messages[0]
+    assert caplog.messages[0].endswith("; step-00000001 is loaded instead")
+
+
+def test_contents_need_not_be_compared(two: Path) -> None:
+    """Where reading everything twice takes too long: what is missing is still seen."""
+    flip(two / "step-00000002", "manifest.json")
+    flip(two / "step-00000001", "__0_0.distcp")
+    checkpoints = Checkpoints(two, verify=False)
+    checkpoints._check(checkpoints.whole()[0])
+    shorten(two / "step-00000001")
+    with pytest.raises(CheckpointError, match="step-00000001 is partial"):
+        checkpoints.load_latest(holding(0))
+
+
+def test_a_run_does_not_start_again_where_nothing_can_be_loaded(two: Path) -> None:
+    for step in (1, 2):
+        flip(two / f"step-0000000{step}", "__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"no checkpoint can be loaded:\n.*step-00000002 is corrupt.*\n.*step-00000001 is corrupt"):
+        loaded(two)
+
+
+def test_checkpoints_of_a_later_format_are_refused(two: Path) -> None:
+    said = json.loads((two / "step-00000002" / MANIFEST).read_text())
+    (two / "step-00000002" / MANIFEST).write_text(json.dumps(said | {"format": 9}))
+    with pytest.raises(CheckpointError, match="has format 9, and this version reads 1"):
+        Checkpoint.read(two / "step-00000002")
+
+
+def test_unknown_name(two: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint 'step-3' in .*; did you mean 'step-0000000"):
+        Checkpoints(two).load("step-3", holding(0))
+
+
+def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"rank 0 failed to begin a checkpoint: NotADirectoryError"):
+        Checkpoints(tmp_path / "file" / "run").save(holding(0), step=1)
+
+
+KILLED = """
+    import os, pathlib, signal, sys
+    import torch
+    from torch import nn
+    from penstock.runtime import Checkpoints
+    import penstock.runtime.checkpoint_write, penstock.runtime.checkpoint_read
+
+    folder = sys.argv[1]
+    torch.set_num_threads(1)
+
+    def holding(value):
+        made = nn.Linear(2, 2)
+        nn.init.constant_(made.weight, value)
+        return made
+
+    def die_before(count):
+        # Killed in front of the operation of this number that changes the disk.
+        for name in ("fsync", "rename", "replace", "unlink", "rmdir", "mkdir", "open"):
+            def act(*args, _real=getattr(os, name), **kwargs):
+                nonlocal count
+                if count == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                count -= 1
+                return _real(*args, **kwargs)
+            setattr(os, name, act)
+
+    def save(step, keep):
+        Checkpoints(folder, keep=keep).save(holding(step), step=step)
+
+    step, kills = 1, 0
+    save(step, 1)
+    for keep in (1, 2):
+        for count in range(1000):
+            child = os.fork()
+            if not child:
+                die_before(count)
+                save(step + 1, keep)
+                os._exit(0)
+            status = os.waitpid(child, 0)[1]
+            made = holding(-1)
+            found = Checkpoints(folder).load_latest(made)
+            value = float(made.weight[0, 0].detach())
+            assert found.step == value, (count, found, value)
+            assert found.step in (step, step + 1), (count, found)
+            step = found.step
+            if status == 0:
+                break
+            assert os.WTERMSIG(status) == signal.SIGKILL
+            kills += 1
+        assert len(Checkpoints(folder).whole()) == keep
+        assert len(os.listdir(folder)) == keep, os.listdir(folder)
+    print(kills)
+"""
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
+    """Whichever change of the disk is the last one, the checkpoint before is there, or the new one; nothing else stays."""
+    script = tmp_path / "killed.py"
+    script.write_text(textwrap.dedent(KILLED))
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=dict(os.environ, OMP_NUM_THREADS="1"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 10

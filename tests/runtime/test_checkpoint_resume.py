@@ -1,0 +1,439 @@
+"""Checkpoints of one run loaded into another: the loss goes on to the last bit as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.nn import functional
+
+from penstock.errors import CheckpointError
+from penstock.runtime import Checkpoints, Pipeline, launch, rank
+from runtime.models import blocks
+from runtime.resuming import MICROBATCHES, SPLIT, Run, curve, model, pipelined
+
+AGAIN = 99
+"""A seed for models whose values are to be replaced."""
+
+
+def start(make: Callable[..., nn.Module], schedule: str, ranks: int, folder: Path, steps: int) -> list[float]:
+    def train() -> list[float]:
+        run = pipelined(make(), schedule)
+        losses = run.train(steps)
+        run.save(folder, steps)
+        return losses
+
+    return launch(train, ranks)[0]
+
+
+def resume(make: Callable[..., nn.Module], schedule: str, ranks: int, folder: Path, steps: int) -> list[float]:
+    def train() -> list[float]:
+        run = pipelined(make(AGAIN), schedule)
+        first = run.load(folder)
+        losses = run.train(steps, first)
+        run.save(folder, first + steps)
+        return losses
+
+    return launch(train, ranks)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("1f1b", 4), ("zbv", 2), ("1f1b", 1)],
+        [("interleaved-zb", 2), ("gpipe", 4), ("zb-h1", 2)],
+        [("1f1b", 1), ("dualpipe-v", 4), ("hanayo", 2)],
+    ],
+    ids=str,
+)
+def test_the_curve_goes_on(ways: list[tuple[str, int]], tmp_path: Path) -> None:
+    """Also what dropout draws, though the cuts between stages are others."""
+    make = partial(model, dropout=0.3)
+    losses = start(make, *ways[0], tmp_path, 3)
+    for way in ways[1:]:
+        losses += resume(make, *way, tmp_path, 2)
+    assert losses == curve(make, 7)
+
+
+@pytest.mark.slow
+def test_into_the_unpipelined_model_and_back(tmp_path: Path) -> None:
+    make = partial(model, dropout=0.3)
+    losses = start(make, "zbv", 2, tmp_path, 3)
+    run = Run.of(make(AGAIN))
+    assert run.load(tmp_path) == 3
+    losses += run.train(2, 3)
+    run.save(tmp_path, 5)
+    losses += resume(make, "1f1b", 4, tmp_path, 2)
+    assert losses == curve(make, 7)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_plain_torch_loads_it(tmp_path: Path, tied: bool) -> None:
+    """The model and the optimizer, by nothing but torch."""
+    make = partial(model, tied=tied)
+    start(make, "1f1b", 4, tmp_path, 3)
+    folder = next(tmp_path.iterdir())
+    wanted = Run.of(make(AGAIN))
+    wanted.load(tmp_path)
+
+    plain = make(AGAIN)
+    optimizer = Run.of(plain).optimizer
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = {"model": plain.state_dict(), "optimizer": get_optimizer_state_dict(plain, optimizer, options=flat)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch says that it is not distributed
+        dcp.load(state, checkpoint_id=folder)
+    plain.load_state_dict(state["model"])
+    set_optimizer_state_dict(plain, optimizer, state["optimizer"], options=flat)
+
+    assert_same_state(plain.state_dict(), wanted.model.state_dict())
+    assert_same_state(optimizer.state_dict(), wanted.optimizer.state_dict())
+
+
+def test_torch_converts_it(tmp_path: Path) -> None:
+    """To one file with the model's own state: every name, also those of tied parameters."""
+    start(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
+    dcp_to_torch_save(next(tmp_path.iterdir()), tmp_path / "whole.pt")
+    state = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
+    plain = model(AGAIN, tied=True)
+    plain.load_state_dict(state)
+    wanted = Run.of(model(AGAIN, tied=True))
+    Checkpoints(tmp_path).load_latest(wanted.model)
+    assert_same_state(plain.state_dict(), wanted.model.state_dict())
+
+
+def assert_same_state(found: Any, wanted: Any) -> None:
+    if isinstance(wanted, Tensor):
+        assert torch.equal(found, wanted)
+    elif isinstance(wanted, dict):
+        assert found.keys() == wanted.keys()
+        for key, value in wanted.items():
+            assert_same_state(found[key], value)
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted)
+        for one, other in zip(found, wanted, strict=True):
+            assert_same_state(one, other)
+    else:
+        assert found == wanted
+
+
+# Tied parameters ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", [("1f1b", 4), ("1f1b", 1), ("chimera", 4)], ids=str)
+def test_tied_parameters_are_saved_once(way: tuple[str, int], tmp_path: Path) -> None:
+    """One tensor less is written than of the model with a head of its own, though all names are there."""
+    for name, tied in (("tied", True), ("apart", False)):
+
+        def save(tied: bool = tied, name: str = name) -> None:
+            made = model(tied=tied, depth=4)
+            pipe = Pipeline(made, schedule=way[0], microbatches=4, loss_fn=functional.mse_loss, split=SPLIT)
+            Checkpoints(tmp_path / name).save(pipe, step=1)
+
+        launch(save, way[1])
+    saved = [dcp.FileSystemReader(next((tmp_path / name).iterdir())).read_metadata() for name in ("tied", "apart")]
+    assert saved[0].state_dict_metadata.keys() == saved[1].state_dict_metadata.keys()
+    written = [
+        {(each.relative_path, each.offset) for index, each in one.storage_data.items() if index.fqn.startswith("model.")} for one in saved
+    ]
+    assert len(written[0]) == len(written[1]) - 1
+
+
+def test_tied_by_name(tmp_path: Path) -> None:
+    """Parameters that are tied by name alone are one too: saved once, and loaded on the ranks of both."""
+    ties = [["embed.tokens.weight", "head.weight"]]
+    losses = {}
+
+    def train(first: bool, folder: Path, steps: int) -> list[float]:
+        run = pipelined(model(0 if first else AGAIN), "1f1b", ties=ties)
+        if first:
+            made = run.train(steps)
+            run.save(folder, steps)
+            return made + run.train(2, steps)
+        return run.train(2, run.load(folder))
+
+    losses["whole"] = launch(train, 4, args=(True, tmp_path, 2))[0]
+    losses["rest"] = launch(train, 4, args=(False, tmp_path, 2))[0]
+    assert losses["rest"] == losses["whole"][2:]
+
+
+def test_separate_parameters_are_not_tied_by_loading(tmp_path: Path) -> None:
+    start(model, "1f1b", 2, tmp_path, 1)
+    with pytest.raises(
+        CheckpointError, match=r"has embed.tokens.weight and head.weight as parameters of their own, but the model ties them"
+    ):
+        resume(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
+
+
+# Not only models and optimizers ------------------------------------------------------------------------------------------
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.seen: dict[int, list[int]] = {}
+
+    def state_dict(self) -> dict[int, list[int]]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[int, list[int]]) -> None:
+        self.seen = state
+
+
+def test_whatever_has_state(tmp_path: Path) -> None:
+    """Keys that are no texts, empty containers: all comes back as it was."""
+    one, other = Counter(), Counter()
+    one.seen = {3: [1, 2], 5: []}
+    plain = nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(plain, step=1, extra={"counter": one}, data=Counter())
+    found = checkpoints.load_latest(plain, extra={"counter": other})
+    assert found is not None
+    assert other.seen == {3: [1, 2], 5: []}
+    with pytest.raises(CheckpointError, match=r"has no extra\.scaler"):
+        checkpoints.load_latest(plain, extra={"scaler": other})
+
+
+def test_random_state_of_every_rank(tmp_path: Path) -> None:
+    """A run without a seed draws on as it would have."""
+
+    def draws() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]
+
+    def train(save: bool) -> list[float]:
+        torch.manual_seed(rank() if save else AGAIN)
+        pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
+        checkpoints = Checkpoints(tmp_path)
+        if save:
+            torch.rand(rank() + 3)
+            checkpoints.save(pipe, step=1)
+        else:
+            checkpoints.load_latest(pipe)
+        return [torch.rand(()).item()]
+
+    saved, loaded = launch(train, 2, args=(True,)), launch(train, 2, args=(False,))
+    assert saved == loaded
+    assert saved[0] != saved[1]
+
+    checkpoints, plain = Checkpoints(tmp_path / "one"), nn.Linear(2, 2)
+    checkpoints.save(plain, step=1)
+    first = draws()
+    assert draws() != first
+    checkpoints.load_latest(plain)
+    assert draws() == first
+
+
+class Batched(nn.Module):
+    """Buffers, one of which is not saved, and state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.calls = {"forward": 0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls["forward"] += 1
+        return self.norm(x)
+
+    def get_extra_state(self) -> dict[str, int]:
+        return self.calls
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = dict(state)
+
+
+def test_buffers_and_further_state(tmp_path: Path) -> None:
+    def train(save: bool) -> dict[str, Any]:
+        made = nn.Sequential(*(Batched() for _ in range(4)))
+        pipe = Pipeline(made, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
+        checkpoints = Checkpoints(tmp_path)
+        if save:
+            pipe.step(torch.randn(8, 3) + 2, target=torch.zeros(8, 3))
+            checkpoints.save(pipe, step=1)
+        else:
+            checkpoints.load_latest(pipe)
+        mine = [f"{stage * 2 + k}." for stage in pipe.stages for k in range(2)]
+        return {name: value for name, value in made.state_dict().items() if name.startswith(tuple(mine))}
+
+    saved = {name: value for theirs in launch(train, 2, args=(True,)) for name, value in theirs.items()}
+    assert saved["0._extra_state"] == {"forward": 2}
+    assert saved["3.norm.num_batches_tracked"] == 2
+    loaded = {name: value for theirs in launch(train, 2, args=(False,)) for name, value in theirs.items()}
+    assert_same_state(loaded, saved)
+
+
+def test_compiled_and_wrapped_layers_keep_their_names(tmp_path: Path) -> None:
+    plain = blocks(2)
+    wrapped = nn.Sequential(*(torch.compile(block, backend="eager") for block in blocks(2)))
+    assert "0._orig_mod.factor" in wrapped.state_dict()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.5), step=1)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    checkpoints.load_latest(plain, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert torch.equal(plain[1].factor, wrapped[1].factor)
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """Each finds the state of its own parameters, also where they are dealt out differently."""
+    plain = blocks(2)
+    ours = [torch.optim.SGD(plain[k].parameters(), lr=0.5 + k, momentum=0.9) for k in range(2)]
+    plain(torch.randn(4, 6)).sum().backward()
+    for optimizer in ours:
+        optimizer.step()
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(plain, ours, step=1)
+    other = blocks(2)
+    theirs = torch.optim.SGD([{"params": other[k].parameters()} for k in (1, 0)], lr=0.1, momentum=0.9)
+    checkpoints.load_latest(other, theirs)
+    assert [group["lr"] for group in theirs.param_groups] == [1.5, 0.5]
+    for k in range(2):
+        for one, two in zip(plain[k].parameters(), other[k].parameters(), strict=True):
+            assert torch.equal(ours[k].state[one]["momentum_buffer"], theirs.state[two]["momentum_buffer"])
+    mixed = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(
+        CheckpointError, match=r"0\.factor and 1\.\w+.* are in one group of the optimizer, but were saved with lr = 0.5 and 1.5"
+    ):
+        checkpoints.load_latest(other, mixed)
+
+
+def test_state_with_more_digits_than_its_parameter(tmp_path: Path) -> None:
+    """A float32 average of a bfloat16 parameter is not rounded on its way, as torch's own load does."""
+    plain = nn.Linear(4, 4, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    kept = torch.randn(4, 4)
+    optimizer.state[plain.weight] = {"momentum_buffer": kept}
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(plain, optimizer, step=1)
+    other = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
+    checkpoints.load_latest(plain, other)
+    assert torch.equal(other.state[plain.weight]["momentum_buffer"], kept)
+
+
+# While training goes on ---------------------------------------------------------------------------------------------------
+
+
+def test_asynchronous_save_holds_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is the state of the call, though it is written after the next steps."""
+    import threading
+
+    from penstock.runtime.checkpoint_write import Plan
+
+    gate, write = threading.Event(), Plan.write
+
+    def late(plan: Plan) -> Any:
+        assert gate.wait(60)
+        return write(plan)
+
+    monkeypatch.setattr(Plan, "write", late)
+
+    def train() -> list[float]:
+        run = pipelined(model(), "1f1b")
+        losses = run.train(3)
+        with Checkpoints(tmp_path) as checkpoints:
+            checkpoints.save_async(run.model, run.optimizer, step=3, **run.parts)
+            losses += run.train(2, 3)
+            assert not checkpoints.whole()
+            gate.set()
+        assert [each.step for each in checkpoints.whole()] == [3]
+        return losses
+
+    losses = launch(train, 4)[0]
+    assert losses == curve(model, 5)
+    assert resume(model, "zbv", 2, tmp_path, 2) == losses[3:]
+
+
+def test_asynchronous_saves_become_whole_by_themselves(tmp_path: Path) -> None:
+    plain, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
+    checkpoints.save_async(plain, step=1)
+    while not checkpoints.whole():
+        torch.rand(1)
+    assert checkpoints.wait() == checkpoints.whole()[0].path
+    assert checkpoints.wait() is None
+
+
+# What cannot be loaded ----------------------------------------------------------------------------------------------------
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    plain, checkpoints = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), Checkpoints(tmp_path)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    path = checkpoints.save(plain, optimizer, step=1)
+
+    def refused(other: nn.Module, match: str, given: Any = None) -> None:
+        before = {name: value.clone() for name, value in other.state_dict().items()}
+        with pytest.raises(CheckpointError, match=match):
+            checkpoints.load_latest(other, given)
+        assert_same_state(other.state_dict(), before)
+
+    where = f"checkpoint {path} "
+    refused(nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2)), rf"{where}has 0.weight with shape \[3, 2\], but the model's has \[4, 2\]")
+    refused(plain.double(), f"{where}has 0.weight with type torch.float32, but the model's has torch.float64")
+    plain.float()
+    refused(nn.Sequential(nn.Linear(2, 3)), f"{where}has, and no rank's model has, 1.bias, 1.weight")
+    refused(nn.Sequential(*plain, nn.Linear(2, 2)), f"{where}has no 2.bias, 2.weight")
+    refused(plain, "has a parameter of shape .* that is none of the model's", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    plain[0].bias.requires_grad_(False)
+    path = checkpoints.save(plain, torch.optim.SGD([plain[1].weight], lr=0.5), step=2)
+    nn.init.zeros_(plain[0].weight)
+    refused(plain, f"checkpoint {path} has nothing of the optimizer for 0.weight", optimizer)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([{"params": plain[0].weight}, {"params": plain[1].weight}], lr=0.5), 2)
+    checkpoints.save(plain, step=3, scheduler=scheduler)
+    with pytest.raises(CheckpointError, match="saved with 2 groups of the optimizer's, and has 1: give the optimizer the same groups"):
+        checkpoints.load_latest(plain, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
+    with pytest.raises(CheckpointError, match="step -1"):
+        checkpoints.save(plain, step=-1)
+    with pytest.raises(CheckpointError, match="keep=0"):
+        Checkpoints(tmp_path, keep=0)
+
+
+def test_ranks_must_save_the_same_step(tmp_path: Path) -> None:
+    def save() -> None:
+        pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=MICROBATCHES, loss_fn=functional.mse_loss)
+        Checkpoints(tmp_path).save(pipe, step=1 + rank())
+
+    with pytest.raises(CheckpointError, match=r"the ranks save different steps, \[1, 2\]"):
+        launch(save, 2)
+    assert not any(tmp_path.iterdir())
+
+
+def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk on one rank: all raise the same, nothing is left behind, and the next save works."""
+    from penstock.runtime.checkpoint_write import Plan
+
+    write, full = Plan.write, [True]
+
+    def fail(plan: Plan) -> Any:
+        if plan.rank == 1 and full[0]:
+            raise OSError(28, "No space left on device")
+        return write(plan)
+
+    monkeypatch.setattr(Plan, "write", fail)
+
+    def save() -> str:
+        pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=MICROBATCHES, loss_fn=functional.mse_loss)
+        checkpoints = Checkpoints(tmp_path)
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.save(pipe, step=1)
+        pipe.gather("failed", None)
+        full[0] = False
+        assert not any(tmp_path.iterdir())
+        pipe.gather("looked", None)
+        checkpoints.save(pipe, step=1)
+        return str(caught.value)
+
+    said = launch(save, 2)
+    assert said[0] == said[1] == "rank 1 failed to write a checkpoint: OSError: [Errno 28] No space left on device"
+    assert [each.step for each in Checkpoints(tmp_path).whole()] == [1]
