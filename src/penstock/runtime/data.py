@@ -44,7 +44,7 @@ class Data:
         self.grid, self.stages, self.deadline = grid, stages, deadline
         self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
         self.ranks = 1 if self.group is None else self.group.ranks
-        self.sharded = _sharded(stages)
+        self.sharded = _sharded(stages, deadline)
         self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
         self.dtype = dtype
         self._check(dtype)
@@ -270,7 +270,7 @@ class Data:
             sharded.reduce(shards)
 
 
-def _sharded(stages: Mapping[int, Stage]) -> dict[int, Sharded]:
+def _sharded(stages: Mapping[int, Stage], deadline: float) -> dict[int, Sharded]:
     """The stages that `fully_shard` was applied to, if its module was ever imported: that takes long."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found = [index for index, stage in stages.items() if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in stage.module.modules())]
@@ -278,7 +278,7 @@ def _sharded(stages: Mapping[int, Stage]) -> dict[int, Sharded]:
         return {}
     from penstock.runtime.sharded import Sharded
 
-    return {index: Sharded(index, stages[index].module) for index in found}
+    return {index: Sharded(index, stages[index].module, deadline) for index in found}
 
 
 Made = TypeVar("Made", bound=Callable[..., Any])

@@ -134,6 +134,11 @@ class Processes(Group):
     def closed(self) -> bool:
         return self._closing.is_set()
 
+    @property
+    def well(self) -> bool:
+        """Whether nothing has failed since the start."""
+        return self.generation == 0 and self._failure is None
+
     def close(self) -> None:
         """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
         if self.connection is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.errors import PlacementError, ScheduleError
@@ -23,7 +25,7 @@ _SPIN, _PAUSE = 200, 0.0002
 class Sharded:
     """The modules of one stage that `fully_shard` was applied to, or `replicate`, which has the same machinery."""
 
-    def __init__(self, stage: int, module: nn.Module) -> None:
+    def __init__(self, stage: int, module: nn.Module, deadline: float) -> None:
         self.stage = stage
         self.modules = [part for part in module.modules() if isinstance(part, FSDPModule)]
         self.groups = [group for part in self.modules for group in _groups(part)]
@@ -33,6 +35,9 @@ class Sharded:
         self._began = 0
         for part in self.modules:
             self._quieten(part)
+        for connection in {each for group in self.groups for each in _connections(group)}:
+            # Whoever waits in here notices a failure long before; after one, what was begun must not be waited for half an hour.
+            _set_pg_timeout(timedelta(seconds=2 * deadline), connection)
 
     def _quieten(self, part: FSDPModule) -> None:
         """Nothing is gathered, freed or reduced but where the program says so, and gradients are sums rather than means."""
@@ -165,6 +170,12 @@ def _groups(part: FSDPModule) -> list[Any]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _connections(group: Any) -> list[Any]:
+    """The process groups that gather and reduce a group of parameters."""
+    found = (getattr(group.mesh_info, name, None) for name in ("shard_process_group", "replicate_process_group"))
+    return [each for each in found if each is not None]
 
 
 def _is_done(group: Any) -> bool:
