@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.nn import functional
 
 import penstock as ps
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
-from penstock.runtime import GradScaler, Pipeline
+from penstock.runtime import Checkpoints, GradScaler, Pipeline
 from penstock.runtime.planned import Recomputed
 from penstock.runtime.workers import Workers
 from runtime.models import Numbers, by_batch
@@ -22,7 +23,7 @@ from runtime.models import Numbers, by_batch
 pytestmark = pytest.mark.slow
 
 FAMILIES = sorted(set(ps.available()) - {"inference"})
-FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler")
+FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler", "checkpoints")
 EVEN = ("chimera", "dualpipe")
 """Run on an even number of ranks, so that four processes do not make a mesh of them for hybrid sharding."""
 SIZES = {1: (13,), 2: (6, 7), 4: (5, 4, 7, 6)}
@@ -85,7 +86,22 @@ def scaled(family: str, mesh: DeviceMesh) -> list[Any]:
     return [scales, {name: parameter.detach() for name, parameter in pipe.local_parameters()}]
 
 
-def everything(family: str) -> dict[str, Any]:
+def resumed(family: str, mesh: DeviceMesh, folder: Path) -> Outcome:
+    """An update of stages in shards, which are saved; then copies that began with other values load them and make another step."""
+    ranks, copies = mesh["pp"].size(), copies_in(mesh)
+    x, y = split_over(mesh, *data(copies), SIZES[copies])
+    pipe = Pipeline(model_for(family, ranks), schedule(family, ranks), loss_fn=functional.mse_loss, mesh=mesh, shard=True)
+    optimizer = torch.optim.SGD(pipe.parameters(), 0.1, momentum=0.5)
+    pipe.step(x, target=y)
+    optimizer.step()
+    Checkpoints(folder / family).save(pipe, optimizer, step=1)
+    torch.manual_seed(5)
+    other = Pipeline(perceptrons(pipe.table.stages), schedule(family, ranks), loss_fn=functional.mse_loss, mesh=mesh)
+    Checkpoints(folder / family).load_latest(other, torch.optim.SGD(other.parameters(), 0.1, momentum=0.5))
+    return Outcome.of(other, other.step(x, target=y))
+
+
+def everything(family: str, folder: Path) -> dict[str, Any]:
     """All features of one family, on meshes of these processes."""
     ranks = ranks_of(family)
     over_data, over_tensors = mesh_of(pp=ranks, dp=4 // ranks), mesh_of(pp=ranks, dp=2 // ranks, tp=2)
@@ -95,6 +111,7 @@ def everything(family: str) -> dict[str, Any]:
         "tensor parallel": step(family, over_tensors),
         "activation checkpointing": step(family, over_data, shard=True, recompute=True),
         "scaler": scaled(family, over_data),
+        "checkpoints": resumed(family, over_data, folder),
     }
     with torch.autocast("cpu", torch.bfloat16):
         found["autocast"] = step(family, over_data, dtype=torch.float32)
@@ -109,15 +126,22 @@ def outcomes() -> dict[str, list[dict[str, Any]]]:
     return {}
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("families")
+
+
 @pytest.mark.parametrize(("family", "feature"), CASES)
-def test_family(workers: Workers, outcomes: dict[str, list[dict[str, Any]]], family: str, feature: str) -> None:
+def test_family(workers: Workers, outcomes: dict[str, list[dict[str, Any]]], folder: Path, family: str, feature: str) -> None:
     if family not in outcomes:
-        outcomes[family] = workers.run(everything, (family,))
+        outcomes[family] = workers.run(everything, (family, folder))
     found, ranks = [theirs[feature] for theirs in outcomes[family]], ranks_of(family)
     if feature == "autocast":
         check_autocast(found, model_for(family, ranks, torch.float32), 4 // ranks)
     elif feature == "scaler":
         check_scaler(found, model_for(family, ranks, torch.float32), 4 // ranks)
+    elif feature == "checkpoints":
+        check_checkpoint(found, model_for(family, ranks), 4 // ranks, folder / family)
     else:
         ranks, copies = {"HSDP": (1, 4), "tensor parallel": (ranks, 2 // ranks)}.get(feature, (ranks, 4 // ranks))
         recompute = feature == "activation checkpointing"
@@ -157,3 +181,18 @@ def check_scaler(found: Any, model: nn.Module, copies: int) -> None:
         assert scales == [512.0, 512.0, 512.0]
         for name, parameter in parameters.items():
             torch.testing.assert_close(parameter, wanted[name], rtol=1e-5, atol=1e-6)
+
+
+def check_checkpoint(found: Any, model: nn.Module, copies: int, folder: Path) -> None:
+    """The second step is that of the plain model, which loads the same values and optimizer state as an update gives it."""
+    x, y = data(copies)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+    functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+    check(found, by_batch(model, x, y))
+    again = perceptrons(len(model))
+    other = torch.optim.SGD(again.parameters(), 0.1, momentum=0.5)
+    Checkpoints(folder).load_latest(again, other)
+    for one, two in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(two, one, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(other.state[two], optimizer.state[one], rtol=1e-12, atol=1e-12)
