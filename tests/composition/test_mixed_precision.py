@@ -140,8 +140,7 @@ def test_sums_in_float32(name: str) -> None:
         assert_equal(mine.get_parameter(key).grad, total.to(HALF) + total.to(HALF), key)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-@pytest.mark.parametrize("shard", [False, True], ids=["replicate", "FSDP2"])
+@pytest.mark.parametrize(("name", "shard"), [("1f1b", False), ("zbv", True)], ids=["replicate", "FSDP2"])
 def test_sums_in_float32_over_data_ranks(workers: Workers, name: str, shard: bool) -> None:
     """Microbatches and data ranks in float32, then rounded once: by ours for copies, by the policy's reduce_dtype for shards."""
     made = schedule(name, 2)
@@ -165,10 +164,9 @@ def test_sums_in_float32_over_data_ranks(workers: Workers, name: str, shard: boo
             assert float((grad == totals[key].to(HALF)).float().mean()) > 0.9, key
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_sharding_with_a_mixed_precision_policy(workers: Workers, name: str) -> None:
+def test_sharding_with_a_mixed_precision_policy(workers: Workers) -> None:
     """Parameters in float32, computed with in bfloat16, gradients summed in float32: those of the loop under the same rule."""
-    made = schedule(name, 2)
+    made = schedule("zbv", 2)
     model, (x, y) = perceptrons(made.stages, torch.float32), batch(16, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=HALF, reduce_dtype=torch.float32, output_dtype=torch.float32)
 
@@ -250,9 +248,7 @@ def test_scaled_steps(name: str) -> None:
         assert_equal(mine.get_parameter(key).detach(), parameter.detach(), key)
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["replicate", "FSDP2"])
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("victim", [0, 3])
+@pytest.mark.parametrize(("victim", "fused", "shard"), [(0, False, False), (3, True, False), (3, False, True), (0, True, True)])
 def test_found_by_one_process_skipped_by_all(workers: Workers, victim: int, fused: bool, shard: bool) -> None:
     """A gradient that is not finite on one stage of one data rank, also with an optimizer that unscales by itself."""
     model, (x, y) = perceptrons(2, torch.float32), batch(13, torch.float32)

@@ -62,11 +62,16 @@ def mean_loss(output: Any, target: Tensor) -> Tensor:
     return functional.mse_loss(output.full_tensor() if isinstance(output, DTensor) else output, target)
 
 
-PLANS = pytest.mark.parametrize("plan", [in_full, along_the_sequence])
-
-
-@PLANS
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"])
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("1f1b", in_full),
+        ("zbv", in_full),
+        ("gpipe", along_the_sequence),
+        ("interleaved-zb", along_the_sequence),
+        ("zbv", along_the_sequence),
+    ],
+)
 def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any) -> None:
     """The gradients of the model in one piece; with a split backward, those of the maps in parts really wait."""
     made = schedule(name, 2)
@@ -99,9 +104,9 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any) -> 
         torch.testing.assert_close(outputs, whole, rtol=1e-12, atol=1e-12)
 
 
-@PLANS
-@pytest.mark.parametrize("shard", [False, True], ids=["replicate", "FSDP2"])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    ("name", "shard", "plan"), [("zbv", False, in_full), ("1f1b", True, along_the_sequence), ("zbv", True, along_the_sequence)]
+)
 def test_together_with_data_parallelism(workers: Workers, name: str, shard: bool, plan: Any) -> None:
     made = schedule(name, 1)
     model, (x, y) = layers(made.stages), batch(13)
@@ -120,7 +125,7 @@ def test_together_with_data_parallelism(workers: Workers, name: str, shard: bool
     check(workers.run(train), by_batch(model, x, y))
 
 
-@pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("norm", [1.0, float("inf")])
 def test_clipping(workers: Workers, norm: float) -> None:
     """Of all stages and of all parts, each once."""
     model, (x, y) = layers(2), batch(8)
@@ -153,14 +158,13 @@ class Elsewhere(nn.Module):
 
 
 @pytest.mark.matrix(family="1f1b", feature="tensor parallel between different meshes", refused=True)
-@pytest.mark.parametrize("which", ["without names", "of another name", "of other processes"])
+@pytest.mark.parametrize("which", ["without names", "of other processes"])
 def test_different_meshes_are_refused(workers: Workers, which: str) -> None:
     def train() -> str:
         mesh = mesh_of(pp=2, tp=2)
         pairs = [[0, 1], [2, 3]]
         other = {
             "without names": lambda: DeviceMesh("cpu", pairs),
-            "of another name": lambda: DeviceMesh("cpu", pairs, mesh_dim_names=("pp", "cp"))["cp"],
             "of other processes": lambda: DeviceMesh("cpu", pairs, mesh_dim_names=("tp", "pp"))["tp"],
         }[which]()
         model = [Elsewhere(other), nn.Linear(WIDTH, WIDTH).double()]
