@@ -54,10 +54,13 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
-    if not whole and added is not None:
-        out.add_(added if added.dtype == out.dtype else added.to(out.dtype))
-    return out.view(*input.shape[:-1], out.shape[-1])
+    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
+    shape = [*input.shape[:-1], out.shape[-1]]
+    if whole or bias is None:
+        return out.view(shape)
+    # A bias that is added after is summed over the gradient as it lies, in an order that only autograd knows: it does not wait.
+    made: Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return made.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
 
 
 def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
