@@ -18,6 +18,7 @@ from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.replayed import Replayed
 from penstock.runtime.result import StepResult
 from penstock.runtime.safetensors import Safetensors
 from penstock.runtime.scaler import GradScaler
@@ -32,6 +33,7 @@ __all__ = [
     "Layers",
     "Partition",
     "Pipeline",
+    "Replayed",
     "Safetensors",
     "StageOutput",
     "StepResult",

@@ -86,7 +86,7 @@ class Pipeline:
       are the host's: on a GPU, when actions were issued;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Safetensors`, or several of them.
+      `Replayed`, `Safetensors`, or several of them.
     """
 
     def __init__(
