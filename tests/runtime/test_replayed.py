@@ -125,4 +125,4 @@ def test_another_model_is_refused() -> None:
     with pytest.raises(WeightsError, match=r"building the model again gives nothing for 1\.\w+"):
         Replayed(lambda: blocks(1), seed=0)(model)
     with pytest.raises(WeightsError, match="Replayed builds a whole model"):
-        Pipeline(list(model), schedule="1f1b", microbatches=2, weights=Replayed(lambda: blocks(2), seed=0))
+        Pipeline([model], schedule="1f1b", microbatches=2, weights=Replayed(lambda: blocks(2), seed=0))
