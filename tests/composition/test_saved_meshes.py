@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import StepLR
 
 from composition.parallel import WIDTH, full, mesh_of, perceptrons, schedule
-from penstock.runtime import Checkpoints, DataOrder, GradScaler, Pipeline
+from penstock.runtime import Checkpoints, DataOrder, GradScaler, Initial, Pipeline, Replayed
 from penstock.runtime.workers import Workers
 
 SAMPLES, BATCH, LAYERS = 44, 18, 4
@@ -144,6 +144,31 @@ def test_names_and_bytes(workers: Workers, tmp_path: Path) -> None:
             chunk.sizes.numel() for key, value in metadata.state_dict_metadata.items() if key.startswith("model.") for chunk in value.chunks
         )
     assert set(sizes.values()) == {sum(parameter.numel() for parameter in layers(0).parameters())}
+
+
+@pytest.mark.parametrize("weights", [Initial(seed=4), Replayed(lambda: nn.Sequential(*pair()), seed=4)], ids=["Initial", "Replayed"])
+def test_stages_from_the_meta_device(workers: Workers, weights: Any) -> None:
+    """Values come first, shards after: together they are those of the plain model, and copies are the same."""
+
+    def build(shard: bool) -> dict[str, Tensor]:
+        mesh = mesh_of(pp=2, dp=2)
+        with torch.device("meta"):
+            model = nn.Sequential(*pair())
+        pipe = Pipeline(model, schedule("1f1b", 2), loss_fn=functional.mse_loss, mesh=mesh, shard=shard, weights=weights)
+        return {name: full(parameter.detach()) for name, parameter in pipe.local_parameters()}
+
+    torch.manual_seed(4)
+    plain = nn.Sequential(*pair())
+    if isinstance(weights, Initial):
+        weights(plain)
+    for shard in (False, True):
+        for found in workers.run(build, (shard,)):
+            assert found
+            assert all(torch.equal(value, plain.get_parameter(name)) for name, value in found.items())
+
+
+def pair() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)) for _ in range(2)]
 
 
 def test_scaler_and_weights_go_on(workers: Workers, tmp_path: Path) -> None:
