@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
+
+from threads import one_thread  # noqa: F401 - a fixture
 
 QUICK = (
     "test_gradients_accumulate_over_steps",
@@ -26,12 +26,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         here = Path(__file__).parent in item.path.parents
         if here and "workers" in getattr(item, "fixturenames", ()) and getattr(item, "originalname", "") not in QUICK:
             item.add_marker(pytest.mark.slow)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)

@@ -15,11 +15,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional
 
 import penstock as ps
-from penstock.runtime import Pipeline, StepResult
+from penstock.runtime import Pipeline, StepResult, add_loss
 from runtime.models import Numbers, loop_step
 
 WIDTH = 5
 """Odd, so that shards are of different sizes."""
+SIZES = (6, 7)
+"""Rows of two data ranks."""
 
 
 class Perceptron(nn.Module):
@@ -33,6 +35,19 @@ class Perceptron(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.tanh(self.down(torch.tanh(self.up(self.norm(x)))) * self.factor)
+
+
+class Sided(nn.Module):
+    """A layer with a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.map(x)
+        add_loss(made.square().mean())
+        return torch.tanh(made)
 
 
 def perceptrons(count: int, dtype: torch.dtype = torch.float64) -> nn.Sequential:
@@ -53,6 +68,10 @@ def mesh_of(**dims: int) -> DeviceMesh:
 
 def schedule(name: str, ranks: int, microbatches: int = 4) -> ps.Schedule:
     return ps.schedule(name, ranks=ranks, microbatches=microbatches)
+
+
+def pipeline(model: Any, name: str, mesh: Any, **options: Any) -> Pipeline:
+    return Pipeline(model, schedule(name, 2), mesh=mesh, **({"loss_fn": functional.mse_loss} | options))
 
 
 def full(tensor: Tensor | None) -> Tensor | None:

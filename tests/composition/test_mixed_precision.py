@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import penstock as ps
-from composition.parallel import WIDTH, batch, full, mesh_of, perceptrons, schedule, split_over
+from composition.parallel import WIDTH, Sided, batch, full, mesh_of, perceptrons, schedule, split_over
 from penstock.errors import ScheduleError
-from penstock.runtime import GradScaler, Pipeline, add_loss, launch
+from penstock.runtime import GradScaler, Pipeline, launch
 from penstock.runtime.workers import Workers
 from runtime.models import assert_equal
 
@@ -205,17 +205,6 @@ def test_sums_that_the_policy_does_not_give_are_refused(workers: Workers) -> Non
 
 
 # Scaled losses ----------------------------------------------------------------------------------------------------------
-
-
-class Sided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.map = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        made = self.map(x)
-        add_loss(made.square().mean())
-        return torch.tanh(made)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])

@@ -228,18 +228,14 @@ class Pipeline:
             else:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
-            group, deadline, overlap = self.group, self.deadline, self.overlap
-            found = Executor(
-                program,
-                self.rank,
-                self.stages,
-                loss=self.loss,
-                group=group,
-                deadline=deadline,
-                data=self.data,
-                overlap=overlap,
-                number=self.number,
-            )
+            given: dict[str, Any] = {
+                "loss": self.loss,
+                "group": self.group,
+                "deadline": self.deadline,
+                "data": self.data,
+                "overlap": self.overlap,
+            }
+            found = Executor(program, self.rank, self.stages, number=self.number, **given)
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found
         return found
