@@ -112,7 +112,6 @@ def wait_for_the_report(pipe: Pipeline) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "victim", "waited"),
     [
@@ -143,7 +142,6 @@ def test_stall_past_the_deadline(workers: Workers, name: str, options: dict[str,
     assert f"  rank {victim} runs {stage}F1" in found[0][0]
 
 
-@pytest.mark.slow
 def test_killed_process(tmp_path: Path) -> None:
     def train() -> None:
         pipe, model, x, y = make("1f1b", shard=True)

@@ -20,8 +20,6 @@ from penstock.runtime.planned import Recomputed
 from penstock.runtime.workers import Workers
 from runtime.models import Numbers, by_batch
 
-pytestmark = pytest.mark.slow
-
 FAMILIES = sorted(set(ps.available()) - {"inference"})
 FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler", "checkpoints")
 EVEN = ("chimera", "dualpipe")

@@ -8,13 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from composition import matrix
 from penstock.runtime.workers import Workers
 
 
-@pytest.mark.slow
 def test_the_table_is_up_to_date() -> None:
     """Collected in a process of its own, as pytest does not run inside of itself."""
     script = Path(matrix.__file__)

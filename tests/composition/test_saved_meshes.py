@@ -104,7 +104,6 @@ def resume_without_mesh(folder: Path) -> list[float]:
     return run.train(3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "other"), [("replicate", "FSDP2"), ("FSDP2", "HSDP"), ("HSDP", "replicate")])
 def test_the_curve_goes_on(workers: Workers, tmp_path: Path, kind: str, other: str) -> None:
     """On the same mesh, with the random streams of each process; on another; on two processes, one, and in the plain model."""
