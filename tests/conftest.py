@@ -18,7 +18,7 @@ settings.register_profile("quick", settings.get_profile("penstock"), max_example
 settings.register_profile("hunt", settings.get_profile("penstock"), derandomize=False, max_examples=300)
 settings.load_profile("penstock")
 
-ON_PROCESSES = re.compile(r"/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
+ON_PROCESSES = re.compile(r"/composition/|/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
 """Tests whose ranks are processes."""
 
 

@@ -67,7 +67,28 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
 @pytest.mark.parametrize("shape", INPUTS)
 def test_linear(shape: str, bias: bool) -> None:
     model = nn.Linear(5, 6, bias=bias)
-    assert check(model, *twice(INPUTS[shape])) == names(model)
+    assert check(model, *twice(INPUTS[shape])) == names(model) - waits_not(INPUTS[shape](), "bias")
+
+
+def waits_not(value: Tensor, *biases: str) -> set[str]:
+    """A bias that torch adds apart from the product, as where the input has gaps, does not wait."""
+    return set(biases) if value.dim() > 2 and not value.is_contiguous() else set()
+
+
+class OnItsSide(nn.Module):
+    """A map along the sequence, as mixers have: neither its input nor the gradient that comes back lies in one piece."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.map(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_linear_along_the_sequence() -> None:
+    """The bias is summed in the order in which the gradient lies, which rounds differently from others."""
+    assert check(OnItsSide(), *twice(lambda: wants(2, 16, 32))) == {"map.weight"}
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
@@ -75,7 +96,7 @@ def test_linear(shape: str, bias: bool) -> None:
 def test_linear_between_others(shape: str, bias: bool) -> None:
     """Where its input is made by another operator and its output goes on, changed in place."""
     model = nn.Sequential(nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Tanh())
-    assert check(model, *twice(INPUTS[shape])) == names(model)
+    assert check(model, *twice(INPUTS[shape])) == names(model) - waits_not(INPUTS[shape](), "0.bias")
 
 
 def test_linear_on_a_vector_is_left_to_autograd() -> None:
@@ -113,7 +134,7 @@ def test_linear_of_any_shape(rows: list[int], wide: int, out: int, bias: bool, f
         return (x.transpose(0, -2) if flip else x).requires_grad_()
 
     model = nn.Linear(wide, out, bias=bias)
-    assert check(model, *twice(make)) == names(model)
+    assert check(model, *twice(make)) == names(model) - waits_not(make(), "bias")
 
 
 # Embeddings -----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def test_killed_in_a_step_and_in_a_save_and_with_fewer_ranks(tmp_path: Path, cap
     main([str(tmp_path / "whole"), "--steps", "12"])
     wanted = dict(printed(capsys.readouterr().out))
 
-    found = torchrun(tmp_path, 2, 10, restarts=2, kills="0:1:step:5,1:1:save:6")
+    found = torchrun(tmp_path, 2, 10, "--schedule=auto", restarts=2, kills="0:1:step:5,1:1:save:6")
     first, second, third = attempts(found)
     assert first == [1, 2, 3, 4]  # killed in step 5, the last checkpoint being that of step 3
     assert second[:3] == [4, 5, 6]  # killed while that of step 6 is written, which may take until the next steps
@@ -99,11 +99,16 @@ def test_killed_in_a_step_and_in_a_save_and_with_fewer_ranks(tmp_path: Path, cap
     assert [each.step for each in Checkpoints(tmp_path / "run").whole()] == [9, 6]
     assert [path.name for path in (tmp_path / "run").iterdir() if path.name.startswith(".")] == []
 
-    rest = torchrun(tmp_path, 1, 12, "--schedule=interleaved-1f1b")
+    rest = torchrun(tmp_path, 1, 12, "--schedule=auto")
     assert attempts(rest) == [[10, 11, 12]]
+    planned = runpy.run_path(str(EXAMPLE))["planned"]
+    last, before = Checkpoints(tmp_path / "run").whole()
+    assert (last.step, last.ranks, last.about["schedule"]) == (12, 1, planned(1).schedule.name)
+    assert (before.step, before.ranks, before.about["schedule"]) == (9, 2, planned(2).schedule.name)
+    assert planned(1).partition != planned(2).partition  # made again for the new size
     for step, loss in found + rest:
         assert loss == wanted[step], step
 
 
 def test_the_example_is_short() -> None:
-    assert len(EXAMPLE.read_text().splitlines()) < 80
+    assert len(EXAMPLE.read_text().splitlines()) < 100

@@ -18,19 +18,36 @@ from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 
 
-def lowering(*, fsdp: bool = False, merge_backward: bool = False, receive: Placing = "paired") -> PassList:
+def lowering(
+    *,
+    fsdp: bool = False,
+    merge_backward: bool = False,
+    receive: Placing = "paired",
+    lookahead: int = 1,
+    residency: int | None = None,
+) -> PassList:
     """The passes that `lower` runs."""
     passes: list[Pass] = [MergeBackward()] if merge_backward else []
-    passes += [Shard()] if fsdp else []
+    passes += [Shard(lookahead, residency)] if fsdp else []
     return PassList.of([*passes, ReduceGrad(), SendReceive(receive), Buffers()])
 
 
-def lower(schedule: Schedule, *, fsdp: bool = False, merge_backward: bool = False, receive: Placing = "paired") -> Program:
+def lower(
+    schedule: Schedule,
+    *,
+    fsdp: bool = False,
+    merge_backward: bool = False,
+    receive: Placing = "paired",
+    lookahead: int = 1,
+    residency: int | None = None,
+) -> Program:
     """A proved program with sends, receives, gradient reduction and buffer counts; `fsdp` adds sharding.
 
-    `merge_backward` joins each I with a W next to it; `receive` places the receives: `paired`, `just-in-time` or a depth.
+    `merge_backward` joins each I with a W next to it; `receive` places the receives: `paired`, `just-in-time` or a depth. With
+    `fsdp`, a stage is gathered `lookahead` compute actions ahead of its first use, and at most `residency` of a rank's are at once.
     """
-    return lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive).apply(schedule)
+    passes = lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive, lookahead=lookahead, residency=residency)
+    return passes.apply(schedule)
 
 
 def lower_rank(

@@ -18,18 +18,22 @@ from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.replayed import Replayed
 from penstock.runtime.result import StepResult
 from penstock.runtime.safetensors import Safetensors
+from penstock.runtime.scaler import GradScaler
 
 __all__ = [
     "Built",
     "Checkpoint",
     "Checkpoints",
     "DataOrder",
+    "GradScaler",
     "Initial",
     "Layers",
     "Partition",
     "Pipeline",
+    "Replayed",
     "Safetensors",
     "StageOutput",
     "StepResult",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.errors import ScheduleError
 from penstock.runtime.result import Share
 
 
@@ -26,11 +27,29 @@ class Feed:
     kwargs: dict[int, list[dict[str, Any]]]
     targets: list[Any] | None
     scales: list[float]
+    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
+    weights: list[float] | None = None
+    """How much each counts against the others; None where losses are added as they are."""
+    factor: float = 1.0
+    """What gradients are scaled by on top, as a gradient scaler asks for."""
     seed: str | None = None
     """What the random streams of this step are derived from; None leaves random numbers to torch."""
     outputs: bool = False
     losses: bool = True
     share: Share = field(default_factory=Share)
+
+    @property
+    def total(self) -> float:
+        return 0.0 if self.weights is None else sum(self.weights)
+
+    def normalise(self, total: float) -> None:
+        """Set the scales, out of the weights of all microbatches, those of other data ranks included."""
+        if self.weights is None:
+            self.scales = [1.0] * len(self.args)
+            return
+        if total <= 0 or min(self.weights) < 0:
+            raise ScheduleError(f"the weights of the microbatches are {self.weights}: they must not be negative, and not all be zero")
+        self.scales = [each / total for each in self.weights]
 
 
 NOTHING = Feed([], {}, None, [])

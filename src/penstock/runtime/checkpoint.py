@@ -214,9 +214,12 @@ class Checkpoints:
         reading = self.meeting.own("open a checkpoint", lambda: Reading(checkpoint.path))
         known = self.meeting.each("compare with the model", lambda: reading.compared(held.state(), known_names(training.model)))
         reading.check_all([names for names, _ in known], ties_of([names for _, names in known]))
-        room = self.meeting.own("make room", lambda: training.room(reading, stream))
-        self.meeting.own("read a checkpoint", lambda: reading.fill(room))
-        self.meeting.own("take a checkpoint", lambda: training.load(room, stream))
+        room, rest = self.meeting.own("make room", lambda: training.room(reading, stream))
+        self.meeting.own("read what is not the model's", lambda: reading.fill(rest))
+        with training.put_back():  # schedulers and data may refuse what was saved: before any tensor has changed
+            self.meeting.own("take what is not the model's", lambda: training.load_others(rest))
+            self.meeting.own("read a checkpoint", lambda: reading.fill(room))
+        self.meeting.own("take a checkpoint", lambda: training.load(room, rest, stream))
         return checkpoint
 
 

@@ -102,4 +102,4 @@ class Reading:
         self.reader.set_up_storage_reader(self.metadata, False)
         self.reader.read_data(planner.create_local_plan(), planner).wait()
         room.update(planner.state_dict)
-        room.update({key: room[first] for key, first in self.same.items()})
+        room.update({key: room[first] for key, first in self.same.items() if first in room})

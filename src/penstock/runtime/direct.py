@@ -23,6 +23,7 @@ from penstock.runtime.values import detached
 
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
+    from penstock.runtime.sliced import Slice
 
 _ONCE = 1 << 30
 """Slots of a channel whose messages are small and few."""
@@ -31,14 +32,14 @@ _ONCE = 1 << 30
 class DirectOutbox(Outbox):
     """Sends a value's tensors one after the other."""
 
-    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
         self.group, self.route = group, route
         self.ahead = FramedOutbox(group, route, _ONCE, program, deadline)
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
         self.count = 0
         self.flight: deque[tuple[Any, Tensor]] = deque()
-        self._what = f"rank {route[1]} to take {route[2]}"
+        self._what = f"{group.called(route[1])} to take {route[2]}"
         group.ends.append(self)
 
     def begin(self) -> None:
@@ -56,7 +57,7 @@ class DirectOutbox(Outbox):
         form = self.forms[number]
         if not form.fits(value):
             what, rank = self.route[2], self.route[0]
-            text = f"rank {rank} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
+            text = f"{self.group.called(rank)} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
         try:
             connection, peer = self.group.data(self.route, self.route[1])
@@ -74,12 +75,12 @@ class DirectOutbox(Outbox):
 class DirectInbox(Inbox):
     """Receives where the program says so, and waits where the value is used."""
 
-    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route = group, route
         self.ahead = FramedInbox(group, route, program, deadline)
         self.timeout = timedelta(seconds=deadline)
-        self.name = f"{route[2]} from rank {route[0]}"
+        self.name = f"{route[2]} from {group.called(route[0])}"
         self.order: list[int] = []
         self.forms: list[Form] = []
         self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()

@@ -19,19 +19,19 @@ from penstock.runtime.frames import LENGTH, OVERFLOW, TRAILER, empty, trailer
 
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
+    from penstock.runtime.sliced import Slice
 
 ROOM = 1024
 """Bytes of a frame; what is longer follows apart."""
 _KEPT = 64
 """How many sends are held before it is seen to that the oldest is through."""
-_TAG = TAGS["control"]
 
 
 class Exchange:
     """Messages between ranks that belong to no program."""
 
-    def __init__(self, group: Processes) -> None:
-        self.group = group
+    def __init__(self, group: Processes | Slice, tag: int = TAGS["control"]) -> None:
+        self.group, self.tag = group, tag
         self._flight: deque[tuple[Any, Tensor]] = deque()
         self._posted: dict[int, tuple[Any, Tensor]] = {}
         """The next receive from each rank that passes on to this one, posted ahead."""
@@ -53,7 +53,8 @@ class Exchange:
             self._send(there, pickle.dumps((name, self._number, passed)), name)
             theirs, number, more = pickle.loads(self._receive(back, name, timeout))
             if (theirs, number) != (name, self._number):
-                text = f"rank {rank} is at {name!r}, but rank {back} at {theirs!r}: every rank must make the same calls in the same order"
+                here, other = group.called(rank), group.called(back)
+                text = f"{here} is at {name!r}, but {other} at {theirs!r}: every rank must make the same calls in the same order"
                 raise group.report_failure(rank, text)
             values += more
             distance *= 2
@@ -68,9 +69,9 @@ class Exchange:
         try:
             while len(self._flight) > _KEPT:  # taken long ago, for the other ranks have answered since
                 self._flight.popleft()[0].wait()
-            self._dispatch(frame, target, _TAG)
+            self._dispatch(frame, target, self.tag)
             if not fits:
-                self._dispatch(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, _TAG + 1)
+                self._dispatch(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.tag + 1)
         except (RuntimeError, AttributeError, IndexError) as error:
             self.group.lost(target, f"all ranks to reach {name!r}", error)
 
@@ -89,7 +90,7 @@ class Exchange:
             length, overflow = words[LENGTH], words[OVERFLOW]
             if overflow:
                 frame = empty(overflow)
-                self.group.connection.recv([frame], source, _TAG + 1).wait(timeout)
+                self.group.connection.recv([frame], source, self.tag + 1).wait(timeout)
             self._post(source)
         except (RuntimeError, AttributeError, KeyError) as error:  # the latter two: the connection was closed meanwhile
             self.group.lost(source, f"all ranks to reach {name!r}", error)
@@ -98,7 +99,7 @@ class Exchange:
 
     def _post(self, source: int) -> None:
         frame = empty(ROOM)
-        self._posted[source] = self.group.connection.recv([frame], source, _TAG), frame
+        self._posted[source] = self.group.connection.recv([frame], source, self.tag), frame
 
     def drop(self) -> None:
         self._flight.clear()

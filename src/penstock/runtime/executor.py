@@ -7,6 +7,7 @@ to, which stage and microbatch an operation is for. A step walks the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY, NOTHING, Feed
+from penstock.runtime.data import Data
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
-from penstock.runtime.group import Group, Operation, nothing
+from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
+from penstock.runtime.parts import complete
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
@@ -31,6 +34,8 @@ from penstock.runtime.wires import Wires
 
 Overlap = Callable[[Action, list[Operation]], None]
 """Runs the operations of actions that go together."""
+AUTOCAST = ("cpu", "cuda")
+"""Devices on which operators may choose their types by themselves."""
 
 
 class Executor(Wires):
@@ -45,16 +50,20 @@ class Executor(Wires):
         loss: Loss,
         group: Group,
         deadline: float,
+        data: Data,
         overlap: Overlap | None = None,
         number: int = 0,
     ) -> None:
-        super().__init__(program, rank, group, deadline, number)
-        self.stages, self.loss, self.overlap = stages, loss, overlap
+        super().__init__(program, rank, group, deadline, number, pieces=data.pieces)
+        self.stages, self.loss, self.overlap, self.data = stages, loss, overlap, data
         self.feed = NOTHING
         self.extras = Extras()
         self._failed_part: Action | None = None
         self._split = {(part.stage, part.microbatch) for action in program[rank] for part in action.parts if part.kind is Kind.I}
         self.actions = program[rank]
+        self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
+        """The stages in the order in which their gradients are complete."""
+        self._autocast: list[str] = []
         self.operations: list[Operation] = [self._operation(action) for action in self.actions]
         self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
         """When each action of the last run began, once it had what it needs, and ended."""
@@ -67,6 +76,7 @@ class Executor(Wires):
         """Walk the list once."""
         self.feed, self._failed_part = feed, None
         feed.share.microbatches = self.program.microbatches
+        self._autocast = [device for device in AUTOCAST if torch.is_autocast_enabled(device)]
         activity, begun, ended = self.activity, self.begun, self.ended
         activity.start(self.actions)
         try:
@@ -135,17 +145,32 @@ class Executor(Wires):
         stage, microbatch = action.stage, action.microbatch or 0
         match action.kind:
             case Kind.F:
-                return self._forward(stage, microbatch) if self.program.training else self._infer(stage, microbatch)
+                forward = self._forward(stage, microbatch) if self.program.training else self._infer(stage, microbatch)
+                return self.data.around(Kind.F, stage, forward)
             case Kind.B | Kind.I:
-                return self._backward(stage, microbatch)
+                return self.data.around(action.kind, stage, self._out_of_autocast(self._backward(stage, microbatch)))
             case Kind.W:
-                return self._weights(stage, microbatch)
+                return self.data.around(Kind.W, stage, self._out_of_autocast(self._weights(stage, microbatch)))
             case Kind.SEND_F | Kind.SEND_B:
                 return self._send(action)
             case Kind.RECV_F | Kind.RECV_B:
                 return self._receive(action)
             case _:
-                return nothing  # sharding and reduction are data parallelism's, and there is none here
+                return self.data.operation(action.kind, stage)
+
+    def _out_of_autocast(self, operation: Operation) -> Operation:
+        """A backward runs in the types that its forward chose, whatever context the step is in."""
+
+        def outside() -> None:
+            if self._autocast:
+                with ExitStack() as stack:
+                    for device in self._autocast:
+                        stack.enter_context(torch.autocast(device, enabled=False))
+                    operation()
+            else:
+                operation()
+
+        return outside
 
     def _together(self, action: Action) -> Operation:
         """Parts that run together: by the overlap executor if there is one, else one after the other, with the same numbers."""
@@ -256,14 +281,14 @@ class Executor(Wires):
         """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
         feed = self.feed
         if feed.outputs:
-            feed.share.outputs[microbatch] = detached(made)
+            feed.share.outputs[microbatch] = complete(detached(made))
         if not feed.losses or not (self.program.training or self.loss.fits(made)):
             return [], []
         loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
-        feed.share.losses[microbatch] = loss.detach(), scale
+        feed.share.losses[microbatch] = complete(loss.detach()), scale
         if not (loss.requires_grad and scale):
             return [], []
-        return [loss], [torch.full_like(loss, scale)]
+        return [loss], [torch.full_like(loss, scale * feed.factor)]
 
     def _extras(self, stage: int, microbatch: int) -> list[Tensor]:
         """What the forward has made on the side: weighted losses, to go backward from here, and metrics."""
@@ -271,11 +296,12 @@ class Executor(Wires):
         share, scale = self.feed.share, self.feed.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
-            share.side[stage, microbatch] = torch.stack([loss.detach() for loss in side]).sum()
+            share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
-            share.metrics.setdefault(name, {})[stage, microbatch] = value
+            share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
         extras.losses, extras.metrics = [], {}
-        return [loss for loss in side if loss.requires_grad]
+        factor = self.feed.factor
+        return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
 
     def _infer(self, stage: int, microbatch: int) -> Operation:
         """A forward that leaves nothing behind."""

@@ -16,6 +16,7 @@ from penstock.runtime.group import Inbox, Operation, Outbox, Route, nothing
 
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
+    from penstock.runtime.sliced import Slice
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,11 @@ def tag_of(what: str, program: int) -> int:
 class FramedOutbox(Outbox):
     """Sends frames, and lets go of each when the other end must have taken it."""
 
-    def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes | Slice, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program = group, route, slots, program
         self.target, self.tag = route[1], tag_of(route[2], program)
         self._hello = Slot(TRAILER)
-        self._what = f"rank {self.target} to take {route[2]}"
+        self._what = f"{group.called(self.target)} to take {route[2]}"
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
         self.generation = group.generation
@@ -127,12 +128,12 @@ class FramedOutbox(Outbox):
 class FramedInbox(Inbox):
     """Takes frames in the order in which they were sent."""
 
-    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route, self.program = group, route, program
         self.source, self.tag = route[0], tag_of(route[2], program)
         self.timeout = timedelta(seconds=deadline)
-        self.name = f"{route[2]} from rank {self.source}"
+        self.name = f"{route[2]} from {group.called(self.source)}"
         self.order: list[int] = []
         """The cell that each message of a step is for."""
         self.forms: list[Form] = []
@@ -204,7 +205,7 @@ class FramedInbox(Inbox):
         """What comes before all else says which program the sender runs."""
         frame = self._arrived(clock())
         if trailer(frame)[PROGRAM] != self.program:
-            text = f"rank {self.source} runs another step than rank {self.route[1]}"
+            text = f"{self.group.called(self.source)} runs another step than {self.group.called(self.route[1])}"
             raise self.group.report_failure(
                 self.route[1], f"{text}: give all ranks the same count of microbatches, and make the same calls on all"
             )

@@ -104,7 +104,8 @@ def _check_plain(tensor: Any) -> None:
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
         sorts = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, str(tensor.layout): tensor.layout is not torch.strided}
         sort = next((name for name, found in sorts.items() if found), type(tensor).__name__)
-        raise ScheduleError(f"a stage passes on a tensor that cannot be sent ({sort}): pass on dense tensors, for example its parts")
+        hint = "give the pipeline mesh=, which it lies over" if sort == "DTensor" else "pass on dense tensors, for example its parts"
+        raise ScheduleError(f"a stage passes on a tensor that cannot be sent ({sort}): {hint}")
 
 
 _ONE, _LIST = "one tensor", "a list"

@@ -112,6 +112,10 @@ class Group(ABC):
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
         """Make a failure known to all; the error that every rank raises."""
 
+    def called(self, rank: int) -> str:
+        """A rank as a message names it."""
+        return f"rank {rank}"
+
     @abstractmethod
     def ident(self, thing: object) -> Hashable:
         """What tells an object from all others, those of other ranks included."""

@@ -6,6 +6,7 @@ import atexit
 import os
 import sys
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,11 +78,28 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if not dist.is_initialized():
         _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     group = _process_group(within)
-    name = f"{group.group_name}/{transport}"
+    return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
+
+
+def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
+    """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
         store: Any = PrefixStore(f"penstock/{_attempt()}/{name}", dist.distributed_c10d._get_default_store())
-        _joined[name] = Processes(store.clone(), group.rank(), group.size(), CONNECT, transport)
+        _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
+
+
+def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
+    """Some of the processes of torch.distributed by their numbers, in this order: those of a device mesh."""
+    if isinstance(_here.group, VirtualGroup):
+        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
+    everyone = list(ranks) == list(range(dist.get_world_size()))
+    if everyone and isinstance(_here.group, Processes) and transport in ("auto", _here.group.transport):
+        return _here.group
+    if everyone:
+        return join(None, transport)
+    name = f"{'-'.join(map(str, ranks))}/{transport}"
+    return _kept(name, ranks.index(dist.get_rank()), len(ranks), transport)
 
 
 def _attempt() -> str:

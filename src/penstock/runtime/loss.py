@@ -63,21 +63,17 @@ class Loss:
             )
         return loss
 
-    def scales(
+    def weights(
         self, weight: Callable[[Any], Any] | None, sizes: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-    ) -> list[float]:
-        """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
+    ) -> list[float] | None:
+        """How much each microbatch's loss counts against the others; None where losses are added as they are."""
         if weight is not None and targets is not None:
-            each = [float(weight(target)) for target in targets]
-            total = sum(each)
-            if total <= 0 or min(each) < 0:
-                raise ScheduleError(f"the weights of the microbatches are {each}: they must not be negative, and not all be zero")
-            return [one / total for one in each]
+            return [float(weight(target)) for target in targets]
         if self.reduction == "sum":
-            return [1.0] * count
+            return None
         if sizes is None or not sum(sizes):
-            return [1.0 / count] * count
-        return [size / sum(sizes) for size in sizes]
+            return [1.0] * count
+        return [float(size) for size in sizes]
 
     def warn_of_ignored(self, targets: Sequence[Any]) -> None:
         """A mean over the targets that are not ignored is not the mean of the microbatches' means. Said once."""
@@ -90,7 +86,7 @@ class Loss:
                 warnings.warn(
                     f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
                     f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
-                    stacklevel=5,
+                    stacklevel=6,  # whoever called step, above what tells the other data ranks of a refusal
                 )
                 return
 

@@ -14,15 +14,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from penstock.runtime.deferred import Deferral, Grads, Record, active, tie, tie_inner
+from penstock.runtime.parts import laid_as
 
 _linear, _embedding = functional.linear, functional.embedding
 _CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")}
 
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
-    """What to record into and what to put in a weight's place, if it can wait now."""
+    """What to record into and what to put in a weight's place, if it can wait now; weights in parts do so in linear maps alone."""
     deferral = active(weight)
-    return deferral, None if deferral is None else deferral.stand_ins.get(id(weight))
+    found = None if deferral is None else deferral.stand_ins.get(id(weight))
+    return deferral, found if type(found) is Tensor else None
 
 
 def _kept(value: Tensor, out: Tensor) -> Tensor:
@@ -38,6 +40,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return _linear(input, weight, bias)
     bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
+    if type(stand_in) is not Tensor:
+        out = _linear(input, stand_in, added)
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _grads_in_parts))
     if dims == 2:
         out = _linear(input, stand_in, added)
         return tie(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
@@ -49,14 +54,24 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
-    if not whole and added is not None:
-        out.add_(added if added.dtype == out.dtype else added.to(out.dtype))
-    return out.view(*input.shape[:-1], out.shape[-1])
+    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
+    shape = [*input.shape[:-1], out.shape[-1]]
+    if whole or bias is None:
+        return out.view(shape)
+    # A bias that is added after is summed over the gradient as it lies, in an order that only autograd knows: it does not wait.
+    made: Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return made.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
 
 
 def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     return None if weight is None else grad.t().mm(_rows(value)), None if bias is None else grad.sum(0)
+
+
+def _grads_in_parts(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    """Over tensor-parallel ranks: each gradient laid out as its parameter is."""
+    rows = grad.flatten(0, -2)
+    of_weight = None if weight is None else laid_as(rows.t().mm(value.flatten(0, -2)), weight)
+    return of_weight, None if bias is None else laid_as(rows.sum(0), bias)
 
 
 def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:

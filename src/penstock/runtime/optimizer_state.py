@@ -108,6 +108,12 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping
     _keep_types(optimizer, fresh, [parameter for _, parameters in groups for parameter in parameters])
 
 
+def check_options(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
+    """Refuse groups whose parameters were saved with different options."""
+    for parameters, _ in groups_of(optimizer, names):
+        _options(parameters, by_parameter(flat, parameters, OPTIONS), flat)
+
+
 def _options(parameters: Sequence[str], options: Mapping[str, Mapping[str, str]], flat: Mapping[str, Any]) -> dict[str, Any]:
     """The options that all parameters of a group were saved with."""
     found: dict[str, Any] = {}

@@ -68,6 +68,8 @@ def parity(pipeline: Pipeline, feed: Feed) -> Parity:
     parts = [part for part in pipeline.partition.parts if part is not None]
     if len(parts) != pipeline.table.stages:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
+    if pipeline.data.scattered:
+        raise ScheduleError("parity runs a copy of the whole model, but of some parameters ranks hold a part only: compare before sharding")
     modules = copy.deepcopy(nn.ModuleList(part.module for part in parts))
     held = {index: stage.module.state_dict() for index, stage in pipeline.stages.items()}
     for theirs in reversed(pipeline.gather("states", held)):  # a rank trains its own stages, and its model's others stay as they were
@@ -77,10 +79,12 @@ def parity(pipeline: Pipeline, feed: Feed) -> Parity:
     found = _stepped(pipeline, feed)
     names = [name for part in parts for name, _ in part.parameters]
     loop = _reference(pipeline, modules, feed)
-    compared = _compare("microbatch loop", found, _named(names, modules, loop))
+    compared = _compare("microbatch loop", found, pipeline.data.summed(_named(names, modules, loop)))
     batch = _whole(feed, pipeline)
-    whole = None if batch is None else _compare("whole batch", found, _named(names, again, _reference(pipeline, again, batch)))
-    return Parity(compared, whole)
+    if batch is None:
+        return Parity(compared, None)
+    whole = _reference(pipeline, again, batch)
+    return Parity(compared, _compare("whole batch", found, pipeline.data.summed(_named(names, again, whole))))
 
 
 def _stepped(pipeline: Pipeline, feed: Feed) -> list[dict[str, Tensor | None]]:
@@ -151,7 +155,8 @@ def _whole(feed: Feed, pipeline: Pipeline) -> Feed | None:
     if args is None or targets is None or None in kwargs.values():
         return None
     joined = {stage: [given[0]] for stage, given in kwargs.items() if given is not None}
-    return Feed([args[0]], joined, None if feed.targets is None else [targets[0]], [1.0])
+    alone = pipeline.data.ranks == 1 or feed.weights is None
+    return Feed([args[0]], joined, None if feed.targets is None else [targets[0]], [1.0 if alone else sum(feed.scales)])
 
 
 def _named(names: list[str], modules: nn.ModuleList, loss: Tensor | None) -> dict[str, Tensor | None]:

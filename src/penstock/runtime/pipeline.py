@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.passes.shard import Shard
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
+from penstock.runtime.data import Data, told
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
-from penstock.runtime.here import current
+from penstock.runtime.grid import group_of
+from penstock.runtime.group import Group
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
@@ -34,6 +37,7 @@ from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
 from penstock.runtime.weights import Weights, give_weights
+from penstock.runtime.wrapping import Sharding, shard_stages, unwrapped
 from penstock.simulator.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -73,11 +77,16 @@ class Pipeline:
     - `overlap(action, operations)`: how to run actions together; one after the other unless given;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
+    - `mesh`: a device mesh with named dimensions of which `pp` is the pipeline, and `dp`, or `dp_replicate` and `dp_shard`, hold the
+      same stages and get a part of the batch each, see `Grid`. Stages that `fully_shard` was applied to stay in shards, all others
+      are copies; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
+    - `lookahead`, `residency`: when stages in shards are gathered, and how many a rank has in full at once, see `Shard`;
+    - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
     - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
       are the host's: on a GPU, when actions were issued;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Safetensors`, or several of them.
+      `Replayed`, `Safetensors`, or several of them.
     """
 
     def __init__(
@@ -100,11 +109,17 @@ class Pipeline:
         overlap: Callable[..., None] | None = None,
         deadline: float = 300.0,
         group: Any = None,
+        mesh: Any = None,
+        shard: Sharding = False,
+        lookahead: int = 1,
+        residency: int | None = None,
+        accumulate_dtype: torch.dtype | None = None,
         record: bool = False,
         transport: str = "auto",
         weights: Weights = None,
     ) -> None:
-        self.group, self.rank = current(group, transport)
+        self.group: Group
+        self.group, self.rank, self.grid = group_of(group, mesh, transport)
         self.deadline = deadline
         self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
@@ -116,15 +131,20 @@ class Pipeline:
         self.record = record
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
-        model, split = planned_split(model, plan if schedule is None else schedule, split)
-        cut = partition(model, self.table.stages, split)
-        give_weights(weights, model, cut, self.table.placement.stages_of(self.rank))
-        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan if schedule is None else schedule)
+        plan = plan if schedule is None else schedule
+        model, split = planned_split(unwrapped(model, self.grid), plan, split)
+        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        give_weights(weights, model, cut, mine)
+        tied = shard_stages(cut, mine, self.grid, shard)
+        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
+        self.scaler: Any = None
+        """What scales the losses before their backward, see `GradScaler`."""
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
-        self.shared = Shared.find(self, ties)
+        self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
+        self.shared = Shared.find(self, [*ties, *tied])
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
@@ -149,7 +169,7 @@ class Pipeline:
         }
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
-        found = self.gather("Pipeline", (mine, unable, modules))
+        found = self.gather_all("Pipeline", (mine, unable, modules))
         first = found[0][0]
         for rank, (theirs, _, _) in enumerate(found):
             for what, value in theirs.items():
@@ -162,11 +182,16 @@ class Pipeline:
         merged = [stage for stage in unsplit if bool((splits == stage).any())]
         if merged:
             logger.warning("stages %s are compiled and cannot split their backward: they run I and W as one B", merged)
-        return unsplit, any(rank != self.rank and modules & theirs for rank, (_, _, theirs) in enumerate(found))
+        own = self.rank if self.grid is None else self.grid.whole.rank
+        return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs) in enumerate(found))
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Everyone's value, by rank."""
         return self.group.gather(self.rank, name, value, self.deadline)
+
+    def gather_all(self, name: str, value: Any) -> list[Any]:
+        """The values of all ranks of the mesh, where the pipeline is a part of one."""
+        return self.gather(name, value) if self.grid is None else self.grid.whole.gather(self.grid.whole.rank, name, value, self.deadline)
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages under the model's own names, each once."""
@@ -199,19 +224,18 @@ class Pipeline:
         if found is None:
             semantics = "rendezvous" if self.group.rendezvous else "channels"
             if training:
-                program = training_program(self.table, count, self.unsplit, semantics)
+                program = training_program(self.table, count, self.unsplit, semantics, self.data.shard)
             else:
-                program = forward_program(self.table, count, semantics)
-            found = Executor(
-                program,
-                self.rank,
-                self.stages,
-                loss=self.loss,
-                group=self.group,
-                deadline=self.deadline,
-                overlap=self.overlap,
-                number=self.number,
-            )
+                program = forward_program(self.table, count, semantics, self.data.shard)
+            self.data.check_program(program)
+            given: dict[str, Any] = {
+                "loss": self.loss,
+                "group": self.group,
+                "deadline": self.deadline,
+                "data": self.data,
+                "overlap": self.overlap,
+            }
+            found = Executor(program, self.rank, self.stages, number=self.number, **given)
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found
         return found
@@ -259,6 +283,7 @@ class Pipeline:
         feed.losses = False
         return self._run(feed, training=False).outputs
 
+    @told
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
@@ -278,6 +303,7 @@ class Pipeline:
         )
         return self._weighed(feed, sizes if total is not None else None)
 
+    @told
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
@@ -304,10 +330,11 @@ class Pipeline:
             raise ScheduleError(f"stage_kwargs for stage {wrong[0]!r}: there are stages 0 to {self.table.stages - 1}")
         if feed.targets is not None and self.weight is None and len(feed.args) > 1:
             self.loss.warn_of_ignored(feed.targets)
-        feed.scales = self.loss.scales(self.weight, sizes, feed.targets, len(feed.args))
+        feed.weights = self.loss.weights(self.weight, sizes, feed.targets, len(feed.args))
         return feed
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
+        self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
         if training and self.table.stages - 1 in self.stages and feed.targets is None and not (self.loss.alone and self.weight is None):
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
@@ -330,7 +357,10 @@ class Pipeline:
         finally:
             self.group.activity(self.rank).stop()
         recorded = self._recorded(executor) if self.record else None
-        return StepResult(shares, partial(mb.merge, dim=self._out_dim()), recorded)
+        result = StepResult(shares, partial(mb.merge, dim=self._out_dim()), recorded)
+        if self.data.ranks > 1:
+            result.loss = self.data.summed({"loss": result.loss})["loss"]
+        return result
 
     def _looks(self, feed: Feed) -> list[str]:
         """All that the forms of this rank's messages can depend on."""
@@ -342,13 +372,17 @@ class Pipeline:
         for stage in self.stages.values():
             stage.refresh()
         backup = Backup.take(parameter for _, parameter in self.local_parameters())
+        feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         try:
             self.shared.begin(self)
+            self.data.begin(executor.reduces)
             with torch.enable_grad():
                 share = executor.run(feed)
+            self.data.finish()
             self.shared.sum(self)
             shares = self._meet("step", share)
         except BaseException:
+            self.data.reset()
             backup.restore()
             raise
         self._steps += 1
@@ -362,7 +396,12 @@ class Pipeline:
             for module, _ in modes:
                 module.training = False
             with torch.no_grad():
-                return self._meet("eval_step", executor.run(feed))
+                share = executor.run(feed)
+            self.data.rest()
+            return self._meet("eval_step", share)
+        except BaseException:
+            self.data.reset()
+            raise
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -392,7 +431,8 @@ class Pipeline:
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
         where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
-        return self.group.report_failure(self.rank, f"{where} failed on rank {self.rank}: {type(error).__name__}: {error}", error)
+        headline = f"{where} failed on {self.group.called(self.rank)}: {type(error).__name__}: {error}"
+        return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most this; the norm before. Shared parameters count once."""

@@ -30,6 +30,8 @@ TRANSPORTS = ("auto", "framed", "direct", "edges")
 _LOOK = 0.2
 """Seconds between two looks at the board."""
 _PAUSE = 0.005
+_TELLING = 0.5
+"""Seconds that a rank whose connection was lost has to be told why."""
 CONNECT = 120.0
 """Seconds in which all ranks must have come, at the start and after a failure."""
 LEAVE = 10.0
@@ -61,8 +63,12 @@ class Processes(Group):
         self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
-        self.ends: list[Inbox | Outbox] = []
+        self.ends: list[Any] = []
         """All that may have something under way."""
+        self.slices: dict[tuple[int, ...], Any] = {}
+        """Groups that some of these ranks have made of themselves."""
+        self.names: list[str] = []
+        """What else ranks are called, if anything: their places in a device mesh."""
         self.generation = -1
         self.connection: Any = None
         self.exchange = Exchange(self)
@@ -128,6 +134,11 @@ class Processes(Group):
     def closed(self) -> bool:
         return self._closing.is_set()
 
+    @property
+    def well(self) -> bool:
+        """Whether nothing has failed since the start."""
+        return self.generation == 0 and self._failure is None
+
     def close(self) -> None:
         """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
         if self.connection is not None:
@@ -160,13 +171,22 @@ class Processes(Group):
 
     def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
         """A message could not be sent or had: raise the failure that is known, or report this one."""
-        if isinstance(error, RuntimeError) and not self.alarm.heard():
+        timed_out = "timed out" in str(error).lower()
+        if isinstance(error, RuntimeError) and not self._hears(0.0 if timed_out else _TELLING):
             waited = (clock() - self.mine.since) / 1e9
-            timed_out = "timed out" in str(error).lower()
             text = f"waited {waited:.1f} s for {what}" if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
             raise self.report_failure(self.rank, f"rank {self.rank} {text}", error)
         self._disconnect()
         self._raise()
+
+    def _hears(self, seconds: float) -> bool:
+        """Whether another rank tells of a failure by then: gloo lets go of a connection before whoever waited on it can say why."""
+        until = time.monotonic() + seconds
+        while not self.alarm.heard():
+            if time.monotonic() >= until:
+                return False
+            time.sleep(_PAUSE)
+        return True
 
     def _raise(self) -> NoReturn:
         self._told = True
@@ -239,6 +259,9 @@ class Processes(Group):
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
         return self.exchange.gather(name, value, deadline)
+
+    def called(self, rank: int) -> str:
+        return f"rank {rank} ({self.names[rank]})" if self.names else f"rank {rank}"
 
     def ident(self, thing: object) -> Hashable:
         return self.rank, id(thing)

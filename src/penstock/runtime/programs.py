@@ -19,6 +19,7 @@ from penstock.passes.lower import lower
 from penstock.passes.merge_backward import MergeBackward
 from penstock.passes.pass_list import PassList
 from penstock.passes.send_receive import SendReceive
+from penstock.passes.shard import Shard
 from penstock.verifier.verify import verify
 
 
@@ -41,8 +42,8 @@ def find_table(given: Any, ranks: int, microbatches: int | None) -> Table:
     return table if microbatches in (None, table.microbatches) else _remade(table, int(microbatches or 0))
 
 
-def training_program(table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels") -> Program:
-    """The program for so many microbatches, proved for the transport; `unsplit` stages run I and W as one B."""
+def training_program(table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels", shard: Shard | None = None) -> Program:
+    """The program for so many microbatches, proved for the transport; `unsplit` stages run I and W as one B, `shard` gathers parameters."""
     if count != table.microbatches:
         table = _remade(table, count)
     if not table.training:
@@ -51,7 +52,7 @@ def training_program(table: Table, count: int, unsplit: Sequence[int], semantics
     if unsplit:
         program = MergeBackward(tuple(unsplit), apart=True).apply(program)
     if not program.lowered:
-        program = _lowered(program.schedule())
+        program = _lowered(program.schedule(), shard)
     elif program.buffers is None:
         program = Buffers().apply(program)
     verify(program)
@@ -60,9 +61,9 @@ def training_program(table: Table, count: int, unsplit: Sequence[int], semantics
     return program
 
 
-def _lowered(schedule: Schedule) -> Program:
+def _lowered(schedule: Schedule, shard: Shard | None) -> Program:
     try:
-        return lower(schedule)
+        return lower(schedule) if shard is None else lower(schedule, fsdp=True, lookahead=shard.lookahead, residency=shard.residency)
     except PassError:
         verify(schedule)  # says where and why
         raise
@@ -77,7 +78,7 @@ def _remade(table: Table, count: int) -> Table:
     return table.remake(count)
 
 
-def forward_program(table: Table, count: int, semantics: str = "channels") -> Program:
+def forward_program(table: Table, count: int, semantics: str = "channels", shard: Shard | None = None) -> Program:
     """Forwards in waves, for any count: each as soon as the one before it can have ended.
 
     An edge needs room for what is under way and one more to be written into: two buffers where a rank has one stage.
@@ -91,9 +92,10 @@ def forward_program(table: Table, count: int, semantics: str = "channels") -> Pr
     schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=f"{table.name} forward".strip())
     span = max((target - source for source, target in graph.edges), default=1)
     if semantics != "channels":
-        program = lower(schedule)
+        program = _lowered(schedule, shard)
         verify(program, semantics=semantics)
         return program
-    program = PassList.of([SendReceive("just-in-time"), Buffers(slots=span * placement.chunks + 1)]).apply(schedule)
+    passes = [SendReceive("just-in-time"), Buffers(slots=span * placement.chunks + 1)]
+    program = PassList.of(passes if shard is None else [shard, *passes]).apply(schedule)
     verify(program)
     return program

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,8 @@ ROUNDS = 9
 """How often clocks are compared; the quickest exchange tells best."""
 
 Floats = NDArray[np.float64]
+_TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce"}
+"""The kinds of actions that take time, and what costs call it."""
 Times = Sequence[tuple[int, int, int]]
 
 
@@ -39,11 +41,14 @@ class Record:
     ended: list[int]
     received: dict[Route, list[tuple[int, int, int]]]
     """For each message: sent (on the sender's clock), asked for, there."""
+    collectives: list[tuple[int, int, int]] = field(default_factory=list)
+    """For each gather and reduction: which action began it, and when it began and was seen to have ended."""
 
     @classmethod
     def of(cls, executor: Executor) -> Record:
         received = {route: list(inbox.times) for route, inbox in executor.inboxes.items()}
-        return cls(list(executor.begun), list(executor.ended), received)
+        collectives = list(executor.data.collectives(executor.actions, executor.begun, executor.ended))
+        return cls(list(executor.begun), list(executor.ended), received, collectives)
 
 
 def offsets(group: Group, rank: int, deadline: float) -> list[int]:
@@ -82,9 +87,13 @@ def timeline(program: Program, records: Sequence[Record], ahead: Sequence[int]) 
     zero = min((float(times[0]) for times in starts if len(times)), default=0.0)
     start, end = ((np.concatenate(times) - zero) / 1e9 for times in (starts, ends))
     depart, arrive = _transfers(program, records, ahead, zero)
-    none = np.full(len(start), -1.0)
-    costs = _costs(program, start, end, arrive - depart)
-    return Timeline(program, costs, start, end, depart, arrive, none, none.copy(), source="measured")
+    collective_start, collective_end = np.full(len(start), -1.0), np.full(len(start), -1.0)
+    for rank, record in enumerate(records):
+        for at, begun, ended in record.collectives:
+            node = int(program.rows.group_offsets[rank]) + at
+            collective_start[node], collective_end[node] = ((time - ahead[rank] - zero) / 1e9 for time in (begun, ended))
+    costs = _costs(program, start, end, arrive - depart, collective_end - collective_start)
+    return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured")
 
 
 def _transfers(program: Program, records: Sequence[Record], ahead: Sequence[int], zero: float) -> tuple[Floats, Floats]:
@@ -107,16 +116,17 @@ def _transfers(program: Program, records: Sequence[Record], ahead: Sequence[int]
     return depart, arrive
 
 
-def _costs(program: Program, start: Floats, end: Floats, under_way: Floats) -> Costs:
+def _costs(program: Program, start: Floats, end: Floats, under_way: Floats, collective: Floats) -> Costs:
     """What the step's actions took: each stage's median, and the median message."""
-    taken: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(program.stages)] for kind in (Kind.F, Kind.B, Kind.I, Kind.W)}
+    taken: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(program.stages)] for kind in _TIMED}
     bounds = program.rows.group_offsets.tolist()
     for rank, (low, _) in enumerate(pairwise(bounds)):
         for node, action in enumerate(program[rank], start=low):
             if action.kind in taken:
-                taken[action.kind][action.stage].append(float(end[node] - start[node]))
+                apart = action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD)
+                taken[action.kind][action.stage].append(float(collective[node] if apart else end[node] - start[node]))
     measured: dict[str, Any] = {}
-    for kind, name in ((Kind.F, "f"), (Kind.I, "i"), (Kind.W, "w"), (Kind.B, "b")):
+    for kind, name in _TIMED.items():
         if any(taken[kind]):
             measured[name] = tuple(statistics.median(each) if each else 0.0 for each in taken[kind])
     if "b" in measured and "i" not in measured:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from penstock.runtime.deferred import Deferral, activate, running
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
+from penstock.runtime.parts import in_parts
 
 _PLAIN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
 """Modules that apply their weights by `torch.nn.functional` and nothing else."""
@@ -38,7 +39,7 @@ class Deferrable:
         self.parameters = [p for p in every if _can_wait(p)]
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Vectors are found beside their matrix; watching them would only make every normalisation slower.
-        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain]
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not in_parts(p)]
         self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
@@ -72,7 +73,8 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 
 def _can_wait(parameter: nn.Parameter) -> bool:
     """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
-    return type(parameter) in (nn.Parameter, _Watched) and parameter.is_floating_point() and not parameter._backward_hooks
+    known = type(parameter) in (nn.Parameter, _Watched) or in_parts(parameter)
+    return known and parameter.is_floating_point() and not parameter._backward_hooks
 
 
 class _Recording:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from penstock.errors import PlacementError, ScheduleError, nearest
+from penstock.runtime.parts import in_parts, laid_as, like_part, local, part_of
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -26,6 +27,8 @@ class _Held:
     place: Place
     ident: Hashable
     shape: tuple[int, ...]
+    part: tuple[tuple[str, int], ...] = ()
+    """Which part of it the rank holds, where it is kept in shards."""
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Shared:
     def find(cls, pipeline: Pipeline, ties: Ties) -> Shared:
         parts = pipeline.partition.parts
         known = {name: (stage, k) for stage, part in enumerate(parts) if part for k, (name, _) in enumerate(part.parameters)}
-        mine = {name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape)) for name, p in pipeline.local_parameters()}
+        mine = {name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape), part_of(p)) for name, p in pipeline.local_parameters()}
         tied = [[name for _, name, _ in holders] for holders in pipeline.partition.tied()]
         everyone = pipeline.gather("parameters", (mine, known, tied))
         groups = dict.fromkeys(tuple(group) for _, _, tied in everyone for group in tied)
@@ -87,12 +90,13 @@ class Shared:
         if not self.active:
             return
         mine = self._held(pipeline)
-        everyone = pipeline.gather("copies", {place: held[0].detach() for place, held in mine.items()})
+        everyone = pipeline.gather("copies", {place: local(held[0].detach()) for place, held in mine.items()})
         for place, held in mine.items():
             first = next(theirs[place] for theirs in everyone if place in theirs)
             for parameter in held:
-                if parameter.data_ptr() != first.data_ptr():
-                    parameter.detach().copy_(first)
+                own = local(parameter.detach())
+                if own.data_ptr() != first.data_ptr():
+                    own.copy_(first)
         pipeline.gather("copied", None)
 
     def begin(self, pipeline: Pipeline) -> None:
@@ -110,15 +114,22 @@ class Shared:
         if not self.active:
             return
         mine = self._held(pipeline)
-        grads = {place: [(pipeline.group.ident(parameter), parameter.grad) for parameter in held] for place, held in mine.items()}
+        grads = {place: [(pipeline.group.ident(parameter), _own(parameter)) for parameter in held] for place, held in mine.items()}
         everyone = pipeline.gather("sum", grads)
         sums = {place: _sum(grad for theirs in everyone for grad in theirs.get(place, ())) for place in mine}
         pipeline.gather("summed", None)  # nobody changes a gradient that another has yet to add
         for place, held in mine.items():
             for parameter, before in zip(held, self.before[place], strict=True):
                 total = sums[place]
-                parameter.grad = before if total is None else total.clone() if before is None else before + total
+                if total is None or not in_parts(parameter):
+                    parameter.grad = before if total is None else total.clone() if before is None else before + total
+                else:
+                    parameter.grad = like_part(parameter, total) if before is None else before + like_part(parameter, total)
         self.before = {}
+
+
+def _own(parameter: nn.Parameter) -> Tensor | None:
+    return None if parameter.grad is None else local(laid_as(parameter.grad, parameter))
 
 
 def _sum(grads: Iterable[tuple[Hashable, Tensor | None]]) -> Tensor | None:
@@ -152,6 +163,11 @@ def _check_shapes(held: Sequence[tuple[Place, _Held, int]]) -> None:
     first: dict[Place, tuple[_Held, int]] = {}
     for place, each, rank in held:
         other, there = first.setdefault(place, (each, rank))
+        if other.part != each.part:
+            raise PlacementError(
+                f"copies of a parameter are kept in shards in different ways: part {other.part} of it in stage {other.place[0]} on rank "
+                f"{there}, {each.part} in stage {each.place[0]} on rank {rank}; shard both or none"
+            )
         if other.shape != each.shape:
             raise PlacementError(
                 f"copies of a parameter differ: shape {list(other.shape)} in stage {other.place[0]} on rank {there}, "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,7 +13,18 @@ from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
 from penstock.runtime.held import Held, Model
-from penstock.runtime.optimizer_state import Optimizers, Same, groups_of, leaf, listed, load_optimizer, optimizer_state, unwrapped
+from penstock.runtime.optimizer_state import (
+    OPTIONS,
+    Optimizers,
+    Same,
+    check_options,
+    groups_of,
+    leaf,
+    listed,
+    load_optimizer,
+    optimizer_state,
+    unwrapped,
+)
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.random_state import random_state, set_random_state
 
@@ -74,31 +87,48 @@ class Training:
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    def room(self, reading: Reading, rank: int) -> dict[str, Any]:
-        """Where to read what into, by key. The model's tensors are its own."""
+    def room(self, reading: Reading, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Where to read what into, by key: tensors, of which the model's are its own, and what can be refused before they change."""
         held = Held.of(self.model)
-        parameters = self._updated(held)
+        state = reading.optimizer(self._updated(held))
+        options = {key: state.pop(key) for key in list(state) if key.startswith(f"optimizer.{OPTIONS}")}
         room: dict[str, Any] = {f"model.{name}": value for name, value in held.state().items()}
-        room |= reading.optimizer(parameters)
-        return room | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
+        return room | state, options | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
 
     def _updated(self, held: Held) -> dict[str, nn.Parameter]:
         """The parameters that the optimizers have, by name."""
         groups = [group for optimizer in listed(self.optimizer) for group in groups_of(optimizer, held.parameters())]
         return {name: parameter for names, parameters in groups for name, parameter in zip(names, parameters, strict=True)}
 
-    def load(self, room: Mapping[str, Any], rank: int) -> None:
-        """Put back what was read."""
+    def load_others(self, rest: Mapping[str, Any]) -> None:
+        """Put back all besides the model and the optimizers, which are only compared with what was saved."""
+        names = Held.of(self.model).parameters()
+        for optimizer in listed(self.optimizer):
+            check_options(optimizer, names, _of_optimizer(rest))
+        for key, each in self.others().items():
+            _check_groups(each, rest[key][0])
+            each.load_state_dict(rest[key][0])
+
+    def load(self, room: Mapping[str, Any], rest: Mapping[str, Any], rank: int) -> None:
+        """Put back the model and the optimizers, and where the random streams stand."""
         held = Held.of(self.model)
         held.load({key.removeprefix("model."): unwrapped(value) for key, value in room.items() if key.startswith("model.")})
-        flat = {key.removeprefix("optimizer."): value for key, value in room.items() if key.startswith("optimizer.")}
         for optimizer in listed(self.optimizer):
-            load_optimizer(optimizer, held.parameters(), flat)
-        for key, each in self.others().items():
-            _check_groups(each, room[key][0])
-            each.load_state_dict(room[key][0])
-        self._set_streams(room["training"][0])
-        set_random_state(room[f"random.{rank}"][0])
+            load_optimizer(optimizer, held.parameters(), _of_optimizer(room) | _of_optimizer(rest))
+        self._set_streams(rest["training"][0])
+        set_random_state(rest[f"random.{rank}"][0])
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """All besides the model and the optimizers is as before where something fails inside."""
+        others = self.others()
+        before = {key: copy.deepcopy(each.state_dict()) for key, each in others.items()}
+        try:
+            yield
+        except BaseException:
+            for key, each in others.items():
+                each.load_state_dict(before[key])
+            raise
 
     def _set_streams(self, said: Mapping[str, Any]) -> None:
         if not isinstance(self.model, Pipeline):
@@ -106,6 +136,10 @@ class Training:
         self.model._steps = said.get("steps", said["step"])
         if said.get("seed", self.model.seed) != self.model.seed:
             logger.warning("saved with seed %s, loaded with seed %s: random numbers will not continue", said["seed"], self.model.seed)
+
+
+def _of_optimizer(room: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix("optimizer."): value for key, value in room.items() if key.startswith("optimizer.")}
 
 
 def _check_groups(scheduler: Any, state: Any) -> None:

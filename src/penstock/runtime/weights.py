@@ -27,12 +27,12 @@ class Owned:
         """All of a plain model."""
         if isinstance(model, Owned):
             return model
-        return cls({"": model}, frozenset(id(tensor) for _, tensor in _tensors("", model)))
+        return cls({"": model}, frozenset(id(tensor) for _, tensor in tensors_of("", model)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All parameters and buffers of the model, under each of their names."""
         for prefix, module in self.modules.items():
-            yield from _tensors(prefix, module)
+            yield from tensors_of(prefix, module)
 
     def names(self) -> dict[int, list[str]]:
         """The names of what is to have values here."""
@@ -58,20 +58,21 @@ class Owned:
         return Owned(self.modules, frozenset(id(tensor) for _, tensor in self.named() if id(tensor) in self.tensors and tensor.is_meta))
 
 
-def _tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(prefix, remove_duplicate=False)
     yield from module.named_buffers(prefix, remove_duplicate=False)
 
 
 Give = Callable[[Owned], None]
-"""Gives values to what a rank has of a model: `Initial`, `Built`, `Safetensors`, or a function."""
+"""Gives values to what a rank has of a model: `Initial`, `Built`, `Replayed`, `Safetensors`, or a function."""
 Weights = Give | Sequence[Give] | None
 
 
 def give_weights(weights: Weights, model: Any, partition: Partition, stages: Iterable[int]) -> None:
     """Give this rank's stages their values, each what those before it did not; refuse to go on with anything that has none."""
     mine = [part for index in stages if (part := partition.parts[index]) is not None]
-    tensors = [tensor for part in mine for layer in part.modules for _, tensor in _tensors("", layer)]
+    tensors = [tensor for part in mine for layer in part.modules for _, tensor in tensors_of("", layer)]
     if isinstance(model, nn.Module):
         modules: dict[str, nn.Module] = {"": model}
     else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
@@ -13,11 +13,16 @@ from penstock.runtime.activity import Activity, clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
 
+if TYPE_CHECKING:
+    from penstock.runtime.pieces import Pieces
+
 
 class Wires:
     """The cells of one rank's program, each with a name while the program is made, and its sends and receives."""
 
-    def __init__(self, program: Program, rank: int, group: Group, deadline: float, number: int) -> None:
+    def __init__(self, program: Program, rank: int, group: Group, deadline: float, number: int, *, pieces: Pieces | None = None) -> None:
+        self.pieces = pieces
+        """What takes tensors in parts apart to send them, where there is a mesh that they can lie over."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
         self.number = zlib.crc32(program.rows.codes.tobytes(), number)
         """What tells this pipeline's program from others."""
@@ -61,7 +66,7 @@ class Wires:
 
             return take_handed
         cell = self._cell("received", what, other, stage, microbatch)
-        inbox, activity = self._inbox(self._rank_of(other, microbatch), what), self.activity
+        inbox, activity, pieces = self._inbox(self._rank_of(other, microbatch), what), self.activity, self.pieces
 
         def take_received() -> Any:
             value = cells[cell]
@@ -69,7 +74,7 @@ class Wires:
                 value = inbox.pull(cells, cell)
                 activity.began = clock()  # what came before was waiting
             cells[cell] = EMPTY
-            return value
+            return value if pieces is None else pieces.together(value)
 
         return take_received
 
@@ -83,10 +88,10 @@ class Wires:
         what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
         other = action.stage + step if action.peer is None else action.peer
         cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        put = self._outbox(self._rank_of(other, microbatch), what, action.kind).put
+        put, pieces = self._outbox(self._rank_of(other, microbatch), what, action.kind).put, self.pieces
 
         def send() -> None:
-            put(cells[cell])
+            put(cells[cell] if pieces is None else pieces.apart(cells[cell]))
             cells[cell] = EMPTY
 
         return send

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import pickle
@@ -44,19 +45,23 @@ def serve(start: Start, tasks: queue.Queue[bytes | None], answers: IO[bytes]) ->
     while (data := tasks.get()) is not None:
         task: Task = pickle.loads(data)
         try:
-            answer = serializer().dumps((True, run(start, task, stores)))
+            made, well = run(start, task, stores)
+            answer = serializer().dumps((True, made))
         except BaseException as error:
-            answer = pickle.dumps((False, Told.of(error)))
+            answer, well = pickle.dumps((False, Told.of(error))), False
+        made = None
         write(answers, answer)
+        if not well:
+            gc.collect()  # a torch group with something under way ends only when the other ranks have let go of theirs
 
 
-def run(start: Start, task: Task, stores: list[Any]) -> Any:
-    """Call the function as a rank of a group of its own.
+def run(start: Start, task: Task, stores: list[Any]) -> tuple[Any, bool]:
+    """Call the function as a rank of a group of its own; what it returns, and whether nothing has failed on the way.
 
     `stores` is kept for the next one: where names of hosts are slow to be had, as torch wants them, so is connecting to a store.
     """
     if start.rank >= task.ranks:
-        return None
+        return None, True
     import torch
     import torch.distributed as dist
 
@@ -73,7 +78,7 @@ def run(start: Start, task: Task, stores: list[Any]) -> Any:
     try:
         torch.set_rng_state(torch.load(io.BytesIO(task.seed)))
         call, args = pickle.loads(task.call)
-        return call(*args)
+        return call(*args), group.well
     except BaseException as error:
         group.fail(start.rank, error, fatal=True)
         here.part(error)

@@ -1,0 +1,190 @@
+"""Stages whose tensors are split over processes: each sends its own part to its like in the next stage."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.nn import functional
+
+from composition.parallel import Outcome, check, mesh_of, schedule, split_over
+from penstock.errors import PipelineError
+from penstock.runtime import Pipeline
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.workers import Workers
+from runtime.models import by_batch
+
+WIDTH, LENGTH = 8, 4
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+def layers(count: int) -> nn.Sequential:
+    return nn.Sequential(*(Perceptron() for _ in range(count))).double()
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, LENGTH, WIDTH).double(), torch.randn(rows, LENGTH, WIDTH).double()
+
+
+def in_full(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Plain tensors in full between layers."""
+    for layer in model:
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def along_the_sequence(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Tensors in parts between layers, split along the sequence."""
+    for layer in model:
+        plan = {
+            "norm": SequenceParallel(use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(1), use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+        }
+        parallelize_module(layer, mesh["tp"], plan)
+    parallelize_module(model[0], mesh["tp"], PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)))
+
+
+def mean_loss(output: Any, target: Tensor) -> Tensor:
+    return functional.mse_loss(output.full_tensor() if isinstance(output, DTensor) else output, target)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("1f1b", in_full),
+        ("zbv", in_full),
+        ("gpipe", along_the_sequence),
+        ("interleaved-zb", along_the_sequence),
+        ("zbv", along_the_sequence),
+    ],
+)
+def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any) -> None:
+    """The gradients of the model in one piece; with a split backward, those of the maps in parts really wait."""
+    made = schedule(name, 2)
+    model, (x, y) = layers(made.stages), batch(13)
+
+    def train() -> Any:
+        mesh, mine = mesh_of(pp=2, tp=2), copy.deepcopy(model)
+        plan(mine, mesh)
+        pipe = Pipeline(mine, made, loss_fn=mean_loss, mesh=mesh)
+        waited, run = [0], Deferral.run
+
+        def counting(self: Deferral, fused: bool = False) -> Any:
+            waited[0] += len(self.records)
+            return run(self, fused)
+
+        Deferral.run = counting
+        try:
+            result = pipe.step(x, target=y, outputs=True)
+        finally:
+            Deferral.run = run
+        return waited[0], result.outputs, Outcome.of(pipe, result)
+
+    found = workers.run(train)
+    check([outcome for _, _, outcome in found], by_batch(model, x, y))
+    splits = "zb" in name
+    with torch.no_grad():
+        whole = model(x)
+    for waited, outputs, _ in found:
+        assert waited == (made.stages // 2 * 4 * 2 if splits else 0)  # this rank's stages, microbatches, maps
+        torch.testing.assert_close(outputs, whole, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "shard", "plan"), [("zbv", False, in_full), ("1f1b", True, along_the_sequence), ("zbv", True, along_the_sequence)]
+)
+def test_together_with_data_parallelism(workers: Workers, name: str, shard: bool, plan: Any) -> None:
+    made = schedule(name, 1)
+    model, (x, y) = layers(made.stages), batch(13)
+
+    def train() -> Outcome:
+        mesh, mine = mesh_of(pp=1, dp=2, tp=2), copy.deepcopy(model)
+        plan(mine, mesh)
+        pipe = Pipeline(mine, made, loss_fn=mean_loss, mesh=mesh, shard=shard)
+        part, target = split_over(mesh, x, y, (6, 7))
+        for _ in range(2):  # gradients accumulate
+            result = pipe.step(part, target=target)
+        for parameter in pipe.parameters():
+            parameter.grad /= 2
+        return Outcome.of(pipe, result)
+
+    check(workers.run(train), by_batch(model, x, y))
+
+
+@pytest.mark.parametrize("norm", [1.0, float("inf")])
+def test_clipping(workers: Workers, norm: float) -> None:
+    """Of all stages and of all parts, each once."""
+    model, (x, y) = layers(2), batch(8)
+
+    def train() -> Any:
+        mesh, mine = mesh_of(pp=2, tp=2), copy.deepcopy(model)
+        along_the_sequence(mine, mesh)
+        pipe = Pipeline(mine, schedule("1f1b", 2), loss_fn=mean_loss, mesh=mesh)
+        pipe.step(x, target=y)
+        before = pipe.clip_grad_norm_(0.01, norm)
+        return float(before), {name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for name, p in pipe.local_parameters()}
+
+    functional.mse_loss(model(x), y).backward()
+    wanted = float(nn.utils.clip_grad_norm_(model.parameters(), 0.01, norm))
+    for before, grads in workers.run(train):
+        assert before == pytest.approx(wanted, rel=1e-12)
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, model.get_parameter(name).grad, rtol=1e-9, atol=1e-12)
+
+
+class Elsewhere(nn.Module):
+    """Puts its output on another mesh than the pipeline's."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.map, self.mesh = nn.Linear(WIDTH, WIDTH).double(), mesh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return DTensor.from_local(self.map(x), self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+
+
+@pytest.mark.matrix(family="1f1b", feature="tensor parallel between different meshes", refused=True)
+@pytest.mark.parametrize("which", ["without names", "of other processes"])
+def test_different_meshes_are_refused(workers: Workers, which: str) -> None:
+    def train() -> str:
+        mesh = mesh_of(pp=2, tp=2)
+        pairs = [[0, 1], [2, 3]]
+        other = {
+            "without names": lambda: DeviceMesh("cpu", pairs),
+            "of other processes": lambda: DeviceMesh("cpu", pairs, mesh_dim_names=("tp", "pp"))["tp"],
+        }[which]()
+        model = [Elsewhere(other), nn.Linear(WIDTH, WIDTH).double()]
+        pipe = Pipeline(model, schedule("1f1b", 2), loss_fn=mean_loss, mesh=mesh)
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(*batch(8)[:1], target=batch(8)[1])
+        return str(caught.value)
+
+    for text in workers.run(train):
+        assert "a stage passes on a tensor over processes" in text
+        assert "which are not those along dimensions of the pipeline's mesh (pp=2, tp=2)" in text
+
+
+def test_without_a_mesh_parts_are_refused(workers: Workers) -> None:
+    def train() -> str:
+        mesh = mesh_of(pp=2, tp=2)
+        model = [Elsewhere(mesh["tp"]), nn.Linear(WIDTH, WIDTH).double()]
+        pipe = Pipeline(model, schedule("1f1b", 2), loss_fn=mean_loss, group=mesh["pp"])
+        with pytest.raises(PipelineError) as caught:
+            pipe.step(*batch(8)[:1], target=batch(8)[1])
+        return str(caught.value)
+
+    assert all("cannot be sent (DTensor): give the pipeline mesh=" in text for text in workers.run(train))

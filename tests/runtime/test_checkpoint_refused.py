@@ -1,0 +1,108 @@
+"""Checkpoints that do not fit the run: refused before anything of it has changed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import MultiStepLR, StepLR
+
+from penstock.errors import CheckpointError
+from penstock.runtime import Checkpoints, DataOrder, Pipeline, launch, rank
+from runtime.models import blocks
+
+
+class Picky:
+    """State that only some rank refuses."""
+
+    def __init__(self, refuses: bool) -> None:
+        self.refuses = refuses
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state and self.refuses:
+            raise CheckpointError("not this one")
+
+
+def groups(model: nn.Module, count: int) -> torch.optim.Optimizer:
+    parameters = list(model.parameters())
+    return torch.optim.SGD([{"params": parameters[k::count], "lr": 0.1 * (k + 1)} for k in range(count)], momentum=0.9)
+
+
+def saved(folder: Path) -> None:
+    model = blocks(2)
+    optimizer = groups(model, 2)
+    model(torch.randn(4, 6)).sum().backward()
+    optimizer.step()
+    Checkpoints(folder).save(model, optimizer, step=4, scheduler=MultiStepLR(optimizer, [1]), data=DataOrder(10, 2, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("count", "seed", "why"),
+    [(2, 2, "in an order with seed=1, and this one has seed=2"), (1, 1, "are in one group of the optimizer, but were saved with")],
+    ids=["data", "options"],
+)
+def test_nothing_changes(tmp_path: Path, count: int, seed: int, why: str) -> None:
+    saved(tmp_path)
+    model = blocks(2)
+    optimizer = groups(model, count)
+    parts = {"scheduler": MultiStepLR(optimizer, [5, 7]), "data": DataOrder(10, 3, seed=seed)}
+    next(parts["data"])
+    held = {"model": model, "optimizer": optimizer, **parts}
+    before = {name: copy.deepcopy(each.state_dict()) for name, each in held.items()}
+    stream = torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=why):
+        Checkpoints(tmp_path).load_latest(model, optimizer, **parts)
+    for name, value in before.pop("model").items():
+        assert torch.equal(model.state_dict()[name], value)
+    assert all(held[name].state_dict() == state for name, state in before.items())
+    assert torch.equal(torch.get_rng_state(), stream)
+
+
+def test_a_scheduler_of_other_groups(tmp_path: Path) -> None:
+    saved(tmp_path)
+    model = blocks(2)
+    optimizer = groups(model, 2)
+    optimizer.add_param_group({"params": []})
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(CheckpointError, match="the scheduler was saved with 2 groups of the optimizer's, and has 3"):
+        Checkpoints(tmp_path).load_latest(model, optimizer, scheduler=StepLR(optimizer, 5), data=DataOrder(10, 2, seed=1))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_one_rank_refuses(tmp_path: Path) -> None:
+    """Then no rank has taken anything."""
+
+    def train() -> tuple[str, bool, int]:
+        torch.manual_seed(rank())
+        pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
+        data, checkpoints = DataOrder(10, 2), Checkpoints(tmp_path)
+        checkpoints.save(pipe, step=1, data=data, extra={"picky": Stated()})
+        for _, parameter in pipe.local_parameters():
+            parameter.detach().add_(1.0)
+        next(data)
+        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        with pytest.raises(CheckpointError) as caught:
+            checkpoints.load_latest(pipe, data=data, extra={"picky": Picky(rank() == 1)})
+        same = all(torch.equal(one, other) for one, other in zip(pipe.parameters(), before, strict=True))
+        return str(caught.value), same, data.position
+
+    for text, same, position in launch(train, ranks=2):
+        assert "not this one" in text
+        assert same
+        assert position == 2
+
+
+class Stated(Picky):
+    def __init__(self) -> None:
+        super().__init__(refuses=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": 1}
