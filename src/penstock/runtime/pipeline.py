@@ -22,6 +22,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.here import current
+from penstock.runtime.hugging_face import recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
@@ -109,6 +110,7 @@ class Pipeline:
         self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
+        split, loss_fn, weight = recognised(model, split, loss_fn, weight)
         self.loss = Loss(loss_fn, loss_reduction)
         if weight is None:
             self.loss.check_own_reduction()

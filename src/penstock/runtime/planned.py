@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime.partition import Layers, Partition
+from penstock.runtime.partition import Partition
 
 
 def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
@@ -17,7 +17,7 @@ def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
     sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # a text has a method of that name
     if sizes is None or isinstance(model, Mapping):
         return model, split
-    if isinstance(split, Layers) and split.sizes is None:
+    if hasattr(split, "sizes") and split.sizes is None:
         return model, replace(split, sizes=sizes)
     if split is not None:
         return model, split
