@@ -22,7 +22,7 @@ from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.here import current
-from penstock.runtime.hugging_face import recognised
+from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
@@ -60,7 +60,7 @@ class Pipeline:
 
     Every rank of the group makes one, with the same arguments, and calls the same methods in the same order.
 
-    - `model`: a whole module (with `split`), a list with one module a stage, or a map with this rank's stages. Modules of a
+    - `model`: a whole module (with `split`), a causal language model of transformers' (see `HuggingFace`), a list with one module a stage, or a map with this rank's stages. Modules of a
       list or map that return a tuple give the next stage several arguments;
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name with `microbatches=`;
     - `loss_fn(output, target)` or `loss_fn(output)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or
@@ -118,6 +118,7 @@ class Pipeline:
         self.record = record
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
+        self._named = isinstance(split, HuggingFace)
         model, split = planned_split(model, plan if schedule is None else schedule, split)
         cut = partition(model, self.table.stages, split)
         give_weights(weights, model, cut, self.table.placement.stages_of(self.rank))
@@ -262,6 +263,8 @@ class Pipeline:
         return self._run(feed, training=False).outputs
 
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+        if self._named:
+            args, target = opened(args, target, ABSENT)
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
@@ -282,6 +285,10 @@ class Pipeline:
 
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
+        if self._named and inputs:
+            pairs = [opened((each,), ABSENT, ABSENT) for each in inputs]
+            inputs = [args for args, _ in pairs]
+            targets = [label for _, label in pairs] if targets is None and pairs[0][1] is not ABSENT else targets
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
         if counts == {0} or len(counts) > 1:
             raise ScheduleError(

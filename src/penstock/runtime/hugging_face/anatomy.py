@@ -70,12 +70,10 @@ def dissect(given: Any) -> Anatomy:
         raise PlacementError(f"a {type(given).__name__} is no model of transformers': {_REMEDY}")
     model = _unwrapped(given)
     _check_adapter(given)
-    base = model.base_model_prefix
-    core = getattr(model, base, None) if base else None
-    if not isinstance(core, nn.Module) or _is_headless(model):
-        raise PlacementError(
-            f"a {type(model).__name__} has no head over its hidden states: load it with AutoModelForCausalLM, or {_REMEDY}"
-        )
+    base = next((name for name in (model.base_model_prefix, "model") if name in model._modules), None)
+    core = None if base is None else model._modules[base]
+    if core is None or _is_headless(model):
+        raise PlacementError(f"{type(model).__name__} has no head over its hidden states: load it with AutoModelForCausalLM, or {_REMEDY}")
     layers = f"{base}.{_layer_list(core)}"
     around = _around(model, layers)
     prefix = next(name for name, each in given.named_modules() if each is model)
@@ -92,7 +90,9 @@ def _check_adapter(given: Any) -> None:
     wrong = [config for config in configs.values() if getattr(config, "is_prompt_learning", False)] if isinstance(configs, dict) else []
     if wrong:
         kind = getattr(wrong[0].peft_type, "value", wrong[0].peft_type)
-        raise PlacementError(f"PEFT's {kind} puts its own tokens in front of the model's: only adapters inside the layers, LoRA say, can be cut")
+        raise PlacementError(
+            f"PEFT's {kind} puts its own tokens in front of the model's: only adapters inside the layers, LoRA say, can be cut"
+        )
 
 
 def _layer_list(core: nn.Module) -> str:

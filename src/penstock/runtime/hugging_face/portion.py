@@ -21,7 +21,7 @@ from penstock.runtime.hugging_face.probe import Order
 from penstock.runtime.hugging_face.sites import Blank, Site, Slot
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
-_NOT_FOR_STAGES = ("input_ids", "inputs_embeds", "labels")
+_TOKENS = ("input_ids", "inputs_embeds")
 
 
 class Portion(nn.Module):
@@ -56,7 +56,8 @@ class Portion(nn.Module):
         after = [Site(anatomy.around[path], slot, anatomy.around[path] if self.last else None, path) for path in order.tail]
         before = [Site(anatomy.around[path], slot, anatomy.around[path], path) for path in order.head]
         replaced |= dict(zip(order.tail, after, strict=True))
-        replaced |= dict(zip(order.head, before if self.first else [Blank(slot) for _ in before], strict=True))
+        blanks = [Blank(anatomy.around[path], slot) for path in order.head]
+        replaced |= dict(zip(order.head, before if self.first else blanks, strict=True))
         if not self.last:
             [*sites, *after][units[-1]].leaves = True
         return replaced
@@ -71,8 +72,7 @@ class Portion(nn.Module):
         self._begin(hidden)
         model, slot, mask = self._own[0], self.slot, carried.get("attention_mask")
         given = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
-        front = {name: carried.pop(name) for name in _NOT_FOR_STAGES if name in carried}
-        given |= {name: value for name, value in front.items() if name != "labels"}
+        given |= {name: carried.pop(name) for name in _TOKENS if name in carried}
         try:
             with nullcontext([]) if self.balance is None else self.balance.watching(self.parts) as routed:
                 out = model(**given, **carried, **self._options)

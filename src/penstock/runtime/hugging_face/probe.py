@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError
 from penstock.runtime.hugging_face.anatomy import Anatomy, twin
-from penstock.runtime.hugging_face.sites import hidden_of
+from penstock.runtime.hugging_face.sites import hidden_of, of_module
 
 _TOKENS = 1, 2
 
@@ -53,7 +54,9 @@ class _Layer(nn.Module):
     def __init__(self, like: nn.Module, seen: _Seen, number: int) -> None:
         super().__init__()
         self.seen, self.number = seen, number
-        self.__dict__ |= {key: value for key, value in vars(like).items() if isinstance(value, (bool, int, float, str)) and key != "training"}
+        self.__dict__ |= {
+            key: value for key, value in vars(like).items() if isinstance(value, (bool, int, float, str)) and key != "training"
+        }
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         seen, given = self.seen, hidden_of(args, kwargs)
@@ -63,7 +66,9 @@ class _Layer(nn.Module):
             seen.blame(f"hidden states are changed between layers {self.number - 1} and {self.number}")
         more = [leaf for leaf in pytree.tree_leaves((args[1:], kwargs)) if isinstance(leaf, Tensor) and leaf is not given]
         if any(leaf.requires_grad for leaf in more):
-            seen.blame(f"layer {self.number} is given more than hidden states, masks and tables: something that was computed from the tokens")
+            seen.blame(
+                f"layer {self.number} is given more than hidden states, masks and tables: something that was computed from the tokens"
+            )
         seen.layers += 1
         seen.hidden = given.view_as(given)
         return (seen.hidden,) if seen.tuples else seen.hidden
@@ -74,7 +79,7 @@ class _Other(nn.Module):
 
     def __init__(self, like: nn.Module, seen: _Seen, path: str) -> None:
         super().__init__()
-        self.like, self.seen, self.path = like, seen, path
+        self.like, self.seen, self.path = _present(like), seen, path
         self.holds = next(like.parameters(), None) is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -85,11 +90,14 @@ class _Other(nn.Module):
         if not self.holds:
             return self.like(*args, **kwargs)
         given = hidden_of(args, kwargs)
-        if not given.is_floating_point():
+        if isinstance(self.like, nn.Embedding) or not given.is_floating_point():
             return torch.zeros(*_TOKENS, seen.width, device=given.device).requires_grad_()
         if seen.layers and not seen.after[:-1] and given is not seen.hidden:
             seen.blame(f"hidden states are changed between its last layer and {self.path}")
         return given
+
+    def __getattr__(self, name: str) -> Any:
+        return of_module(self, name, "like")
 
 
 def watch(anatomy: Anatomy) -> Order:
@@ -107,9 +115,20 @@ def watch(anatomy: Anatomy) -> Order:
             return _ordered(anatomy, seen)
         faults.append(seen.fault)
     raise PlacementError(
-        f"a {type(anatomy.model).__name__} cannot be cut between its layers: {faults[0]}; "
+        f"{type(anatomy.model).__name__} cannot be cut between its layers: {faults[0]}; "
         "write its stages yourself and give a list with one module a stage"
     )
+
+
+def _present(module: nn.Module) -> nn.Module:
+    """The module, or where it has buffers on the meta device and nothing else, a copy of it that has some on the host."""
+    absent = [each for each in module.buffers() if each.is_meta]
+    if not absent or next(module.parameters(), None) is not None:
+        return module
+    made = copy.deepcopy(module).to_empty(device="cpu")
+    for each in made.buffers():
+        each.zero_()
+    return made
 
 
 def _run(anatomy: Anatomy, seen: _Seen) -> None:
@@ -117,7 +136,7 @@ def _run(anatomy: Anatomy, seen: _Seen) -> None:
     replaced: dict[str, nn.Module] = {path: _Other(each, seen, path) for path, each in anatomy.around.items()}
     replaced[anatomy.layers] = nn.ModuleList(_Layer(each, seen, number) for number, each in enumerate(anatomy.blocks))
     model = twin(anatomy.model, replaced)
-    tables = (each for module in anatomy.around.values() for each in module.buffers())
+    tables = (each for module in anatomy.around.values() for each in module.buffers() if not each.is_meta)
     device = next(tables, torch.empty(0)).device
     with torch.enable_grad():
         model(input_ids=torch.zeros(*_TOKENS, dtype=torch.long, device=device), **anatomy.options)
@@ -130,7 +149,7 @@ def _ordered(anatomy: Anatomy, seen: _Seen) -> Order:
     both = [path for path in head if path in tail]
     if unused or any(path in holding for path in both):
         path, what = (unused[0], "does not run on tokens alone") if unused else (both[0], "runs both before and after its layers")
-        raise PlacementError(f"{path} of a {type(anatomy.model).__name__} {what}: write its stages yourself and give a list of them")
+        raise PlacementError(f"{path} of {type(anatomy.model).__name__} {what}: write its stages yourself and give a list of them")
     tables = tuple(path for path in anatomy.around if path not in holding and path not in tail and not _is_drop(anatomy, path))
     return Order(
         tuple(path for path in head if path not in tables),

@@ -46,18 +46,34 @@ class Site(nn.Module):
             draw_from(slot.begun, self.name)
         return self.module(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of a module that is there: the type of its weight, say."""
+        return of_module(self, name, "module")
+
 
 class Blank(nn.Module):
     """What stands in place of a module in front of the layers, where hidden states come from another stage: what it gives is not used."""
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, like: nn.Module, slot: Slot) -> None:
         super().__init__()
-        self.slot = slot
+        self.slot, self.embeds = slot, isinstance(like, nn.Embedding)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = hidden_of(args, kwargs)
-        hidden = self.slot.given
-        return given if hidden is None or given.is_floating_point() else hidden.new_zeros(1, 1, hidden.shape[-1])
+        given, hidden = hidden_of(args, kwargs), self.slot.given
+        if hidden is None or (given.is_floating_point() and not self.embeds):
+            return given
+        return hidden.new_zeros(1, 1, hidden.shape[-1])
+
+
+def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
+    """An attribute of a module, or else of the one that it stands in for."""
+    try:
+        return nn.Module.__getattr__(stand_in, name)
+    except AttributeError:
+        module = stand_in._modules.get(inner)
+        if module is None:
+            raise
+        return getattr(module, name)
 
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

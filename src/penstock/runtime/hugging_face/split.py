@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,15 @@ class HuggingFace:
 def count_labels(labels: Tensor) -> Tensor:
     """How many labels of a microbatch count: all but the first of a sequence, which nothing predicts, and those that are ignored."""
     return (labels[..., 1:] != IGNORED).sum()
+
+
+def opened(args: tuple[Any, ...], target: Any, absent: Any) -> tuple[tuple[Any, ...], Any]:
+    """A batch as a tokenizer or collator gives it: a plain dict of inputs, with the labels in it as the target unless there is another."""
+    if len(args) != 1 or not isinstance(args[0], Mapping):
+        return args, target
+    inputs = dict(args[0])
+    labels = inputs.pop("labels", absent)
+    return (inputs,), labels if target is absent else target
 
 
 def recognised(
