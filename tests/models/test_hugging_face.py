@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+from itertools import chain
 from typing import Any
 
 import pytest
 import torch
-from models.tiny import DEPTH, MODELS, VOCABULARY, batch, by_stages, by_whole, gpt2, llama, mixtral, qwen
 from torch import nn
 from transformers import BatchEncoding
 
 import penstock as ps
+from models.tiny import DEPTH, MODELS, batch, by_stages, by_whole, gpt2, llama, mixtral, qwen
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime import HuggingFace, Initial, Pipeline, launch
 from penstock.runtime.profile import profile
@@ -187,7 +188,7 @@ def test_the_model_is_left_as_it_was():
 def test_names_are_the_model_s_own():
     model = llama()
     names = launch(lambda: [name for name, _ in Pipeline(model, schedule="zbv", microbatches=2).named_parameters()], 2)
-    assert sorted(sum(names, [])) == sorted(name for name, _ in model.named_parameters())
+    assert sorted(chain(*names)) == sorted(name for name, _ in model.named_parameters())
 
 
 def test_a_model_on_the_meta_device_gets_its_values_where_they_are_owned():
@@ -227,6 +228,25 @@ def test_a_profile_has_every_unit_and_its_plan_runs():
         extra = [1 + (stage == len(sizes) - 1) for stage in range(len(sizes))]  # the rotary tables, and a tail of two
         assert [size - more for size, more in zip(sizes, extra, strict=True)] == list(plan.partition)
         assert parity.worst < ROUNDING, str(parity)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_recomputed_stages_have_the_same_numbers(name):
+    """Routers' losses too, which are made while a stage runs and count once."""
+    model, inputs = MODELS[name]().train(), batch()
+    for schedule in ("1f1b", "zbv"):
+        assert_same_as_whole(by_stages(model, inputs, schedule, 3, recompute=True), by_whole(model, inputs, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # the compiler's own
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_compiled_stages_have_the_same_numbers(make):
+    """Each stage is one graph, whatever the model's forward does around its layers."""
+    torch._dynamo.reset()
+    model, inputs = make(), batch()
+    found = by_stages(model, inputs, "zb-h1", 3, compile={"backend": "aot_eager", "fullgraph": True})
+    assert_close(found, by_whole(model, inputs, 3), 1e-5)
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------
@@ -309,8 +329,7 @@ def test_a_balance_of_its_own_is_refused(monkeypatch):
 
 
 def test_wrong_inputs_are_refused():
-    model = llama()
-    module = cut(model).parts[0].module
+    module = cut(llama()).parts[0].module
     tokens = torch.zeros(1, 2, dtype=torch.long)
     with pytest.raises(ScheduleError, match="2 arguments"):
         module(tokens, tokens)
@@ -318,4 +337,3 @@ def test_wrong_inputs_are_refused():
         module([tokens])
     with pytest.raises(ScheduleError, match="keeps no cache"):
         module({"input_ids": tokens, "past_key_values": None})
-    assert VOCABULARY == model.config.vocab_size

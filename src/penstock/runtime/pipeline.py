@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
+from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
@@ -26,9 +26,10 @@ from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
-from penstock.runtime.planned import planned_split, recomputing
+from penstock.runtime.planned import planned_split
 from penstock.runtime.programs import find_table, forward_program, training_program
 from penstock.runtime.randomness import kept_random_state
+from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
@@ -60,8 +61,8 @@ class Pipeline:
 
     Every rank of the group makes one, with the same arguments, and calls the same methods in the same order.
 
-    - `model`: a whole module (with `split`), a causal language model of transformers' (see `HuggingFace`), a list with one module a stage, or a map with this rank's stages. Modules of a
-      list or map that return a tuple give the next stage several arguments;
+    - `model`: a whole module (with `split`), a causal language model of transformers' (see `HuggingFace`), a list with one module a
+      stage, or a map with this rank's stages. Modules of a list or map that return a tuple give the next stage several arguments;
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name with `microbatches=`;
     - `loss_fn(output, target)` or `loss_fn(output)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or
       `sum`) or by `weight(target)`, summed over all of them. Without one the last stage's output is the loss;
@@ -78,7 +79,11 @@ class Pipeline:
       are the host's: on a GPU, when actions were issued;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Safetensors`, or several of them.
+      `Safetensors`, or several of them;
+    - `recompute`: whether stages keep their inputs alone and run their forward again before their backward: for all, or one word a
+      stage; as the plan says unless given;
+    - `compile`: True, options for `torch.compile`, a function that makes a compiled module of a stage's, or one of these a stage.
+      Compiled stages run their backward in one piece; where the schedule splits it, `merged` says what that costs.
     """
 
     def __init__(
@@ -104,6 +109,8 @@ class Pipeline:
         record: bool = False,
         transport: str = "auto",
         weights: Weights = None,
+        recompute: Recompute = None,
+        compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
     ) -> None:
         self.group, self.rank = current(group, transport)
         self.deadline = deadline
@@ -122,11 +129,15 @@ class Pipeline:
         model, split = planned_split(model, plan if schedule is None else schedule, split)
         cut = partition(model, self.table.stages, split)
         give_weights(weights, model, cut, self.table.placement.stages_of(self.rank))
-        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan if schedule is None else schedule)
+        cut = compiled(cut if seed is None else streamed(cut), compile)
+        self.partition: Partition = recomputing(cut, plan if schedule is None else schedule, recompute)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
+        self.merged: Merged | None = merged(self.table, self.unsplit, plan if schedule is None else schedule)
+        if self.merged is not None and self.rank == 0:
+            logger.warning("%s", self.merged)
         self.shared = Shared.find(self, ties)
 
     # What it is made of -----------------------------------------------------------------------------------------------
@@ -161,10 +172,6 @@ class Pipeline:
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same"
                     )
         unsplit = tuple(sorted({stage for _, stages, _ in found for stage in stages}))
-        splits = self.table.rows.stage[self.table.rows.is_kind(Kind.I)]
-        merged = [stage for stage in unsplit if bool((splits == stage).any())]
-        if merged:
-            logger.warning("stages %s are compiled and cannot split their backward: they run I and W as one B", merged)
         return unsplit, any(rank != self.rank and modules & theirs for rank, (_, _, theirs) in enumerate(found))
 
     def gather(self, name: str, value: Any) -> list[Any]:

@@ -48,7 +48,8 @@ def profile(
     """The profile of a model: F, I and W of every layer, and what each holds. Times in seconds, sizes in bytes.
 
     - `model`: a list of layers, an `nn.Sequential`, a causal language model of transformers', or another module with `split=Layers(...)`;
-    - `sample`: a microbatch; a dict is the inputs and labels of a model of transformers', a tuple is several arguments. `microbatch_sizes` measures other sizes too, from its rows repeated;
+    - `sample`: a microbatch; a dict is the inputs and labels of a model of transformers', a tuple several arguments. `microbatch_sizes`
+      measures other sizes too, from its rows repeated;
     - `loss_fn(output, target)` or `loss_fn(output)` counts with the last layer; without one its backward starts from ones;
     - `optimizer`: whose memory counts: adamw, adam, sgd or none, or what makes one from parameters;
     - `device`: move the model and the sample there; "auto" is a GPU if there is one.
@@ -82,12 +83,12 @@ def rows_of(sample: Any) -> int:
 
 
 def mb_args(value: Any, size: int) -> Any:
-    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer."""
+    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer. It is no view of a larger batch."""
 
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
-        return leaf if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
+        return leaf.clone() if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
 
     return pytree.tree_map(resized, value)
 

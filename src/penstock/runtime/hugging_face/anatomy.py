@@ -70,8 +70,8 @@ def dissect(given: Any) -> Anatomy:
         raise PlacementError(f"a {type(given).__name__} is no model of transformers': {_REMEDY}")
     model = _unwrapped(given)
     _check_adapter(given)
-    base = next((name for name in (model.base_model_prefix, "model") if name in model._modules), None)
-    core = None if base is None else model._modules[base]
+    base = str(model.base_model_prefix if model.base_model_prefix in model._modules else "model")
+    core = model._modules.get(base)
     if core is None or _is_headless(model):
         raise PlacementError(f"{type(model).__name__} has no head over its hidden states: load it with AutoModelForCausalLM, or {_REMEDY}")
     layers = f"{base}.{_layer_list(core)}"
@@ -99,11 +99,11 @@ def _layer_list(core: nn.Module) -> str:
     """The path of the list of layers: as the model's pipeline plan names it, else the only one that is as long as the model is deep."""
     lists = {name: each for name, each in core.named_modules() if isinstance(each, nn.ModuleList) and len(each)}
     config: Any = core.config
-    planned = [name for name in getattr(config, "base_model_pp_plan", None) or () if name in lists]
+    planned = [str(name) for name in getattr(config, "base_model_pp_plan", None) or () if name in lists]
     if len(planned) == 1:
         return planned[0]
     depth = getattr(config.get_text_config() if hasattr(config, "get_text_config") else config, "num_hidden_layers", None)
-    found = [name for name, each in lists.items() if len(each) == depth and "." not in name.removeprefix("decoder.")]
+    found = [str(name) for name, each in lists.items() if len(each) == depth and "." not in name.removeprefix("decoder.")]
     if len(found) != 1:
         said = f"lists of {depth} layers: {', '.join(found)}" if found else f"no list of {depth} layers"
         raise PlacementError(f"{type(core).__name__} has {said}: {_REMEDY}")

@@ -7,7 +7,7 @@ with the hidden states are the two sums, a number an expert each, added up in th
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +35,7 @@ class Balance:
     index: int
 
     @contextmanager
-    def watching(self, parts: Sequence[nn.Module]) -> Iterator[list[Tensor]]:
+    def watching(self, parts: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
         """Gives what the routers inside decide on, in the order in which they run."""
         found: list[Tensor] = []
 

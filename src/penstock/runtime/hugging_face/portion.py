@@ -7,7 +7,7 @@ along with the hidden states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -74,7 +74,7 @@ class Portion(nn.Module):
         given = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
         given |= {name: carried.pop(name) for name in _TOKENS if name in carried}
         try:
-            with nullcontext([]) if self.balance is None else self.balance.watching(self.parts) as routed:
+            with self._watching() as routed:
                 out = model(**given, **carried, **self._options)
             made = out.logits if self.last else slot.made
         finally:
@@ -82,6 +82,11 @@ class Portion(nn.Module):
         if self.balance is not None:
             sums = self.balance.add(sums, routed, mask)
         return self._handed_on(made, carried, sums)
+
+    def _watching(self) -> AbstractContextManager[list[Tensor]]:
+        """Gives what the routers decide on, where they are to be balanced."""
+        nothing: list[Tensor] = []
+        return nullcontext(nothing) if self.balance is None else self.balance.watching(self.parts)
 
     def _begin(self, hidden: Tensor | None) -> None:
         self.slot.given, self.slot.made = hidden, None

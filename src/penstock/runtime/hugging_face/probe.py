@@ -1,4 +1,4 @@
-"""Watch a model's own forward once, with nothing in its layers: what runs before them, what after, and that hidden states alone pass through."""
+"""Watch a model's own forward once, with nothing in its layers: what runs before and after, and that hidden states alone pass through."""
 
 from __future__ import annotations
 

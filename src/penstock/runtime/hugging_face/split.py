@@ -37,7 +37,7 @@ class HuggingFace:
         sizes = balanced(cutter.weights(), stages, type(model).__name__) if self.sizes is None else list(self.sizes)
         if len(sizes) != stages or sum(sizes) != cutter.count or min(sizes) < 1:
             raise PlacementError(
-                f"split {sizes} for {stages} stages of {cutter.count} units, {cutter.anatomy.count} layers and what is before and after them: "
+                f"split {sizes} for {stages} stages of {cutter.count} units, the layers and what is before and after them: "
                 "give each stage at least one and use every unit once"
             )
         ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
