@@ -18,22 +18,10 @@ from penstock.planner.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
 from penstock.runtime.profile import profile
 from runtime.live import Live
-from runtime.models import Block, Numbers, assert_same, blocks, gradients
+from runtime.models import Block, Counting, Numbers, assert_same, blocks, gradients
 
 FLAGS = {"1f1b": (True, False), "gpipe": (True, True), "zb-h1": (False, True), "zbv": (True, False, False, True), "dualpipe-v": (True,) * 4}
 COUNT = 4
-
-
-class Counting(nn.Module):
-    """A block that counts its forwards."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.runs = inner, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.runs += 1
-        return self.inner(x)
 
 
 @pytest.mark.parametrize("name", FLAGS)

@@ -31,8 +31,9 @@ class Portion(nn.Module):
         super().__init__()
         last = anatomy.count + 1
         self.first, self.last, self.balance = 0 in units, last in units, balance
-        names = [*(order.head if self.first else ()), *(f"{anatomy.layers}.{unit - 1}" for unit in units if 0 < unit < last)]
-        self.names = (*order.tables, *names, *(order.tail if self.last else ()))
+        layers = [f"{anatomy.layers}.{unit - 1}" for unit in units if 0 < unit < last]
+        first, *others = [*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())]
+        self.names = (first, *order.tables, *others)
         self.parts = nn.ModuleList(anatomy.model.get_submodule(name) for name in self.names)
         self.slot, self.draws = Slot(), False
         replaced = self._replaced(anatomy, order, units)
