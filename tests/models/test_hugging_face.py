@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from transformers import BatchEncoding
 
 import penstock as ps
 from models.tiny import DEPTH, MODELS, batch, by_stages, by_whole, gpt2, llama, mixtral, qwen
-from penstock.errors import PlacementError, ScheduleError
+from penstock.cli.main import main
 from penstock.runtime import HuggingFace, Initial, Pipeline, launch
 from penstock.runtime.profile import profile
 from runtime.models import Numbers, assert_all_equal, assert_close, assert_equal, gradients
@@ -238,6 +237,44 @@ def test_recomputed_stages_have_the_same_numbers(name):
         assert_same_as_whole(by_stages(model, inputs, schedule, 3, recompute=True), by_whole(model, inputs, 3))
 
 
+def test_a_profile_on_the_command_line(tmp_path, capsys):
+    file = tmp_path / "build.py"
+    file.write_text("from models.tiny import batch, llama\n\ndef build():\n    return llama(), batch(rows=2)\n")
+    command = ["profile", f"{file}:build", "--device", "cpu", "--warmup", "0", "--repeats", "1", "-o", str(tmp_path / "p.json")]
+    assert main(command) == 0
+    assert "model.norm + lm_head" in capsys.readouterr().out
+    assert len(ps.Profile.load(tmp_path / "p.json").layers) == DEPTH + 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_the_model_s_own_checkpointing(name, reentrant):
+    model, inputs = MODELS[name]().train(), batch()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same_as_whole(by_stages(model, inputs, "zbv", 3), by_whole(model, inputs, 3))
+
+
+def test_in_half_precision():
+    model, inputs = llama().bfloat16(), batch()
+    assert_same_as_whole(by_stages(model, inputs, "zbv", 3), by_whole(model, inputs, 3))
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_under_autocast(name):
+    model, inputs = MODELS[name](), batch()
+    own = copy.deepcopy(model)
+
+    def train() -> Any:
+        pipe = Pipeline(own, schedule="zbv", microbatches=3)
+        with torch.autocast("cpu", torch.bfloat16):
+            return pipe.step(inputs).loss
+
+    loss = launch(train, 2)[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = by_whole(model, inputs, 3)
+    assert_same_as_whole(Numbers(loss, [], gradients(own)), wanted)
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("make", [llama, gpt2])
@@ -247,93 +284,3 @@ def test_compiled_stages_have_the_same_numbers(make):
     model, inputs = make(), batch()
     found = by_stages(model, inputs, "zb-h1", 3, compile={"backend": "aot_eager", "fullgraph": True})
     assert_close(found, by_whole(model, inputs, 3), 1e-5)
-
-
-# Refusals -------------------------------------------------------------------------------------------------------------
-
-
-def cut(model: Any, **given: Any) -> Any:
-    return HuggingFace(**given).cut(model, 2)
-
-
-def test_sizes_must_fit():
-    with pytest.raises(PlacementError, match=r"split \[3, 2\] for 2 stages of 6 units"):
-        cut(llama(), sizes=[3, 2])
-
-
-def test_other_models_are_refused():
-    with pytest.raises(PlacementError, match="Linear is no model of transformers'"):
-        cut(nn.Linear(2, 2))
-    with pytest.raises(PlacementError, match="LlamaModel has no head"):
-        cut(llama().model)
-
-
-def test_a_replaced_forward_is_refused():
-    model = llama()
-    model.model.forward = model.model.forward
-    with pytest.raises(PlacementError, match="was replaced"):
-        cut(model)
-
-
-def test_parameters_beside_the_layers_are_refused():
-    model = llama()
-    model.model.scale = nn.Parameter(torch.ones(1))
-    with pytest.raises(PlacementError, match="holds 'scale' itself"):
-        cut(model)
-    model = llama()
-    model.extra = nn.Linear(2, 2)
-    with pytest.raises(PlacementError, match="extra of LlamaForCausalLM does not run on tokens alone"):
-        cut(model)
-
-
-def test_a_forward_that_does_more_between_its_layers_is_refused(monkeypatch):
-    def watched(change: Any) -> None:
-        model = llama()
-        inner = type(model.model).forward
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return change(self, inner, *args, **kwargs)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(type(model.model), "forward", forward)
-            cut(model)
-
-    def between(self: Any, inner: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        hidden = self.embed_tokens(input_ids)
-        for layer in self.layers:
-            hidden = layer(hidden) * 2
-        return inner(self, inputs_embeds=hidden, **kwargs)
-
-    def from_tokens(self: Any, inner: Any, input_ids: Any = None, **kwargs: Any) -> Any:
-        return inner(self, input_ids=input_ids, first=self.embed_tokens(input_ids) * 3, **kwargs)
-
-    def reversed_(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        self.layers = nn.ModuleList(reversed(self.layers))
-        return inner(self, *args, **kwargs)
-
-    with pytest.raises(PlacementError, match="changed between layers 0 and 1"):
-        watched(between)
-    with pytest.raises(PlacementError, match="something that was computed from the tokens"):
-        watched(from_tokens)
-    with pytest.raises(PlacementError, match="in another order"):
-        watched(reversed_)
-
-
-def test_a_balance_of_its_own_is_refused(monkeypatch):
-    from transformers.models.mixtral import modeling_mixtral
-
-    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda logits, *_: sum(each.square().mean() for each in logits))
-    with pytest.raises(PlacementError, match="balances its routers in a way of its own"):
-        cut(mixtral())
-    cut(mixtral(output_router_logits=False))
-
-
-def test_wrong_inputs_are_refused():
-    module = cut(llama()).parts[0].module
-    tokens = torch.zeros(1, 2, dtype=torch.long)
-    with pytest.raises(ScheduleError, match="2 arguments"):
-        module(tokens, tokens)
-    with pytest.raises(ScheduleError, match="a list as input"):
-        module([tokens])
-    with pytest.raises(ScheduleError, match="keeps no cache"):
-        module({"input_ids": tokens, "past_key_values": None})
