@@ -142,15 +142,17 @@ def test_batches_as_users_have_them():
                 pipe.step(BatchEncoding(inputs)),
                 pipe.step(tokens, target=inputs["labels"]),
                 pipe.step_list(pieces),
+                pipe.step_list([(piece,) for piece in pieces]),
+                pipe.step(inputs | {"use_cache": True}),
             )
         ]
 
     for losses in launch(run, 2):
-        assert_all_equal(losses, [losses[0]] * 4)
+        assert_all_equal(losses, [losses[0]] * 6)
 
 
 def test_a_loss_of_one_s_own():
-    model, inputs = llama(), {name: each for name, each in batch().items() if name != "labels"}
+    model, inputs = llama(), batch()
 
     def square(scores: torch.Tensor) -> torch.Tensor:
         return scores.square().mean()

@@ -98,3 +98,5 @@ def test_wrong_inputs_are_refused():
         module([tokens])
     with pytest.raises(ScheduleError, match="keeps no cache"):
         module({"input_ids": tokens, "past_key_values": None})
+    with pytest.raises(ScheduleError, match="set it in the model's config"):
+        module({"input_ids": tokens, "output_router_logits": True})

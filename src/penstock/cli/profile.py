@@ -21,8 +21,8 @@ def profile(
         str,
         typer.Argument(
             metavar="FILE.py:FUNCTION",
-            help="A function without arguments that returns layers, or a Hugging Face model, and a sample, and if there are a loss function "
-            "and a target.",
+            help="A function without arguments that returns layers, or a Hugging Face model, and a sample; a loss function and a "
+            "target too, if there are.",
         ),
     ],
     *,

@@ -271,7 +271,7 @@ class Pipeline:
 
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
         if self._named:
-            args, target = opened(args, target, ABSENT)
+            args, target = opened(args, target, ABSENT, self.loss.paired)
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
@@ -293,7 +293,7 @@ class Pipeline:
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
         if self._named and inputs:
-            pairs = [opened((each,), ABSENT, ABSENT) for each in inputs]
+            pairs = [opened(each if isinstance(each, tuple) else (each,), ABSENT, ABSENT, self.loss.paired) for each in inputs]
             inputs = [args for args, _ in pairs]
             targets = [label for _, label in pairs] if targets is None and pairs[0][1] is not ABSENT else targets
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}

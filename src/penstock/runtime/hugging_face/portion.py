@@ -76,7 +76,7 @@ class Portion(nn.Module):
         given |= {name: carried.pop(name) for name in _TOKENS if name in carried}
         try:
             with self._watching() as routed:
-                out = model(**given, **carried, **self._options)
+                out = model(**given, **{**carried, **self._options})
             made = out.logits if self.last else slot.made
         finally:
             slot.given = slot.made = slot.begun = None
@@ -107,6 +107,8 @@ class Portion(nn.Module):
         inputs = {**given, **kwargs}
         if "past_key_values" in inputs:
             raise ScheduleError("past_key_values: a pipeline trains and evaluates whole sequences, and keeps no cache")
+        if inputs.get("output_router_logits") and self.balance is None:
+            raise ScheduleError("output_router_logits as an input: set it in the model's config before the pipeline is made")
         return inputs.pop(_HIDDEN, None), inputs, inputs.pop(_ROUTERS, None)
 
     def _handed_on(self, made: Any, carried: dict[str, Any], sums: Sums | None) -> Any:

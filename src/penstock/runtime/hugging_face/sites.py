@@ -70,8 +70,8 @@ def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
     try:
         return nn.Module.__getattr__(stand_in, name)
     except AttributeError:
-        module = stand_in._modules.get(inner)
-        if module is None:
+        module = stand_in.__dict__.get("_modules", {}).get(inner)
+        if module is None or name.startswith("__"):
             raise
         return getattr(module, name)
 

@@ -64,13 +64,13 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels[..., 1:] != IGNORED).sum()
 
 
-def opened(args: tuple[Any, ...], target: Any, absent: Any) -> tuple[tuple[Any, ...], Any]:
-    """A batch as a tokenizer or collator gives it: a plain dict of inputs, with the labels in it as the target unless there is another."""
+def opened(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True) -> tuple[tuple[Any, ...], Any]:
+    """A batch as a tokenizer or collator gives it: a plain dict of inputs, with the labels in it as the target where one is wanted."""
     if len(args) != 1 or not isinstance(args[0], Mapping):
         return args, target
     inputs = dict(args[0])
     labels = inputs.pop("labels", absent)
-    return (inputs,), labels if target is absent else target
+    return (inputs,), labels if target is absent and wanted else target
 
 
 def recognised(
