@@ -278,7 +278,6 @@ def test_under_autocast(name):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # the compiler's own
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_compiled_stages_have_the_same_numbers(make):
     """Each stage is one graph, whatever the model's forward does around its layers."""
