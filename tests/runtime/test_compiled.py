@@ -150,6 +150,7 @@ class InPlace(nn.Module):
         return self.map(x.mul_(2)).tanh()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, of what it is then given
 def test_a_compiled_stage_that_changes_its_input_is_found_out():
     """By its first step, which fails and leaves nothing behind; the next ones allow it."""
     parts, x = [nn.Linear(6, 6), InPlace()], torch.randn(8, 6)
