@@ -30,6 +30,18 @@ class Block(nn.Module):
         return x + torch.tanh(self.map(self.norm(x)) * self.factor)
 
 
+class Counting(nn.Module):
+    """A block that counts its forwards."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.runs = inner, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.inner(x)
+
+
 def blocks(count: int, width: int = 6, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*(Block(width) for _ in range(count))).to(dtype)
 

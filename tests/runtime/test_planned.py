@@ -12,7 +12,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, PlacementError
 from penstock.runtime import Layers, Pipeline, launch
-from runtime.models import Block, blocks
+from runtime.models import Block, Counting, blocks
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=4, weight_stash=1, output=1)
 UNEVEN = ps.Profile([ps.Layer(f=3, i=3, w=3, activation=4), *[LAYER] * 6], input=1)
@@ -90,18 +90,6 @@ def test_a_plan_for_another_model_is_refused():
 
 
 # Recompute ------------------------------------------------------------------------------------------------------------
-
-
-class Counting(nn.Module):
-    """A block that counts its forwards."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.runs = inner, 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.runs += 1
-        return self.inner(x)
 
 
 @pytest.mark.parametrize(("schedules", "limit"), [("gpipe", 28.0), ("zb-h1", 20.0), ("zbv", 24.0)])

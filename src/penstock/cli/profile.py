@@ -21,7 +21,8 @@ def profile(
         str,
         typer.Argument(
             metavar="FILE.py:FUNCTION",
-            help="A function without arguments that returns layers and a sample, and if there are a loss function and a target.",
+            help="A function without arguments that returns layers, or a Hugging Face model, and a sample; a loss function and a "
+            "target too, if there are.",
         ),
     ],
     *,
@@ -78,7 +79,7 @@ def profile(
 def _built(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
     """The layers, the sample, and the loss function and target if there are."""
     made = build()
-    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not hasattr(made[0], "__len__"):
+    if not isinstance(made, tuple) or not 2 <= len(made) <= 4 or not (hasattr(made[0], "__len__") or hasattr(made[0], "config")):
         what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise UsageError(
             f"{source} returned {what}: return (layers, sample), a list of layers and a microbatch, or also loss_fn and target"

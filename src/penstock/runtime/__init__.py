@@ -14,6 +14,7 @@ from penstock.runtime.checkpoint_files import Checkpoint
 from penstock.runtime.data_order import DataOrder
 from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
 from penstock.runtime.here import rank
+from penstock.runtime.hugging_face import HuggingFace
 from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
 from penstock.runtime.partition import Layers, Partition
@@ -29,6 +30,7 @@ __all__ = [
     "Checkpoints",
     "DataOrder",
     "GradScaler",
+    "HuggingFace",
     "Initial",
     "Layers",
     "Partition",

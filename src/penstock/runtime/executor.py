@@ -26,6 +26,7 @@ from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
 from penstock.runtime.parts import complete
 from penstock.runtime.randomness import draw_from
+from penstock.runtime.recomputed import Ended, Recomputed
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
@@ -258,9 +259,12 @@ class Executor(Wires):
         readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
+        last = part.module if not readers and isinstance(part.module, Recomputed) else None
 
         def forward() -> None:
             leaves = [take() for take in takes]
+            if last is not None:
+                last.loss = self._loss_of(microbatch)
             deferral = None
             if deferrable is None:
                 made = apply(leaves)
@@ -277,14 +281,21 @@ class Executor(Wires):
 
         return forward
 
+    def _loss_of(self, microbatch: int) -> Callable[[Any], Tensor] | None:
+        """The loss of a microbatch as a function of the output, to be recomputed with it."""
+        loss, targets = self.loss, self.feed.targets
+        return (lambda made: loss(made, targets, microbatch)) if self.feed.losses else None
+
     def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
         feed = self.feed
+        output, loss = (made.output, made.loss) if isinstance(made, Ended) else (made, None)
         if feed.outputs:
-            feed.share.outputs[microbatch] = complete(detached(made))
-        if not feed.losses or not (self.program.training or self.loss.fits(made)):
+            feed.share.outputs[microbatch] = complete(detached(output))
+        if not feed.losses or not (self.program.training or self.loss.fits(output)):
             return [], []
-        loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
+        loss = self.loss(made, feed.targets, microbatch) if loss is None else loss
+        scale = feed.scales[microbatch]
         feed.share.losses[microbatch] = complete(loss.detach()), scale
         if not (loss.requires_grad and scale):
             return [], []

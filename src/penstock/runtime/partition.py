@@ -27,10 +27,6 @@ class Layers:
     unused: Sequence[str] = ()
 
 
-Split = Sequence[int] | Layers | None
-"""How to cut a whole model: so many layers for each stage, layers by name, or balanced by parameters."""
-
-
 @dataclass(frozen=True)
 class Part:
     """One stage's module, and the layers that it is made of with their names in the model."""
@@ -120,16 +116,21 @@ class Partition:
 
 
 def partition(model: Any, stages: int, split: Any = None) -> Partition:
-    """Cut a model into stages: a whole module, a sequence with one module a stage, or a map with this rank's stages."""
+    """Cut a model into stages: a whole module, a sequence with one module a stage, or a map with this rank's stages.
+
+    A whole one is cut into so many layers for each stage, by `Layers`, by an object with `cut(model, stages)`, or balanced by parameters.
+    """
     if isinstance(model, Mapping):
         return _from_map(model, stages)
     if isinstance(model, (list, tuple)) or (isinstance(model, nn.ModuleList) and split is None):
         return _from_list(list(model), stages)
+    if hasattr(split, "cut"):
+        return split.cut(model, stages)  # type: ignore[no-any-return]
     if not isinstance(model, nn.Module):
         raise PlacementError(f"a model is a module, a list of modules or a map of them by stage, got {type(model).__name__}")
     names, layers = _layers(model, split)
     wanted = split.sizes if isinstance(split, Layers) else split
-    sizes = _balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
+    sizes = balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
     if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
         raise PlacementError(
             f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
@@ -180,7 +181,7 @@ def _weight(layer: nn.Module) -> int:
     return sum(parameter.numel() for parameter in layer.parameters()) + 1
 
 
-def _balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
+def balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
     """Contiguous runs whose largest sum is as small as can be; the number of layers of each."""
     count = len(weights)
     if count < stages:

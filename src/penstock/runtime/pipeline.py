@@ -13,24 +13,26 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
+from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data, told
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.grid import group_of
 from penstock.runtime.group import Group
+from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
-from penstock.runtime.planned import planned_split, recomputing
+from penstock.runtime.planned import planned_split
 from penstock.runtime.programs import find_table, forward_program, training_program
 from penstock.runtime.randomness import kept_random_state
+from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.result import Share, StepResult
 from penstock.runtime.shared import Shared, Ties
@@ -63,8 +65,8 @@ class Pipeline:
 
     Every rank of the group makes one, with the same arguments, and calls the same methods in the same order.
 
-    - `model`: a whole module (with `split`), a list with one module a stage, or a map with this rank's stages. Modules of a
-      list or map that return a tuple give the next stage several arguments;
+    - `model`: a whole module (with `split`), a causal language model of transformers' (see `HuggingFace`), a list with one module a
+      stage, or a map with this rank's stages. Modules of a list or map that return a tuple give the next stage several arguments;
     - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name with `microbatches=`;
     - `loss_fn(output, target)` or `loss_fn(output)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or
       `sum`) or by `weight(target)`, summed over all of them. Without one the last stage's output is the loss;
@@ -86,7 +88,11 @@ class Pipeline:
       are the host's: on a GPU, when actions were issued;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Replayed`, `Safetensors`, or several of them.
+      `Replayed`, `Safetensors`, or several of them;
+    - `recompute`: whether stages keep their inputs alone and run their forward again before their backward: for all, or one word a
+      stage; as the plan says unless given;
+    - `compile`: True, options for `torch.compile`, a function that makes a compiled module of a stage's, or one of these a stage.
+      Compiled stages run their backward in one piece; where the schedule splits it, `merged` says what that costs.
     """
 
     def __init__(
@@ -117,6 +123,8 @@ class Pipeline:
         record: bool = False,
         transport: str = "auto",
         weights: Weights = None,
+        recompute: Recompute = None,
+        compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
     ) -> None:
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
@@ -124,6 +132,7 @@ class Pipeline:
         self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
+        split, loss_fn, weight = recognised(model, split, loss_fn, weight)
         self.loss = Loss(loss_fn, loss_reduction)
         if weight is None:
             self.loss.check_own_reduction()
@@ -131,18 +140,23 @@ class Pipeline:
         self.record = record
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
+        self._named = isinstance(split, HuggingFace)
         plan = plan if schedule is None else schedule
         model, split = planned_split(unwrapped(model, self.grid), plan, split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
         give_weights(weights, model, cut, mine)
         tied = shard_stages(cut, mine, self.grid, shard)
-        self.partition: Partition = recomputing(cut if seed is None else streamed(cut), plan)
+        cut = compiled(cut if seed is None else streamed(cut), compile)
+        self.partition: Partition = recomputing(cut, plan, recompute)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
         self._steps = 0
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
+        self.merged: Merged | None = merged(self.table, self.unsplit, plan)
+        if self.merged is not None and self.rank == 0:
+            logger.warning("%s", self.merged)
         self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
         self.shared = Shared.find(self, [*ties, *tied])
 
@@ -178,10 +192,6 @@ class Pipeline:
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same"
                     )
         unsplit = tuple(sorted({stage for _, stages, _ in found for stage in stages}))
-        splits = self.table.rows.stage[self.table.rows.is_kind(Kind.I)]
-        merged = [stage for stage in unsplit if bool((splits == stage).any())]
-        if merged:
-            logger.warning("stages %s are compiled and cannot split their backward: they run I and W as one B", merged)
         own = self.rank if self.grid is None else self.grid.whole.rank
         return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs) in enumerate(found))
 
@@ -285,6 +295,8 @@ class Pipeline:
 
     @told
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+        if self._named:
+            args, target = opened(args, target, ABSENT, self.loss.paired)
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
@@ -306,6 +318,10 @@ class Pipeline:
     @told
     def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
+        if self._named and inputs:
+            pairs = [opened(each if isinstance(each, tuple) else (each,), ABSENT, ABSENT, self.loss.paired) for each in inputs]
+            inputs = [args for args, _ in pairs]
+            targets = [label for _, label in pairs] if targets is None and pairs[0][1] is not ABSENT else targets
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
         if counts == {0} or len(counts) > 1:
             raise ScheduleError(

@@ -18,6 +18,7 @@ from penstock.planner.profile import Layer, Profile
 from penstock.runtime import holdings
 from penstock.runtime import microbatch as mb
 from penstock.runtime.deferred import Deferral
+from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.partition import Layers, partition
 from penstock.runtime.randomness import kept_random_state
@@ -34,7 +35,7 @@ def profile(
     *,
     loss_fn: Callable[..., Any] | None = None,
     target: Any = None,
-    split: Layers | None = None,
+    split: Layers | HuggingFace | None = None,
     microbatch_sizes: Sequence[int] | None = None,
     optimizer: Optimizer | str | None = "adamw",
     device: str | torch.device | None = None,
@@ -46,8 +47,9 @@ def profile(
 ) -> Profile:
     """The profile of a model: F, I and W of every layer, and what each holds. Times in seconds, sizes in bytes.
 
-    - `model`: a list of layers, an `nn.Sequential`, or another module with `split=Layers(...)`;
-    - `sample`: a microbatch; a tuple is several arguments. `microbatch_sizes` measures other sizes too, from its rows repeated;
+    - `model`: a list of layers, an `nn.Sequential`, a causal language model of transformers', or another module with `split=Layers(...)`;
+    - `sample`: a microbatch; a dict is the inputs and labels of a model of transformers', a tuple several arguments. `microbatch_sizes`
+      measures other sizes too, from its rows repeated;
     - `loss_fn(output, target)` or `loss_fn(output)` counts with the last layer; without one its backward starts from ones;
     - `optimizer`: whose memory counts: adamw, adam, sgd or none, or what makes one from parameters;
     - `device`: move the model and the sample there; "auto" is a GPU if there is one.
@@ -58,6 +60,7 @@ def profile(
     """
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
+    split, sample, loss_fn, target = _opened(model, split, sample, loss_fn, target)
     named = _named_layers(model, split)
     args, target = _on(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
     measuring = _Measuring(named, Loss(loss_fn, "mean") if loss_fn is not None else None, _maker(optimizer), warmup, repeats, progress)
@@ -80,17 +83,28 @@ def rows_of(sample: Any) -> int:
 
 
 def mb_args(value: Any, size: int) -> Any:
-    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer."""
+    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer. It is no view of a larger batch."""
 
     def resized(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
-        return leaf if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
+        return leaf.clone() if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
 
     return pytree.tree_map(resized, value)
 
 
-def _named_layers(model: Any, split: Layers | None) -> list[tuple[str, nn.Module]]:
+def _opened(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> tuple[Any, Any, Any, Any]:
+    """A model of transformers' is known by itself, and has its own loss where there are labels."""
+    own, loss, _ = recognised(model, split, loss_fn, None)
+    if not isinstance(own, HuggingFace):
+        return split, sample, loss_fn, target
+    args, labels = opened((sample,), target, None)
+    return own, args, None if labels is None and loss_fn is None else loss, labels
+
+
+def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
+    if isinstance(split, HuggingFace):
+        return split.units(model)
     if isinstance(model, (list, tuple, nn.ModuleList)) and split is None:
         layers = [(f"{place} {type(layer).__name__}", layer) for place, layer in enumerate(model)]
         if not layers or not all(isinstance(layer, nn.Module) for _, layer in layers):

@@ -20,8 +20,9 @@ class Stage:
         self.index, self.module, self.unpack, self.fused = index, module, unpack, fused
         self.stream: int | str = "layers" if draws_by_layer(module) else index
         """What tells the stage's random stream from others'."""
-        self.changes_input: bool | None = None
-        """Whether the module changes its input in place; None until it has run once."""
+        self.changes_input: bool | None = None if self.splits else False
+        """Whether the module changes its input in place; None until it has run once. Compilers do not take inputs that can be looked at
+        for that, so that a compiled one is found out by the error that it raises."""
         self._deferrable: Deferrable | None = None
 
     def deferrable(self) -> Deferrable:

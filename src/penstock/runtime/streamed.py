@@ -35,9 +35,10 @@ def streamed(partition: Partition) -> Partition:
 
 
 def _streamed(part: Part) -> Part:
-    return replace(part, module=Streamed(part.modules, part.layers))
+    own = getattr(part.module, "streamed", None)
+    return replace(part, module=Streamed(part.modules, part.layers) if own is None else own())
 
 
 def draws_by_layer(module: nn.Module) -> bool:
     """Whether a stage's module takes care of its streams."""
-    return any(isinstance(each, Streamed) for each in module.modules())
+    return any(isinstance(each, Streamed) or getattr(each, "draws", False) is True for each in module.modules())

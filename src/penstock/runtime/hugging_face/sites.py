@@ -1,0 +1,85 @@
+"""What stands in a model's own forward where its layers were: a layer, or nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from penstock.runtime.randomness import draw_from
+
+_PLAIN = (bool, int, float, str)
+
+
+class Slot:
+    """Hidden states on their way into a stage's part of the forward, and out of it."""
+
+    def __init__(self) -> None:
+        self.given: Tensor | None = None
+        self.made: Tensor | None = None
+        self.begun: int | None = None
+        """The stream that the forward begins with, where it draws from those of its layers."""
+
+
+class Site(nn.Module):
+    """A layer's place. Without a module hidden states pass as they are; the first place of a stage puts in those that came from the
+    stage before, and the first place after it takes out those that it made."""
+
+    def __init__(self, like: nn.Module, slot: Slot, module: nn.Module | None, name: str) -> None:
+        super().__init__()
+        self.slot, self.module, self.name = slot, module, name
+        self.enters = self.leaves = False
+        self.tuples = False
+        # A model may ask a layer of what kind it is.
+        self.__dict__ |= {key: value for key, value in vars(like).items() if isinstance(value, _PLAIN) and key not in self.__dict__}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        slot = self.slot
+        if self.leaves and slot.made is None:
+            slot.made = hidden_of(args, kwargs)
+        if self.enters and slot.given is not None:
+            args, kwargs = _swapped(args, kwargs, slot.given)
+        if self.module is None:
+            hidden = hidden_of(args, kwargs)
+            return (hidden,) if self.tuples else hidden
+        if slot.begun is not None:
+            draw_from(slot.begun, self.name)
+        return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a model asks of a module that is there: the type of its weight, say."""
+        return of_module(self, name, "module")
+
+
+class Blank(nn.Module):
+    """What stands in place of a module in front of the layers, where hidden states come from another stage: what it gives is not used."""
+
+    def __init__(self, like: nn.Module, slot: Slot) -> None:
+        super().__init__()
+        self.slot, self.embeds = slot, isinstance(like, nn.Embedding)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        given, hidden = hidden_of(args, kwargs), self.slot.given
+        if hidden is None or (given.is_floating_point() and not self.embeds):
+            return given
+        return hidden.new_zeros(1, 1, hidden.shape[-1])
+
+
+def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
+    """An attribute of a module, or else of the one that it stands in for."""
+    try:
+        return nn.Module.__getattr__(stand_in, name)
+    except AttributeError:
+        module = stand_in.__dict__.get("_modules", {}).get(inner)
+        if module is None or name.startswith("__"):
+            raise
+        return getattr(module, name)
+
+
+def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a layer is given to work on."""
+    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+
+
+def _swapped(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})

@@ -1,0 +1,102 @@
+"""Models that cannot be cut between their layers, and inputs that are none, are refused with what was seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from models.tiny import llama, mixtral
+from penstock.errors import PlacementError, ScheduleError
+from penstock.runtime import HuggingFace
+
+
+def cut(model: Any, **given: Any) -> Any:
+    return HuggingFace(**given).cut(model, 2)
+
+
+def test_sizes_must_fit():
+    with pytest.raises(PlacementError, match=r"split \[3, 2\] for 2 stages of 6 units"):
+        cut(llama(), sizes=[3, 2])
+
+
+def test_other_models_are_refused():
+    with pytest.raises(PlacementError, match="Linear is no model of transformers'"):
+        cut(nn.Linear(2, 2))
+    with pytest.raises(PlacementError, match="LlamaModel has no head"):
+        cut(llama().model)
+
+
+def test_a_replaced_forward_is_refused():
+    model = llama()
+    model.model.forward = model.model.forward
+    with pytest.raises(PlacementError, match="was replaced"):
+        cut(model)
+
+
+def test_parameters_beside_the_layers_are_refused():
+    model = llama()
+    model.model.scale = nn.Parameter(torch.ones(1))
+    with pytest.raises(PlacementError, match="holds 'scale' itself"):
+        cut(model)
+    model = llama()
+    model.extra = nn.Linear(2, 2)
+    with pytest.raises(PlacementError, match="extra of LlamaForCausalLM does not run on tokens alone"):
+        cut(model)
+
+
+def test_a_forward_that_does_more_between_its_layers_is_refused(monkeypatch):
+    def watched(change: Any) -> None:
+        model = llama()
+        inner = type(model.model).forward
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return change(self, inner, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(model.model), "forward", forward)
+            cut(model)
+
+    def between(self: Any, inner: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden) * 2
+        return inner(self, inputs_embeds=hidden, **kwargs)
+
+    def from_tokens(self: Any, inner: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        return inner(self, input_ids=input_ids, first=self.embed_tokens(input_ids) * 3, **kwargs)
+
+    def reversed_(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        self.layers = nn.ModuleList(reversed(self.layers))
+        return inner(self, *args, **kwargs)
+
+    with pytest.raises(PlacementError, match="changed between layers 0 and 1"):
+        watched(between)
+    with pytest.raises(PlacementError, match="something that was computed from the tokens"):
+        watched(from_tokens)
+    with pytest.raises(PlacementError, match="in another order"):
+        watched(reversed_)
+
+
+def test_a_balance_of_its_own_is_refused(monkeypatch):
+    from transformers.models.mixtral import modeling_mixtral
+
+    monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", lambda logits, *_: sum(each.square().mean() for each in logits))
+    with pytest.raises(PlacementError, match="balances its routers in a way of its own"):
+        cut(mixtral())
+    cut(mixtral(output_router_logits=False))
+
+
+def test_wrong_inputs_are_refused():
+    module = cut(llama()).parts[0].module
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    with pytest.raises(ScheduleError, match="2 arguments"):
+        module(tokens, tokens)
+    with pytest.raises(ScheduleError, match="a list as input"):
+        module([tokens])
+    with pytest.raises(ScheduleError, match="keeps no cache"):
+        module({"input_ids": tokens, "past_key_values": None})
+    with pytest.raises(ScheduleError, match="set it in the model's config"):
+        module({"input_ids": tokens, "output_router_logits": True})

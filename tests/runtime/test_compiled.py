@@ -1,0 +1,191 @@
+"""Compiled stages: every schedule, the numbers of the eager model, and what a backward in one piece costs."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import PipelineError, ScheduleError
+from penstock.ir.kind import Kind
+from penstock.runtime import Pipeline, launch
+from penstock.schedules.registry import algorithms
+from runtime.models import Numbers, assert_close, blocks, by_loop, gradients
+
+EAGER, COMPILED = {"backend": "eager"}, {"backend": "aot_eager"}
+TOLERANCE = 1e-6
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_yet() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counted:
+    """A backend of the compiler's, and how many graphs it was given."""
+
+    def __init__(self, name: str) -> None:
+        self.compile, self.graphs = lookup_backend(name), 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self.compile(graph, inputs)
+
+
+def build(name: str, ranks: int = 2, microbatches: int = 4) -> ps.Schedule | None:
+    try:
+        found = ps.schedule(name, ranks=ranks, microbatches=microbatches)
+    except ScheduleError:
+        return None
+    return found if found.training else None
+
+
+NAMES = [name for name in algorithms() if build(name) is not None]
+
+
+def step(model: nn.Module, schedule: Any, x: torch.Tensor, **options: Any) -> tuple[Numbers, list[Pipeline]]:
+    model = copy.deepcopy(model)
+
+    def train() -> tuple[Any, Pipeline]:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, **options)
+        return pipe.step(x, target=x.sin()), pipe
+
+    results = launch(train, schedule.placement.ranks)
+    return Numbers(results[0][0].loss, results[0][0].losses, gradients(model)), [pipe for _, pipe in results]
+
+
+def check(name: str, backend: str) -> None:
+    schedule = build(name)
+    assert schedule is not None
+    model, x = blocks(schedule.stages), torch.randn(8, 6)
+    counted = Counted(backend)
+    found, _ = step(model, schedule, x, compile={"backend": counted, "fullgraph": True})
+    assert counted.graphs
+    assert_close(found, by_loop(model, x, x.sin(), 4), TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe-v", "chimera"])
+def test_compiled_stages_have_the_numbers_of_the_eager_model(name):
+    check(name, "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_every_schedule_runs_compiled_stages(name):
+    """By the compiler's own autograd: a stage's backward is one operation that it has written."""
+    check(name, "aot_eager")
+
+
+def test_stages_are_compiled_one_by_one():
+    schedule = ps.schedule("zbv", ranks=2, microbatches=4)
+    model, x = blocks(4), torch.randn(8, 6)
+    found, pipes = step(model, schedule, x, compile=[None, COMPILED, False, lambda module: torch.compile(module, backend="eager")])
+    assert_close(found, by_loop(model, x, x.sin(), 4), TOLERANCE)
+    assert pipes[0].unsplit == (1, 3)
+    kinds = {
+        (part.stage, part.kind) for row in pipes[0].program() for action in row for part in action.parts if part.kind in (Kind.B, Kind.I)
+    }
+    assert kinds == {(0, Kind.I), (1, Kind.B), (2, Kind.I), (3, Kind.B)}
+
+
+def test_what_it_costs_is_said(caplog):
+    """zb-h1 with every backward merged is 1f1b: (p-1)(F+I-W) of idle time become (p-1)(F+B)."""
+    ranks, count = 2, 4
+    schedule = ps.schedule("zb-h1", ranks=ranks, microbatches=count)
+    with caplog.at_level(logging.WARNING, "penstock"):
+        _, pipes = step(blocks(2), schedule, torch.randn(8, 6), compile=EAGER)
+    lost = pipes[0].merged
+    assert lost is not None
+    assert lost.stages == (0, 1)
+    assert lost.before.makespan == pytest.approx(3 * count + (ranks - 1) * (1 + 1 - 1))
+    assert lost.after.makespan == pytest.approx(3 * count + (ranks - 1) * (1 + 2))
+    assert lost.cost == pytest.approx(15 / 13 - 1)
+    said = {record.getMessage() for record in caplog.records if "cannot split" in record.getMessage()}
+    assert said == {str(lost)}
+    assert "With F = I = W = 1 a step takes 15 in place of 13 (+15.4%)" in str(lost)
+
+
+def test_a_plan_is_timed_anew_on_its_own_costs():
+    profile = ps.Profile([ps.Layer(f=2, i=3, w=2, activation=1, output=1)] * 4, input=1)
+    plan = ps.plan(profile, ranks=2, microbatches=4, schedules="zb-h1", seconds=0)
+    _, pipes = step(blocks(4), plan, torch.randn(8, 6), compile=EAGER)
+    lost = pipes[0].merged
+    assert lost is not None
+    assert lost.before.makespan == pytest.approx(plan.predicted.makespan)
+    assert lost.after.makespan == pytest.approx(ps.simulate(ps.lower(ps.schedule("1f1b", 2, 4)), plan.costs).makespan)
+    assert "the plan's costs" in str(lost)
+
+
+def test_nothing_is_lost_where_nothing_is_split(caplog):
+    with caplog.at_level(logging.WARNING, "penstock"):
+        _, pipes = step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=EAGER)
+    assert pipes[0].merged is None
+    assert not caplog.records
+
+
+def test_compiled_stages_are_recomputed_and_draw_from_their_streams():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4)))
+    x, schedule = torch.randn(8, 6), ps.schedule("zbv", ranks=2, microbatches=4)
+    wanted, _ = step(model, schedule, x, seed=3)
+    found, _ = step(model, schedule, x, seed=3, compile=EAGER, recompute=True)
+    assert_close(found, wanted, TOLERANCE)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.map(x.mul_(2)).tanh()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, of what it is then given
+def test_a_compiled_stage_that_changes_its_input_is_found_out():
+    """By its first step, which fails and leaves nothing behind; the next ones allow it."""
+    parts, x = [nn.Linear(6, 6), InPlace()], torch.randn(8, 6)
+    model = nn.ModuleList(copy.deepcopy(parts))
+
+    def train() -> Any:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=4, loss_fn=functional.mse_loss, compile=COMPILED)
+        with pytest.raises(PipelineError, match="in-place"):
+            pipe.step(x, target=x)
+        return pipe.step(x, target=x)
+
+    result = launch(train, 2)[0]
+    wanted = by_loop(nn.Sequential(*parts), x, x, 4)
+    names = ["0.weight", "0.bias", "1.map.weight", "1.map.bias"]
+    assert_close(
+        Numbers(result.loss, result.losses, gradients(model)), Numbers(wanted.loss, [], {k: wanted.grads[k] for k in names}), TOLERANCE
+    )
+
+
+def test_the_user_s_modules_stay_as_they_are():
+    model = blocks(2)
+    names = [name for name, _ in model.named_parameters()]
+
+    def own() -> list[str]:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, compile=EAGER)
+        return [name for name, _ in pipe.named_parameters()]
+
+    found = launch(own, 2)
+    assert sorted(found[0] + found[1]) == sorted(names)
+    assert not any(module._compiled_call_impl is not None for module in model.modules())
+
+
+@pytest.mark.parametrize("wrong", ["inductor", [True], [True, "eager"], 3])
+def test_wrong_words_are_refused(wrong):
+    with pytest.raises((ScheduleError, PipelineError), match="for 2 stages: give True, options"):
+        step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=wrong)
+    with pytest.raises((ScheduleError, PipelineError), match="it must give a module"):
+        step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=lambda module: module.forward)
