@@ -7,6 +7,8 @@ to, which stage and microbatch an operation is for. A step walks the list.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,21 +18,20 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.runtime import device
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY, NOTHING, Feed
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
 from penstock.runtime.group import Group, Operation, nothing
 from penstock.runtime.loss import Loss
+from penstock.runtime.overlap import Backward, Overlap, TwoStreams, hook_of, pair
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recording import run_backward
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
 from penstock.runtime.wires import Wires
-
-Overlap = Callable[[Action, list[Operation]], None]
-"""Runs the operations of actions that go together."""
 
 
 class Executor(Wires):
@@ -52,12 +53,18 @@ class Executor(Wires):
         self.stages, self.loss, self.overlap = stages, loss, overlap
         self.feed = NOTHING
         self.extras = Extras()
+        self.beside: Backward | None = None
+        """The backward that a hook is to run now."""
         self._failed_part: Action | None = None
         self._split = {(part.stage, part.microbatch) for action in program[rank] for part in action.parts if part.kind is Kind.I}
         self.actions = program[rank]
-        self.operations: list[Operation] = [self._operation(action) for action in self.actions]
+        self.operations: list[Operation] = [self._alone(action) for action in self.actions]
         self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
         """When each action of the last run began, once it had what it needs, and ended."""
+        self.recording = False
+        """Whether a device is asked when it has run each action."""
+        self.watch: device.Watch | None = None
+        """Tells when that was in the last run."""
         self._blank = [EMPTY] * len(self._places)
         self.cells[:] = self._blank
 
@@ -69,6 +76,7 @@ class Executor(Wires):
         feed.share.microbatches = self.program.microbatches
         activity, begun, ended = self.activity, self.begun, self.ended
         activity.start(self.actions)
+        watch = self._set_watch()
         try:
             for outbox in self.outboxes.values():
                 outbox.begin()
@@ -78,8 +86,12 @@ class Executor(Wires):
                 for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
                     activity.at = at
                     activity.began = clock()
+                    if watch is not None:
+                        watch.begin(at)
                     operation()
                     begun[at], ended[at] = activity.began, clock()
+                    if watch is not None:
+                        watch.end(at)
                     if observe is not None:
                         observe(at)
         except Exception:
@@ -90,6 +102,13 @@ class Executor(Wires):
             self.clear()
         activity.stop()
         return feed.share
+
+    def _set_watch(self) -> device.Watch | None:
+        """A new one for each step: the last step's may still be asked."""
+        self.watch = self.activity.watch = device.watch(len(self.actions)) if self.recording else None
+        if self.watch is not None:
+            self.watch.start()
+        return self.watch
 
     def _profiled(self) -> list[Operation]:
         """The operations under their actions' text, as `torch.profiler` shows it."""
@@ -129,6 +148,13 @@ class Executor(Wires):
 
     # Operations -------------------------------------------------------------------------------------------------------
 
+    def _alone(self, action: Action) -> Operation:
+        """An action by itself, which two streams may have to be told of."""
+        operation, overlap = self._operation(action), self.overlap
+        if isinstance(overlap, TwoStreams) and action.kind in (Kind.B, Kind.I, Kind.W):
+            return partial(overlap.alone, action, operation)
+        return operation
+
     def _operation(self, action: Action) -> Operation:  # noqa: PLR0911 - one a kind
         if action.sub_actions:
             return self._together(action)
@@ -148,7 +174,10 @@ class Executor(Wires):
                 return nothing  # sharding and reduction are data parallelism's, and there is none here
 
     def _together(self, action: Action) -> Operation:
-        """Parts that run together: by the overlap executor if there is one, else one after the other, with the same numbers."""
+        """Parts that run together: by the model's own hook or the overlap executor if there is one, else one after the other."""
+        hooked = self._hooked(action)
+        if hooked is not None:
+            return hooked
         parts = [self._named(part, self._operation(part)) for part in action.sub_actions]
         overlap, activity = self.overlap, self.activity
 
@@ -163,9 +192,33 @@ class Executor(Wires):
                 activity.began = clock()
                 part()
                 taken += clock() - activity.began
+                if activity.watch is not None:
+                    activity.watch.fresh = False
             activity.began = clock() - taken  # a part that waits does so after what those before it have done
 
         return all_parts if overlap is None else lambda: overlapped(overlap)
+
+    def _hooked(self, action: Action) -> Operation | None:
+        """A forward and a backward by the hook of the forward's module, if it has one."""
+        places = pair(action) if self.program.training else None
+        forward, backward = (None, None) if places is None else (action.sub_actions[place] for place in places)
+        hook = None if forward is None else hook_of(self.stages[forward.stage].module)
+        if forward is None or backward is None or hook is None:
+            return None
+        module = self.stages[forward.stage].module
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs) if self.beside is None else hook(args, kwargs, self.beside)
+
+        takes = self._inputs(forward.stage, forward.microbatch or 0)
+        ahead = self._forward(forward.stage, forward.microbatch or 0, call)
+        back = self._backward(backward.stage, backward.microbatch or 0)
+
+        def together() -> None:
+            taken = [take() for take in takes]  # before the backward is prepared: others may run while this waits
+            back(self._named(forward, partial(ahead, taken)))
+
+        return self._named(backward, together)
 
     def _named(self, part: Action, operation: Operation) -> Operation:
         """The operation, which says of a failure that it was in this part."""
@@ -174,7 +227,7 @@ class Executor(Wires):
             try:
                 operation()
             except Exception:
-                self._failed_part = part
+                self._failed_part = self._failed_part or part
                 raise
 
         return named
@@ -195,13 +248,13 @@ class Executor(Wires):
         graph = self.program.graph
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
-    def _apply(self, stage: int, microbatch: int) -> Callable[[list[Any]], Any]:
+    def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
         """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
 
         In training, what comes in are leaves, which torch lets nobody change in place: a module that does gets stand-ins.
         """
         part, others = self.stages[stage], self._fellow_readers(stage)
-        module, training = part.module, self.program.training
+        module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
         single = len(self.program.graph.inputs_of(stage)) == 1
 
@@ -217,7 +270,7 @@ class Executor(Wires):
             inputs = changeable(leaves) if watched else leaves
             try:
                 plain = single and kwargs is None and type(inputs[0]) is Tensor
-                made = module(inputs[0]) if plain else part.run(inputs, kwargs or {})
+                made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
             except RuntimeError as error:
                 part.look_at_error(error)
                 raise
@@ -227,15 +280,16 @@ class Executor(Wires):
 
         return apply
 
-    def _forward(self, stage: int, microbatch: int) -> Operation:
+    def _forward(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[..., None]:
+        """The forward, of what it takes itself or is given."""
         cells, part = self.cells, self.stages[stage]
-        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
+        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch, call)
         readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
 
-        def forward() -> None:
-            leaves = [take() for take in takes]
+        def forward(taken: list[Any] | None = None) -> None:
+            leaves = [take() for take in takes] if taken is None else taken
             deferral = None
             if deferrable is None:
                 made = apply(leaves)
@@ -300,7 +354,8 @@ class Executor(Wires):
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def _backward(self, stage: int, microbatch: int) -> Operation:
+    def _backward(self, stage: int, microbatch: int) -> Callable[..., None]:
+        """The backward; given an operation, that one runs it, by a hook which is told of it."""
         cells, part, graph = self.cells, self.stages[stage], self.program.graph
         # The farthest reader's gradient first: the order in which autograd would come to them.
         takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
@@ -310,7 +365,7 @@ class Executor(Wires):
         stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
         deferrable = None if stash is None else part.deferrable()
 
-        def backward() -> None:
+        def backward(together: Operation | None = None) -> None:
             leaves, ends, grads, side, deferral = cells[context]
             cells[context] = EMPTY
             if first is not None:
@@ -319,7 +374,11 @@ class Executor(Wires):
                     grads = add_grads(grads, take())
             if side or (grads[0] is None if len(grads) == 1 else any(grad is None for grad in grads)):
                 ends, grads = _starts(ends, grads, side)
-            if ends:
+            if together is not None:
+                self.beside = Backward(part.module, ends, grads, deferral) if ends else None
+                with nullcontext() if self.beside is None else self.beside.expected(deferrable):
+                    together()
+            elif ends:
                 if deferrable is None:
                     run_backward(ends, grads)
                 else:

@@ -23,6 +23,7 @@ from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.here import current
 from penstock.runtime.loss import Loss
+from penstock.runtime.overlap import overlap_of
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
 from penstock.runtime.planned import planned_split, recomputing
@@ -70,11 +71,12 @@ class Pipeline:
     - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
       the cuts; for modules that were given one a stage, the stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
-    - `overlap(action, operations)`: how to run actions together; one after the other unless given;
+    - `overlap`: how to run actions together: "streams" on two streams of a GPU, or a function of one's own, `(action, operations)`; one
+      after the other unless given. A stage's module with a method `overlapped_forward_backward` runs them itself, see `overlap`;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
-      are the host's: on a GPU, when actions were issued;
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. On a
+      GPU, times are those of its own work;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
       `Safetensors`, or several of them.
@@ -97,7 +99,7 @@ class Pipeline:
         ties: Ties = (),
         seed: int | None = None,
         accumulate: str = "autograd",
-        overlap: Callable[..., None] | None = None,
+        overlap: Callable[..., None] | str | None = None,
         deadline: float = 300.0,
         group: Any = None,
         record: bool = False,
@@ -112,7 +114,7 @@ class Pipeline:
         self.loss = Loss(loss_fn, loss_reduction)
         if weight is None:
             self.loss.check_own_reduction()
-        self.weight, self.seed, self.overlap = weight, seed, overlap
+        self.weight, self.seed, self.overlap = weight, seed, overlap_of(overlap)
         self.record = record
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
@@ -309,6 +311,7 @@ class Pipeline:
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
         executor = self._executor(len(feed.args), training)
+        executor.recording = self.record
         if training and self.table.stages - 1 in self.stages and feed.targets is None and not (self.loss.alone and self.weight is None):
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
         self.group.enter(self.rank, self.deadline)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError, ScheduleError, nearest
 from penstock.planner.profile import Layer, Profile
+from penstock.runtime import device as device_calls
 from penstock.runtime import holdings
 from penstock.runtime import microbatch as mb
 from penstock.runtime.deferred import Deferral
@@ -131,7 +131,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
 
 def _device_name(args: Any) -> str:
     device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return device_calls.name_of(device)
 
 
 @dataclass
@@ -240,14 +240,15 @@ class _One:
 
     def _run_once(self) -> tuple[float, float, float]:
         """How long F, I and W take."""
-        marks = [_now()]
+        watch = device_calls.Stopwatch(self.given)
         run = self._forward()
-        marks.append(_now())
+        watch.mark()
         self._backward(run)
-        marks.append(_now())
+        watch.mark()
         self.stage.backward_weights(run.deferral)
-        marks.append(_now())
-        return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
+        watch.mark()
+        f, i, w = watch.seconds()
+        return f, i, w
 
     def _held(self) -> tuple[int, int, Any]:
         """What is held from F to I, and from I to W, and the output."""
@@ -262,12 +263,6 @@ class _One:
         made = detached(run.made)
         self.stage.backward_weights(run.deferral)
         return holdings.total(held, own), holdings.total(stash, own), made
-
-
-def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 @contextmanager

@@ -33,7 +33,7 @@ Times = Sequence[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's times of one step, in nanoseconds on its own clock."""
+    """One rank's times of one step, in nanoseconds on its own clock; of work on a device, when it was done there."""
 
     begun: list[int]
     ended: list[int]
@@ -42,8 +42,13 @@ class Record:
 
     @classmethod
     def of(cls, executor: Executor) -> Record:
-        received = {route: list(inbox.times) for route, inbox in executor.inboxes.items()}
-        return cls(list(executor.begun), list(executor.ended), received)
+        watch = executor.watch
+        if watch is None:
+            received = {route: list(inbox.times) for route, inbox in executor.inboxes.items()}
+            return cls(list(executor.begun), list(executor.ended), received)
+        columns = {route: [watch.times(column) for column in zip(*inbox.times, strict=True)] for route, inbox in executor.inboxes.items()}
+        received = {route: list(zip(*three, strict=True)) for route, three in columns.items()}
+        return cls(watch.times(watch.begun), watch.times(watch.ended), received)
 
 
 def offsets(group: Group, rank: int, deadline: float) -> list[int]:

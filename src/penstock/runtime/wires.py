@@ -68,6 +68,8 @@ class Wires:
             if value is EMPTY:
                 value = inbox.pull(cells, cell)
                 activity.began = clock()  # what came before was waiting
+                if activity.watch is not None:
+                    activity.watch.begin_again()
             cells[cell] = EMPTY
             return value
 
