@@ -23,6 +23,7 @@ from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY, NOTHING, Feed
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, collect, unwrap
+from penstock.runtime.graphs import Graphs
 from penstock.runtime.group import Group, Operation, nothing
 from penstock.runtime.loss import Loss
 from penstock.runtime.overlap import Backward, Overlap, TwoStreams, hook_of, pair
@@ -48,6 +49,7 @@ class Executor(Wires):
         deadline: float,
         overlap: Overlap | None = None,
         number: int = 0,
+        graphs: bool = False,
     ) -> None:
         super().__init__(program, rank, group, deadline, number)
         self.stages, self.loss, self.overlap = stages, loss, overlap
@@ -58,6 +60,7 @@ class Executor(Wires):
         self._failed_part: Action | None = None
         self._split = {(part.stage, part.microbatch) for action in program[rank] for part in action.parts if part.kind is Kind.I}
         self.actions = program[rank]
+        self.graphs = Graphs(self) if graphs and program.training else None
         self.operations: list[Operation] = [self._alone(action) for action in self.actions]
         self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
         """When each action of the last run began, once it had what it needs, and ended."""
@@ -77,6 +80,8 @@ class Executor(Wires):
         activity, begun, ended = self.activity, self.begun, self.ended
         activity.start(self.actions)
         watch = self._set_watch()
+        if self.graphs is not None:
+            self.graphs.begin()
         try:
             for outbox in self.outboxes.values():
                 outbox.begin()
@@ -155,9 +160,15 @@ class Executor(Wires):
             return partial(overlap.alone, action, operation)
         return operation
 
-    def _operation(self, action: Action) -> Operation:  # noqa: PLR0911 - one a kind
+    def _operation(self, action: Action) -> Operation:
         if action.sub_actions:
             return self._together(action)
+        plain = self._plain(action)
+        if self.graphs is not None and action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
+            return self.graphs.operation(action, plain)
+        return plain
+
+    def _plain(self, action: Action) -> Callable[..., None]:
         stage, microbatch = action.stage, action.microbatch or 0
         match action.kind:
             case Kind.F:
@@ -200,7 +211,7 @@ class Executor(Wires):
 
     def _hooked(self, action: Action) -> Operation | None:
         """A forward and a backward by the hook of the forward's module, if it has one."""
-        places = pair(action) if self.program.training else None
+        places = pair(action) if self.program.training and self.graphs is None else None
         forward, backward = (None, None) if places is None else (action.sub_actions[place] for place in places)
         hook = None if forward is None else hook_of(self.stages[forward.stage].module)
         if forward is None or backward is None or hook is None:

@@ -79,7 +79,9 @@ class Pipeline:
       GPU, times are those of its own work;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Safetensors`, or several of them.
+      `Safetensors`, or several of them;
+    - `graphs`: record each stage's work as CUDA graphs and launch those, see `graphs`. Gradients then stay in the same memory from
+      step to step. Refused where a stage's work cannot be recorded; a microbatch of another shape runs as without.
     """
 
     def __init__(
@@ -105,6 +107,7 @@ class Pipeline:
         record: bool = False,
         transport: str = "auto",
         weights: Weights = None,
+        graphs: bool = False,
     ) -> None:
         self.group, self.rank = current(group, transport)
         self.deadline = deadline
@@ -115,7 +118,9 @@ class Pipeline:
         if weight is None:
             self.loss.check_own_reduction()
         self.weight, self.seed, self.overlap = weight, seed, overlap_of(overlap)
-        self.record = record
+        self.record, self.graphs = record, graphs
+        if graphs and seed is not None:
+            raise ScheduleError("seed= draws a microbatch's random numbers from a stream of its own, which recorded work cannot: give one")
         self._clocks: tuple[int, list[int]] | None = None
         self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
         model, split = planned_split(model, plan if schedule is None else schedule, split)
@@ -213,6 +218,7 @@ class Pipeline:
                 deadline=self.deadline,
                 overlap=self.overlap,
                 number=self.number,
+                graphs=self.graphs,
             )
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found

@@ -53,8 +53,9 @@ def profile(
     - `device`: move the model and the sample there; "auto" is a GPU if there is one.
 
     Each layer is run as a stage is: its backward is split by the same means, so that W is what can really wait. Times are
-    the median of `repeats` rounds after `warmup`. Memory is what is really held: the distinct memory that the forward saves, and that
-    the weights' backward waits with. Nothing of the model is changed but its device.
+    the median of `repeats` rounds after `warmup`; on a GPU, of its own time. Memory is what is really held: the distinct memory that the
+    forward saves, and that the weights' backward waits with; on a GPU also what is needed beyond that while a layer runs. Nothing
+    of the model is changed but its device.
     """
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
@@ -195,6 +196,7 @@ class _One:
         found = {
             "activation": held,
             "weight_stash": stash,
+            "workspace": self._workspace(held, stash),
             "output": sum(holdings.sizes(made).values()),
             "parameters": sum(holdings.of_module(module).values()),
             "gradients": sum(holdings.sizes([p.grad for p in module.parameters()]).values()),
@@ -249,6 +251,18 @@ class _One:
         watch.mark()
         f, i, w = watch.seconds()
         return f, i, w
+
+    def _workspace(self, held: int, stash: int) -> int:
+        """What a device gives out at most while F, I or W runs, beyond what is held before and after; nothing where none counts it."""
+        peak = device_calls.Peak()
+        run = self._forward()
+        beyond = [peak.bytes() - held - sum(holdings.sizes(run.made).values())]
+        works: list[Callable[[], None]] = [lambda: self._backward(run), lambda: self.stage.backward_weights(run.deferral)]
+        for work in works:
+            peak = device_calls.Peak()
+            work()
+            beyond.append(peak.bytes())
+        return max(0, *beyond)
 
     def _held(self) -> tuple[int, int, Any]:
         """What is held from F to I, and from I to W, and the output."""
