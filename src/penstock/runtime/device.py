@@ -87,6 +87,11 @@ def lanes(ranks: int, sms: int | None = None) -> list[Any]:
     return [cuda.ExternalStream(stream) for stream in partition(ranks, sms, cuda.current_device())]
 
 
+def lane() -> Any:
+    """The stream that this thread's work goes to; None without a device."""
+    return cuda.current_stream() if is_running() else None
+
+
 def stand_on(lane: Any) -> None:
     """This thread's work goes to this stream from here on."""
     if lane is not None:

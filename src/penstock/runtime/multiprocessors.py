@@ -7,6 +7,7 @@ by the driver's own functions, so that no two streams share any.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any
 
 from penstock.errors import ScheduleError
@@ -18,7 +19,8 @@ _DEFAULT_STREAM = 1
 _NON_BLOCKING = 1
 
 
-def partition(parts: int, each: int, device: int) -> list[int]:
+@cache
+def partition(parts: int, each: int, device: int) -> tuple[int, ...]:
     """A stream for each part, on `each` multiprocessors that no other part uses. They last as long as the process."""
     driver = _driver()
     number = ctypes.c_int()
@@ -34,7 +36,7 @@ def partition(parts: int, each: int, device: int) -> list[int]:
         raise ScheduleError(
             f"the device gives parts of {sizes} multiprocessors where {parts} of {each} were asked for: ask for what it gives"
         )
-    return [_stream(driver, number, ctypes.byref(cut, part * _SIZE)) for part in range(parts)]
+    return tuple(_stream(driver, number, ctypes.byref(cut, part * _SIZE)) for part in range(parts))
 
 
 def count(resources: Any, place: int) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.runtime import device
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
 from penstock.runtime.cells import Feed
@@ -132,6 +133,8 @@ class Pipeline:
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
         self.shared = Shared.find(self, ties)
+        if self.shared.one_object:  # ranks that share parameters take turns on a device too
+            device.stand_on(self.gather("stream", device.lane())[0])
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
