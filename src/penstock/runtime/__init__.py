@@ -16,6 +16,7 @@ from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
 from penstock.runtime.here import rank
 from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
+from penstock.runtime.overlap import TwoStreams
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.result import StepResult
@@ -33,6 +34,7 @@ __all__ = [
     "Safetensors",
     "StageOutput",
     "StepResult",
+    "TwoStreams",
     "add_loss",
     "add_metric",
     "collect",
