@@ -27,7 +27,7 @@ WANTED = 0.05
 
 def partitions(device: Any, small: bool) -> dict[str, Any]:
     there = torch.cuda.is_available()
-    width, tokens, layers = (16, 8, 8) if small else (2048, 4096, 16)
+    width, tokens, layers = (16, 8, 8) if small else (4096, 4096, 8)
     sms = SMS if there else None
     lanes = lanes_of(RANKS, sms)
     alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)

@@ -116,6 +116,40 @@ def test_a_microbatch_that_counts_for_nothing() -> None:
     )
 
 
+def test_stages_that_share_a_parameter() -> None:
+    """Its gradient is summed in one place, whichever stage's work adds to it."""
+    first, second = blocks(2)
+    second.map.weight = first.map.weight
+    x = torch.randn(8, 6)
+    wanted = copy.deepcopy(nn.ModuleList([first, second]))
+    schedule = ps.schedule("interleaved-zb", 1, 4, chunks=2)
+    for stages, graphs in ((wanted, False), ([first, second], True)):
+        pipe = Pipeline(list(stages), schedule, loss_fn=functional.mse_loss, graphs=graphs)
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+    for one, other in zip((*first.parameters(), *second.parameters()), (*wanted[0].parameters(), *wanted[1].parameters()), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+def test_ranks_that_share_parameters_are_refused() -> None:
+    schedule = ps.schedule("chimera", ranks=2, microbatches=4)
+    model = blocks(2)
+    with pytest.raises(ps.PenstockError, match="build a model on each"):
+        launch(lambda: Pipeline(model, schedule, graphs=True), 2)
+
+
+def test_parameters_that_are_replaced_are_recorded_anew() -> None:
+    schedule = ps.schedule("gpipe", ranks=1, microbatches=2)
+    model, x = blocks(1), torch.randn(4, 6)
+    pipe = Pipeline([model], schedule, loss_fn=functional.mse_loss, graphs=True)
+    pipe.step(x, target=x)
+    model[0].map.weight = nn.Parameter(torch.randn(6, 6))
+    model.zero_grad()
+    pipe.step(x, target=x)
+    for (name, found), wanted in zip(model.named_parameters(), by_loop(model, x, x, 2).grads.values(), strict=True):
+        torch.testing.assert_close(found.grad, wanted, rtol=0, atol=0, msg=name)
+
+
 class Sided(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -132,6 +132,9 @@ class Lanes:
         if cuda.is_available():
             self.streams = [cuda.current_stream(), cuda.Stream()]
             _here.beside = self.streams[1]
+            quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+            if quiet is not None:  # one parameter's gradients are added up from both, which autograd sees to
+                quiet(False)
 
     def on(self, number: int, work: Callable[[], None]) -> None:
         """Run the work on one of the two."""

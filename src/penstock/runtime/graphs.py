@@ -21,7 +21,7 @@ from penstock.runtime import device
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import StageOutput, collect
-from penstock.runtime.group import Operation
+from penstock.runtime.group import Operation, nothing
 from penstock.runtime.recording import run_backward
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import cut
@@ -48,7 +48,7 @@ class Place:
         recorder = device.Recorder()
         self.forward = recorder.record(self._forward)
         self.backward = recorder.record(self._backward)
-        self.weights = recorder.record(self._weights)
+        self.weights = recorder.record(self._weights) if split else nothing
         if self.made is not None:  # recorded: what autograd knew of it has served
             self.made, self.deferral = self.made.detach(), None
 
@@ -97,8 +97,13 @@ class Place:
 class Gradients:
     """The memory that a stage's gradients are summed in, which recorded work has by its address."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self.sums = [(parameter, torch.zeros_like(parameter)) for parameter in module.parameters() if parameter.requires_grad]
+    def __init__(self, module: nn.Module, known: dict[int, Tensor]) -> None:
+        """`known` has those of all stages, by the parameter's id: stages may share one."""
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            if id(parameter) not in known:
+                known[id(parameter)] = torch.zeros_like(parameter)
+        self.sums = [(parameter, known[id(parameter)]) for parameter in trained]
 
     def put(self) -> None:
         """Have the parameters' gradients there, with what they are now; none is zero."""
@@ -147,6 +152,7 @@ class Graphs:
         self.executor = executor
         self._places: dict[tuple[int, int, bool], Place] = {}
         self._grads: dict[int, Gradients] = {}
+        self._sums: dict[int, Tensor] = {}
         self._numbers = _numbers(executor.program[executor.rank])
         for index, stage in executor.stages.items():
             self._check(index, stage)
@@ -162,13 +168,13 @@ class Graphs:
 
     def begin(self) -> None:
         """A step begins: gradients may have been replaced or dropped, and parameters too, whose work is recorded anew then."""
-        for index, sums in list(self._grads.items()):
+        for index, sums in self._grads.items():
             now = [id(p) for p in self.executor.stages[index].module.parameters() if p.requires_grad]
-            if now == [id(parameter) for parameter, _ in sums.sums]:
-                sums.put()
-            else:
-                del self._grads[index]
-                self._places = {key: place for key, place in self._places.items() if key[0] != index}
+            if now != [id(parameter) for parameter, _ in sums.sums]:
+                self._grads, self._places, self._sums = {}, {}, {}
+                return
+        for sums in self._grads.values():
+            sums.put()
 
     def place(self, stage: int, microbatch: int, value: Any) -> Place | None:
         """Where to work on a value; None where it does not look as the first one did."""
@@ -179,7 +185,7 @@ class Graphs:
             if not isinstance(value, Tensor):
                 return None
             if stage not in self._grads:
-                self._grads[stage] = Gradients(self.executor.stages[stage].module)
+                self._grads[stage] = Gradients(self.executor.stages[stage].module, self._sums)
             found = self._places[key] = Place(self.executor.stages[stage], value, split, self._grads[stage])
         return found if found.fits(value) else None
 

@@ -135,6 +135,10 @@ class Pipeline:
         self.shared = Shared.find(self, ties)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
+            if graphs:
+                raise ScheduleError(
+                    "graphs=True, but ranks share parameters, whose gradients each sums in its own memory: build a model on each"
+                )
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
