@@ -97,7 +97,7 @@ WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def overlap(device: Any, small: bool) -> dict[str, Any]:
-    width, tokens, deep = (32, 8, 1) if small else (1024, 512, 2)
+    width, tokens, deep = (32, 8, 1) if small else (512, 256, 4)
     rows = []
     for name, ranks in (("dualpipe-v", 1), ("dualpipe-v", 2)):
         schedule = ps.schedule(name, ranks=ranks, microbatches=8)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import statistics
+import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -40,36 +42,43 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
     layer = found.layers[layers // 2]
     what = (
         f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {MICROBATCHES} "
-        f"microbatches of {tokens} tokens. Predicted from a profile that was measured in one part while the others multiplied "
-        f"matrices: F {layer.f * 1e3:.2f}, I {layer.i * 1e3:.2f}, W {layer.w * 1e3:.2f} ms a block. A matrix product took "
-        f"{alone * 1e3:.2f} ms in one part alone and {together * 1e3:.2f} ms with all parts at it; {_torchs(small)}. Times are the "
-        f"device's own. Wanted: a step within {WANTED:.0%}."
+        f"microbatches of {tokens} tokens. Predicted from a profile that was measured in one part while the others ran such "
+        f"blocks too: F {layer.f * 1e3:.2f}, I {layer.i * 1e3:.2f}, W {layer.w * 1e3:.2f} ms a block. A matrix product of 4096 took "
+        f"{alone * 1e3:.2f} ms in one part alone and {together * 1e3:.2f} ms with all parts at it. Times are the device's own. "
+        f"Wanted: a step within {WANTED:.0%}."
     )
     return {"what": what, "rows": rows}
 
 
 def _profile(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
-    """Of the blocks in one part, with all others as busy as in a step."""
+    """Of the blocks in one part, while every other part runs such a block forward and backward over and over, as in a step."""
     wait()
-    if lanes[0] is not None:
-        _load(lanes[1:], 0.2 if small else 4.0)
-    with nullcontext() if lanes[0] is None else torch.cuda.stream(lanes[0]):
-        found = profile(list(model), sample, loss_fn=mean_loss, target=sample, optimizer=None, warmup=1, repeats=1 if small else 3)
-    wait()
-    return found
+    over = threading.Event()
+    busy = [threading.Thread(target=_work, args=(lane, copy.deepcopy(model[0]), sample, over)) for lane in lanes[1:] if lane is not None]
+    for thread in busy:
+        thread.start()
+    time.sleep(0 if small else 1)  # until clocks and temperatures are those of a step
+    try:
+        with nullcontext() if lanes[0] is None else torch.cuda.stream(lanes[0]):
+            return profile(list(model), sample, loss_fn=mean_loss, target=sample, optimizer=None, warmup=1, repeats=1 if small else 5)
+    finally:
+        over.set()
+        for thread in busy:
+            thread.join()
+        wait()
 
 
-def _load(lanes: Sequence[Any], lasting: float) -> None:
-    """So many seconds of matrix products for each lane; the host does not wait."""
-    size = 4096
-    one = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
-    each = _product_seconds(lanes[:1], False, size)
-    wait()
-    for lane in lanes:
-        with torch.cuda.stream(lane):
-            room = torch.empty_like(one)
-            for _ in range(min(round(lasting / each), 900)):
-                torch.mm(one, one, out=room)
+def _work(lane: Any, block: nn.Module, sample: Tensor, over: threading.Event) -> None:
+    """Keep a lane busy, the host not more than a few rounds ahead."""
+    ends: deque[Any] = deque()
+    with torch.cuda.stream(lane):
+        given = sample.detach().clone().requires_grad_()
+        while not over.is_set():
+            torch.autograd.backward([block(given)], [sample])
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+            if len(ends) > 2:
+                ends.popleft().synchronize()
 
 
 def _product_seconds(lanes: Sequence[Any], small: bool, size: int = 4096) -> float:
@@ -110,8 +119,16 @@ def _row(name: str, schedule: ps.Schedule, sizes: list[int], found: ps.Profile, 
         "off by": f"{off:+.1%}",
         "bubble measured": f"{measured.bubble:.1%}",
         "bubble predicted": f"{predicted.bubble:.1%}",
+        "measured ms a block": _each(measured, sum(sizes)),
         "good": "yes" if abs(off) <= WANTED else "NO",
     }
+
+
+def _each(measured: Timeline, layers: int) -> str:
+    """What each kind of action took in the step."""
+    costs, stages = measured.costs, measured.table.stages
+    kinds = ("f", "b") if costs.b is not None else ("f", "i", "w")
+    return ", ".join(f"{kind.upper()} {sum(costs.per_stage(kind, stages)) / layers * 1e3:.2f}" for kind in kinds)
 
 
 def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: Tensor, sms: int | None) -> Timeline:
@@ -120,31 +137,14 @@ def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: 
     def train() -> list[Timeline]:
         pipe = Pipeline(copy.deepcopy(model), schedule, split=sizes, loss_fn=mean_loss, record=True)
         found = []
-        for _ in range(4):
+        for _ in range(5):
             made = pipe.step(x, target=x).timeline
             assert made is not None
             found.append(made)
             for parameter in pipe.parameters():
                 parameter.grad = None
-        return found[1:]
+        return found[2:]
 
     timelines = launch(train, RANKS, sms=sms)[0]
     middle = statistics.median_low(each.makespan for each in timelines)
     return next(each for each in timelines if each.makespan == middle)
-
-
-def _torchs(small: bool) -> str:
-    """Whether two of torch's own partitions are apart."""
-    try:
-        from torch.cuda.green_contexts import GreenContext
-
-        contexts = [GreenContext.create(num_sms=SMS, device_id=0) for _ in range(2)]
-        streams = []
-        for context in contexts:
-            context.set_context()
-            streams.append(torch.cuda.Stream())
-            context.pop_context()
-        alone, together = (_product_seconds(streams[:count], small) for count in (1, 2))
-    except Exception as error:
-        return f"torch's own green contexts could not be compared ({type(error).__name__}: {str(error)[:80]})"
-    return f"in two of torch's own green contexts {alone * 1e3:.2f} ms alone and {together * 1e3:.2f} ms together"

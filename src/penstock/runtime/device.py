@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -289,7 +290,9 @@ class Recorder:
         if self.pool is None:
             return work
         graph = cuda.CUDAGraph()
-        with cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
-            work()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The CUDA Graph is empty")  # a stage may have nothing to do in one of its parts
+            with cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+                work()
         replay: Callable[[], None] = graph.replay
         return replay

@@ -1,7 +1,7 @@
 """A GPU's multiprocessors shared out to streams, so that one GPU stands for several smaller ones.
 
-torch's own green contexts each take the first multiprocessors of the device, the same for all; here the device is cut once,
-by the driver's own functions, so that no two streams share any.
+The device is cut once for all parts, by the driver's own functions, so that no two streams share a multiprocessor. torch's own
+green contexts (`torch.cuda.green_contexts`) are made one by one from the whole device, and nothing keeps two of them apart.
 """
 
 from __future__ import annotations

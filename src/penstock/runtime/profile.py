@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -196,7 +196,7 @@ class _One:
         found = {
             "activation": held,
             "weight_stash": stash,
-            "workspace": self._workspace(held, stash),
+            "workspace": self._workspace(held),
             "output": sum(holdings.sizes(made).values()),
             "parameters": sum(holdings.of_module(module).values()),
             "gradients": sum(holdings.sizes([p.grad for p in module.parameters()]).values()),
@@ -212,10 +212,10 @@ class _One:
         f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
         return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
 
-    def _forward(self) -> _Run:
+    def _forward(self, split: bool = True) -> _Run:
         leaves = cut(self.given)
         deferral = Deferral()
-        with self._recording(deferral):
+        with self._recording(deferral) if split else nullcontext():
             made = self.stage.run([leaves], {})
         if self.loss is None:
             ends = roots(made)
@@ -252,17 +252,16 @@ class _One:
         f, i, w = watch.seconds()
         return f, i, w
 
-    def _workspace(self, held: int, stash: int) -> int:
-        """What a device gives out at most while F, I or W runs, beyond what is held before and after; nothing where none counts it."""
+    def _workspace(self, held: int) -> int:
+        """What a device gives out at most while F, I, W or B runs, beyond what is held then; nothing where none counts it."""
+        if not device_calls.is_running():
+            return 0
         peak = device_calls.Peak()
         run = self._forward()
-        beyond = [peak.bytes() - held - sum(holdings.sizes(run.made).values())]
-        works: list[Callable[[], None]] = [lambda: self._backward(run), lambda: self.stage.backward_weights(run.deferral)]
-        for work in works:
-            peak = device_calls.Peak()
-            work()
-            beyond.append(peak.bytes())
-        return max(0, *beyond)
+        beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
+        beyond += [_beyond(lambda: self._backward(run)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
+        whole = self._forward(split=False)
+        return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole.grads) if whole.ends else None))
 
     def _held(self) -> tuple[int, int, Any]:
         """What is held from F to I, and from I to W, and the output."""
@@ -277,6 +276,12 @@ class _One:
         made = detached(run.made)
         self.stage.backward_weights(run.deferral)
         return holdings.total(held, own), holdings.total(stash, own), made
+
+
+def _beyond(work: Callable[[], None]) -> int:
+    peak = device_calls.Peak()
+    work()
+    return peak.bytes()
 
 
 @contextmanager
