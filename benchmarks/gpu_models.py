@@ -29,7 +29,8 @@ class Block(nn.Module):
 
 def blocks(count: int, width: int, device: Any, dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block(width, max(width // 64, 1)) for _ in range(count))).to(device, dtype)
+    with torch.device(device):
+        return nn.Sequential(*(Block(width, max(width // 64, 1)) for _ in range(count))).to(dtype)
 
 
 def mean_loss(output: Tensor, target: Tensor) -> Tensor:

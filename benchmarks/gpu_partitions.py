@@ -23,25 +23,25 @@ from penstock.runtime.device import lanes as lanes_of
 from penstock.runtime.profile import profile
 from penstock.simulator.timeline import Timeline
 
-RANKS, SMS, MICROBATCHES = 4, 32, 12
+RANKS, SMS = 4, 32
 WANTED = 0.05
 
 
 def partitions(device: Any, small: bool) -> dict[str, Any]:
     there = torch.cuda.is_available()
-    width, tokens, layers = (16, 8, 8) if small else (4096, 4096, 8)
+    width, tokens, layers, count = (16, 8, 8, 6) if small else (4096, 4096, 8, 24)
     sms = SMS if there else None
     lanes = lanes_of(RANKS, sms)
     alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)
-    x = torch.randn(2 * MICROBATCHES, max(tokens // 2, 1), width, device=device, dtype=torch.bfloat16)
+    x = torch.randn(2 * count, max(tokens // 2, 1), width, device=device, dtype=torch.bfloat16)
     model = blocks(layers, width, device)
     found = _profile(model, x[:2], lanes, small)
     rows = []
-    for name, schedule, sizes in _schedules(found, layers, small):
+    for name, schedule, sizes in _schedules(found, layers, count, small):
         rows.append(_row(name, schedule, sizes, found, _measured(schedule, model, sizes, x, sms)))
     layer = found.layers[layers // 2]
     what = (
-        f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {MICROBATCHES} "
+        f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {count} "
         f"microbatches of {tokens} tokens. Predicted from a profile that was measured in one part while the others ran such "
         f"blocks too: F {layer.f * 1e3:.2f}, I {layer.i * 1e3:.2f}, W {layer.w * 1e3:.2f} ms a block. A matrix product of 4096 took "
         f"{alone * 1e3:.2f} ms in one part alone and {together * 1e3:.2f} ms with all parts at it. Times are the device's own. "
@@ -97,12 +97,12 @@ def _product_seconds(lanes: Sequence[Any], small: bool, size: int = 4096) -> flo
     return (time.perf_counter() - start) / times
 
 
-def _schedules(found: ps.Profile, layers: int, small: bool) -> list[tuple[str, ps.Schedule, list[int]]]:
+def _schedules(found: ps.Profile, layers: int, count: int, small: bool) -> list[tuple[str, ps.Schedule, list[int]]]:
     made: list[tuple[str, ps.Schedule, list[int]]] = []
     for name in ("1f1b", "zbv"):
-        schedule = ps.schedule(name, RANKS, MICROBATCHES)
+        schedule = ps.schedule(name, RANKS, count)
         made.append((name, schedule, [layers // schedule.stages] * schedule.stages))
-    plan = ps.plan(found, ranks=RANKS, microbatches=MICROBATCHES, seconds=0 if small else 5)
+    plan = ps.plan(found, ranks=RANKS, microbatches=count, seconds=0 if small else 5)
     made.append((f"the planner's choice, {plan.schedule.name or 'its own order'}", plan.schedule, list(plan.partition)))
     return made
 
@@ -137,13 +137,13 @@ def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: 
     def train() -> list[Timeline]:
         pipe = Pipeline(copy.deepcopy(model), schedule, split=sizes, loss_fn=mean_loss, record=True)
         found = []
-        for _ in range(5):
+        for _ in range(4):
             made = pipe.step(x, target=x).timeline
             assert made is not None
             found.append(made)
             for parameter in pipe.parameters():
                 parameter.grad = None
-        return found[2:]
+        return found[1:]
 
     timelines = launch(train, RANKS, sms=sms)[0]
     middle = statistics.median_low(each.makespan for each in timelines)
