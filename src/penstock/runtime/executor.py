@@ -325,7 +325,10 @@ class Executor(Wires):
         if not feed.losses or not (self.program.training or self.loss.fits(made)):
             return [], []
         loss, scale = self.loss(made, feed.targets, microbatch), feed.scales[microbatch]
-        feed.share.losses[microbatch] = loss.detach(), scale
+        kept = loss.detach()
+        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps room for all of them
+            kept = kept.clone()
+        feed.share.losses[microbatch] = kept, scale
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale)]
