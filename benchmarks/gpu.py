@@ -21,15 +21,15 @@ HERE = Path(__file__).resolve().parent
 sys.path[:] = [str(HERE.parent), str(HERE.parent / "tests"), *(each for each in sys.path if Path(each or ".").resolve() != HERE)]
 
 SECTIONS = {
-    "conformance": "gpu_numbers",
-    "overlap": "gpu_numbers",
     "overhead": "gpu_actions",
     "graphs": "gpu_actions",
     "split": "gpu_split",
+    "overlap": "gpu_numbers",
+    "conformance": "gpu_numbers",
     "memory": "gpu_memory",
     "partitions": "gpu_partitions",
 }
-"""Each section and the file that it is in."""
+"""Each section and the file that it is in; those first that the host's state tells on."""
 
 
 def main(arguments: list[str] | None = None) -> int:

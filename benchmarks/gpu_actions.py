@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.gpu_models import blocks, mean_loss
 from benchmarks.gpu_time import cleared, seconds
+from benchmarks.measure import steady
 from benchmarks.overhead import _bare, _order
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
@@ -26,11 +27,13 @@ WANTED = 130.0
 
 def overhead(device: Any, small: bool) -> dict[str, Any]:
     rounds = 2 if small else 30
-    rows = [_overhead(name, device, rounds) for name in PEERS]
+    with steady():
+        rows = [_overhead(name, device, rounds) for name in PEERS]
     dist.init_process_group("gloo" if device.type == "cpu" else "nccl", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        for row in rows:
-            row["torch us"] = _peer(row["schedule"], device, rounds)
+        with steady():
+            for row in rows:
+                row["torch us"] = _peer(row["schedule"], device, rounds)
     finally:
         dist.destroy_process_group()
     what = (

@@ -23,19 +23,21 @@ from penstock.runtime.device import lanes as lanes_of
 from penstock.runtime.profile import profile
 from penstock.simulator.timeline import Timeline
 
-RANKS, SMS = 4, 32
+RANKS, SMS, ROWS = 4, 32, 4
+LIMIT = "28GiB"
+"""What the planner's choice may hold on a rank: all four share one GPU's memory."""
 WANTED = 0.05
 
 
 def partitions(device: Any, small: bool) -> dict[str, Any]:
     there = torch.cuda.is_available()
-    width, tokens, layers, count = (16, 8, 8, 6) if small else (4096, 4096, 8, 24)
+    width, tokens, layers, count = (16, 8, 8, 6) if small else (4096, 8192, 8, 20)
     sms = SMS if there else None
     lanes = lanes_of(RANKS, sms)
     alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)
-    x = torch.randn(2 * count, max(tokens // 2, 1), width, device=device, dtype=torch.bfloat16)
+    x = torch.randn(ROWS * count, tokens // ROWS, width, device=device, dtype=torch.bfloat16)
     model = blocks(layers, width, device)
-    found = _profile(model, x[:2], lanes, small)
+    found = _profile(model, x[:ROWS], lanes, small)
     rows = []
     for name, schedule, sizes in _schedules(found, layers, count, small):
         rows.append(_row(name, schedule, sizes, found, _measured(schedule, model, sizes, x, sms)))
@@ -102,7 +104,7 @@ def _schedules(found: ps.Profile, layers: int, count: int, small: bool) -> list[
     for name in ("1f1b", "zbv"):
         schedule = ps.schedule(name, RANKS, count)
         made.append((name, schedule, [layers // schedule.stages] * schedule.stages))
-    plan = ps.plan(found, ranks=RANKS, microbatches=count, seconds=0 if small else 5)
+    plan = ps.plan(found, ranks=RANKS, microbatches=count, memory_limit=LIMIT, seconds=0 if small else 5)
     made.append((f"the planner's choice, {plan.schedule.name or 'its own order'}", plan.schedule, list(plan.partition)))
     return made
 

@@ -28,7 +28,7 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
     done = run(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "gpu.json").read_text())
-    assert list(found["sections"]) == ["conformance", "overlap", "overhead", "graphs", "split", "memory", "partitions"]
+    assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions"]
     assert all(section["rows"] and "error" not in section for section in found["sections"].values())
     assert all(row["good"] == "yes" for row in found["sections"]["conformance"]["rows"])
     same = [row["same to the last bit"] for name in ("overlap", "graphs") for row in found["sections"][name]["rows"]]
@@ -41,5 +41,5 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
 def test_an_unknown_section_is_refused(tmp_path: Path) -> None:
     done = run(tmp_path / "none", "--only", "splt")
     assert done.returncode == 2
-    assert "no section 'splt'; there are conformance" in done.stderr
+    assert "no section 'splt'; there are overhead" in done.stderr
     assert not (tmp_path / "none").exists()
