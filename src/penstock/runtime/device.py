@@ -51,6 +51,11 @@ def direct_connection(store: Any, rank: int, ranks: int, deadline: float) -> Any
     return dist.ProcessGroupNCCL(store, rank, ranks, options)
 
 
+def backend() -> str:
+    """What torch.distributed is set up with where nobody has."""
+    return "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+
+
 def direct_tensor() -> Tensor:
     """Something small to send on a new connection."""
     return torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
@@ -154,15 +159,25 @@ class Lanes:
             beside.wait_stream(own)
 
 
+# Randomness -----------------------------------------------------------------------------------------------------------
+
+
+def seed(number: int) -> None:
+    """Start torch's streams from this number, the device's too once it is used."""
+    torch.default_generator.manual_seed(number)
+    if is_running():
+        cuda.manual_seed(number)
+
+
 def random_state() -> tuple[Tensor, Tensor | None]:
-    """The state of torch's generators, of the device's too once it is used."""
+    """The state of torch's streams, of the device's too once it is used."""
     return torch.get_rng_state(), cuda.get_rng_state() if is_running() else None
 
 
 def set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
     host, on_device = state
     torch.set_rng_state(host)
-    if on_device is not None:
+    if on_device is not None and cuda.is_available():
         cuda.set_rng_state(on_device)
 
 
@@ -252,6 +267,11 @@ class Peak:
 
     def bytes(self) -> int:
         return int(cuda.max_memory_allocated()) - self.before if is_running() else 0
+
+
+def best() -> str:
+    """The type of device to use where none is named."""
+    return "cuda" if cuda.is_available() else "cpu"
 
 
 def name_of(device: torch.device) -> str:

@@ -8,11 +8,11 @@ import sys
 import threading
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
+from penstock.runtime.device import backend
 from penstock.runtime.group import Group
 from penstock.runtime.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.stores import PrefixStore
@@ -75,7 +75,7 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     if not dist.is_initialized():
-        _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _initialise(backend())
     group = _process_group(within)
     name = f"{group.group_name}/{transport}"
     if name not in _joined or _joined[name].closed:

@@ -124,7 +124,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
     """The value on the device, to which the layers are moved too; where nothing is said, all stay where they are."""
     if device is None:
         return value
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = torch.device(device_calls.best() if device == "auto" else device)
     for _, layer in named:
         layer.to(where)
     return pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, value)
