@@ -87,7 +87,8 @@ class Executor(Wires):
                 outbox.begin()
             for inbox in self.inboxes.values():
                 inbox.begin()
-            with collect() as self.extras:
+            # A device's backward on this thread: handing it to another and waiting takes longer than a small layer.
+            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False):
                 for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
                     activity.at = at
                     activity.began = clock()
