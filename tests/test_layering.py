@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,12 @@ def test_imports_go_the_way_of_the_data(path: Path) -> None:
 def test_only_the_runtime_and_the_peers_names_import_torch(path: Path) -> None:
     torch = [module for module, _ in imports_of(path) if module.split(".")[0] == "torch"]
     assert not torch or part_of(path) in TORCH
+
+
+def test_calls_of_a_device_are_in_one_file() -> None:
+    """Nothing else has to change for another kind of device; the CUDA driver's own functions stand beside it."""
+    calls = {path.name for path in FILES if re.search(r"torch\.(cuda|mps|xpu)\b|libcuda", path.read_text(encoding="utf-8"))}
+    assert calls == {"device.py", "multiprocessors.py"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

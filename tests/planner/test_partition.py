@@ -54,8 +54,8 @@ class Reference:
             whole = sum(layer.activation for layer in layers)
             total += sum(layer.parameters for layer in layers) + stashes * sum(layer.weight_stash for layer in layers)
             total += activations * ((given_ if self.recompute[stage] else whole) + output)
-            if self.recompute[stage]:
-                spare = max(spare, whole - given_)
+            again = max(whole - given_, 0.0) if self.recompute[stage] else 0.0
+            spare = max(spare, again + max(layer.workspace for layer in layers))
         return total + spare
 
     def excess(self, cuts: tuple[int, ...], limits: list[float]) -> float:

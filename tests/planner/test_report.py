@@ -55,7 +55,7 @@ def test_recompute_is_told():
     model = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=8, output=1)] * 4, input=1)
     plan = ps.plan(model, ranks=4, microbatches=8, memory_limit=[20, 40, 40, 40], schedules="1f1b", recompute=True, seconds=0)
     assert "recompute    stage 0\n" in str(plan)
-    assert re.search(r"rank +recompute +microbatches", str(plan))  # no parameters, so no columns for them
+    assert re.search(r"rank +reserve +microbatches", str(plan))  # no parameters, so no columns for them
 
 
 def test_the_same_is_said_of_a_plan_without_a_limit():

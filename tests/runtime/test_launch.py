@@ -176,3 +176,10 @@ def test_launch_inside_a_launch() -> None:
         return launch(lambda: (mine, rank()), 2)
 
     assert launch(outer, 2) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
+
+
+def test_multiprocessors_are_a_gpus() -> None:
+    with pytest.raises(ScheduleError, match="no GPU whose multiprocessors"):
+        launch(lambda: None, 2, sms=32)
+    with pytest.raises(ScheduleError, match="virtual ranks: backend 'gloo' has none"):
+        launch(lambda: None, 2, backend="gloo", sms=32)

@@ -377,3 +377,10 @@ def test_row_19_outputs_are_there_when_asked_for() -> None:
     for output in outputs:
         assert not output.requires_grad
         torch.testing.assert_close(output, wanted.detach())
+
+
+def test_a_loss_keeps_no_more_than_its_number() -> None:
+    """Whatever the loss function had room for when it made it."""
+    model, x = layers(1), torch.randn(8, WIDE)
+    losses = Pipeline([model], schedule="gpipe", microbatches=4, loss_fn=functional.mse_loss).step(x, target=x).losses
+    assert [loss.untyped_storage().nbytes() for loss in losses] == [4] * 4

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
 import penstock as ps
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+from penstock.runtime import Pipeline, device, launch
+from penstock.runtime.overlap import Backward, TwoStreams, pair
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 Operations = list[Callable[[], None]]
@@ -55,3 +60,130 @@ def test_failure_of_the_overlap_executor_itself() -> None:
     schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=8)
     with pytest.raises(ps.PenstockError, match=r"OVERLAP_F_B failed on rank \d: ValueError: no streams"):
         by_pipeline(blocks(4), schedule, torch.randn(8, 6), torch.randn(8, 6), overlap=broken)
+
+
+class Together(nn.Module):
+    """A stage that runs its forward together with a backward, in its own way."""
+
+    def __init__(self, layers: nn.Module, way: str, seen: list[str]) -> None:
+        super().__init__()
+        self.layers, self.way, self.seen = layers, way, seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+    def overlapped_forward_backward(self, inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: Backward) -> Tensor:
+        assert not kwargs
+        self.seen.append(self.way)
+        assert isinstance(backward.module, Together)
+        if self.way == "first":
+            backward()
+            return self(*inputs)
+        made = self(*inputs)
+        if self.way == "pieces":
+            torch.autograd.backward(list(backward.outputs), list(backward.grads))
+        elif self.way == "last":
+            backward()
+        return made
+
+
+def hooked(way: str, schedule: ps.Schedule, seen: list[str]) -> list[nn.Module]:
+    torch.manual_seed(1)
+    return [Together(block, way, seen) for block in blocks(schedule.stages)]
+
+
+def step_of(stages: list[nn.Module], schedule: ps.Schedule, x: Tensor, **options: Any) -> dict[str, Tensor]:
+    launch(lambda: Pipeline(stages, schedule, loss_fn=functional.mse_loss, **options).step(x, target=x), schedule.ranks)
+    return {f"{k}.{name}": p.grad for k, stage in enumerate(stages) for name, p in stage.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("way", ["first", "last", "pieces"])
+@pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe", "split"])
+def test_a_stage_runs_its_forward_and_a_backward_together(name: str, way: str) -> None:
+    """The hook is asked for every overlapped action, and the numbers are those of a model without one."""
+    schedule = _with_split() if name == "split" else ps.schedule(name, ranks=2, microbatches=8)
+    seen: list[str] = []
+    x = torch.randn(9, 6)
+    found = step_of(hooked(way, schedule, seen), schedule, x)
+    wanted = step_of([stage.layers for stage in hooked(way, schedule, [])], schedule, x)  # type: ignore[misc]
+    assert len(seen) == sum(action.kind is Kind.OVERLAP_F_B for row in schedule for action in row) > 0
+    assert [name.replace("layers.", "") for name in found] == list(wanted)
+    assert all(torch.equal(*pair) for pair in zip(found.values(), wanted.values(), strict=True))
+
+
+def _with_split() -> ps.Schedule:
+    """A forward beside a backward for the input, whose weights follow later."""
+    rows = [["0F0", "1F0", "0F1", "(1F1;1I0)OVERLAP_F_B", "0I0", "1W0", "1I1", "0W0", "0B1", "1W1"]]
+    return ps.Schedule.from_actions(rows, ps.Placement.custom([0, 0]))
+
+
+def test_hooks_of_parameters_run_after_the_weights_with_a_hooked_stage() -> None:
+    schedule, calls = _with_split(), []
+    stages = hooked("last", schedule, [])
+    weight = stages[1].layers.map.weight
+    weight.register_post_accumulate_grad_hook(lambda p: calls.append(p.grad.clone()))
+    x = torch.randn(8, 6)
+    step_of(stages, schedule, x)
+    assert len(calls) == 2
+    assert torch.equal(calls[-1], weight.grad)
+
+
+def test_a_hook_that_forgets_the_backward_is_told() -> None:
+    schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=8)
+    with pytest.raises(ps.PenstockError, match="without having run the backward"):
+        step_of(hooked("never", schedule, []), schedule, torch.randn(8, 6))
+
+
+@pytest.mark.parametrize("name", ["dualpipe-v", "dualpipe"])
+def test_two_streams_give_the_same_numbers(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=8)
+    model, x, y = blocks(schedule.stages), torch.randn(9, 6), torch.randn(9, 6)
+    assert_same(by_pipeline(model, schedule, x, y, overlap="streams"), by_pipeline(model, schedule, x, y))
+
+
+def test_three_actions_on_two_streams() -> None:
+    rows = [["0F0", "1F0", "0F1", "1I0", "(1W0;0B0;1F1)OVERLAP_F_B", "1B1", "0B1"]]
+    schedule = ps.Schedule.from_actions(rows, ps.Placement.custom([0, 0]))
+    model, x, y = blocks(2), torch.randn(4, 6), torch.randn(4, 6)
+    assert_same(by_pipeline(model, schedule, x, y, overlap="streams"), by_loop(model, x, y, 2))
+
+
+def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every backward runs on its forward's stream, whether alone or not, and streams wait for each other around all of it."""
+    ran: list[tuple[str, int]] = []
+
+    class Noted(device.Lanes):
+        def on(self, number: int, work: Callable[[], None]) -> None:
+            ran.append(("on", number))
+            work()
+
+        def join(self) -> None:
+            ran.append(("join", 0))
+
+    monkeypatch.setattr(device, "Lanes", Noted)
+    streams, done = TwoStreams(), []
+
+    def work(name: str) -> Callable[[], None]:
+        return lambda: done.append((name, ran[-1][1] if ran and ran[-1][0] == "on" else 0))
+
+    def group(text: str) -> None:
+        action = Action.parse(text)
+        streams(action, [work(str(part)) for part in action.sub_actions])
+
+    group("(0F1;0B0)OVERLAP_F_B")
+    group("(0B1;0F2)OVERLAP_F_B")
+    group("(0F3;0I2)OVERLAP_F_B")
+    ran.clear()
+    streams.alone(Action.parse("0B3"), work("0B3"))
+    assert ran == [("join", 0), ("on", 1), ("join", 0)]
+    assert done == [("0F1", 1), ("0B0", 0), ("0F2", 0), ("0B1", 1), ("0F3", 1), ("0I2", 0), ("0B3", 1)]
+
+
+def test_parts_of_one_microbatch_are_no_pair() -> None:
+    assert pair(Action.parse("(1F1;1B1)OVERLAP_F_B")) is None
+    assert pair(Action.parse("(1B1;1F2)OVERLAP_F_B")) == (1, 0)
+
+
+def test_unknown_overlap_is_refused() -> None:
+    with pytest.raises(ps.PenstockError, match="give 'streams'"):
+        Pipeline(blocks(2), schedule="gpipe", microbatches=2, overlap="stream")

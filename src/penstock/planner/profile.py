@@ -16,7 +16,7 @@ from penstock.ir.costs import parse_size
 from penstock.planner.profile_files import suffix_of, toml_text
 
 TIMES = ("f", "i", "w")
-PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "output")
+PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output")
 """What grows with the microbatch; parameters and what belongs to them do not."""
 
 
@@ -39,6 +39,8 @@ class Layer:
     """Held from a microbatch's F to its I."""
     weight_stash: float = 0.0
     """Held from a microbatch's I to its W."""
+    workspace: float = 0.0
+    """Needed beyond what is held while one of its actions runs."""
     output: float = 0.0
     """What is sent on where the model is cut after this layer, and the gradient that comes back for it."""
     parameters: float = 0.0

@@ -116,7 +116,7 @@ def _memory(plan: Plan) -> Iterator[str]:
     """A line a rank: what it keeps, what it holds at its peak, and the limit."""
     units, limits = plan.units, plan.memory_limit
     kept, spare = shares(plan.profile, plan.partition), reserves(plan.profile, plan.partition, plan.placement, plan.recompute)
-    rows: list[tuple[str, ...]] = [("rank", "parameters", "gradients", "optimizer", "recompute", "microbatches", "peak", "limit", "")]
+    rows: list[tuple[str, ...]] = [("rank", "parameters", "gradients", "optimizer", "reserve", "microbatches", "peak", "limit", "")]
     for rank, peak in enumerate(plan.predicted.peak_memory):
         own = [kept[stage] for stage in plan.placement.stages_of(rank)]
         static = [sum(getattr(share, name) for share in own) for name in ("parameters", "gradients", "optimizer")] + [spare[rank]]

@@ -87,13 +87,23 @@ class Spans:
         return self._held[key]
 
     def reserve(self, recompute: bool) -> Floats:
-        """What a run that is recomputed needs for a moment, while its backward runs."""
+        """What a run needs for a moment, while one of its actions runs; all its activations where it is recomputed."""
         return self._reserves[recompute]
 
     @cached_property
     def _reserves(self) -> tuple[Floats, Floats]:
         whole, kept = self._activations
-        return np.zeros_like(whole), np.maximum(whole - kept, 0.0)
+        needed = self._workspace
+        return needed, needed + np.maximum(whole - kept, 0.0)
+
+    @cached_property
+    def _workspace(self) -> Floats:
+        """The most that one layer of a run needs beyond what is held, for every run."""
+        found = np.zeros_like(self._activations[0])
+        each = np.array([layer.workspace for layer in self.profile.layers])
+        for first in range(len(each)):
+            found[first, first + 1 :] = np.maximum.accumulate(each[first:])
+        return found
 
 
 @dataclass(frozen=True, eq=False)

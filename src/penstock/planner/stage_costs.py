@@ -33,10 +33,13 @@ def shares(profile: Profile, sizes: Sequence[int]) -> list[Share]:
 
 
 def reserves(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> list[float]:
-    """What each rank keeps free for the stage that it recomputes: the most that one needs beyond the input it keeps."""
+    """What each rank keeps free for what it runs: the most that one of its stages needs beyond what it holds.
+
+    That is the workspace of a layer, and where a stage is recomputed its activations beyond the input that it keeps.
+    """
     inputs = _inputs(profile, sizes)
     beyond = [
-        max(sum(layer.activation for layer in run) - given, 0.0) if again else 0.0
+        max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - given, 0.0) if again else 0.0)
         for run, given, again in zip(runs(profile, sizes), inputs, recompute, strict=True)
     ]
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]

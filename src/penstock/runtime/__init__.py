@@ -17,6 +17,7 @@ from penstock.runtime.here import rank
 from penstock.runtime.hugging_face import HuggingFace
 from penstock.runtime.initial import Built, Initial
 from penstock.runtime.launch import launch
+from penstock.runtime.overlap import TwoStreams
 from penstock.runtime.partition import Layers, Partition
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.replayed import Replayed
@@ -39,6 +40,7 @@ __all__ = [
     "Safetensors",
     "StageOutput",
     "StepResult",
+    "TwoStreams",
     "add_loss",
     "add_metric",
     "collect",

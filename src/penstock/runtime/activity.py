@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+
+if TYPE_CHECKING:
+    from penstock.runtime.device import Watch
 
 clock = time.perf_counter_ns
 """Nanoseconds on a clock that all processes of a machine share."""
@@ -18,7 +22,7 @@ SHOWN = 3
 class Activity:
     """Where a rank is in its program. The executor writes the fields, and a report may read them from another thread."""
 
-    __slots__ = ("actions", "at", "began", "running", "since", "waits")
+    __slots__ = ("actions", "at", "began", "running", "since", "waits", "watch")
 
     def __init__(self) -> None:
         self.actions: Sequence[Action] = ()
@@ -30,6 +34,8 @@ class Activity:
         """What the rank waits for, and from whom."""
         self.since = clock()
         """Since when it waits, or since when it has been outside of a step."""
+        self.watch: Watch | None = None
+        """Tells the device's time, where a step is recorded on one."""
 
     def start(self, actions: Sequence[Action]) -> None:
         self.actions, self.at, self.running = actions, 0, True

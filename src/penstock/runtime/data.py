@@ -209,6 +209,10 @@ class Data:
                 summed = 0 if self.replicas is None else self.replicas.ended.get(action.stage, 0)
                 yield at, begun[at], max(ended[at], summed)
 
+    def surrounds(self, stage: int) -> bool:
+        """Whether anything goes before or after a stage's compute actions."""
+        return stage in self.sharded or self.dtype is not None
+
     def around(self, kind: Kind, stage: int, operation: Operation) -> Operation:
         """A compute action with what goes before and after it: waiting for parameters, and sums in higher precision."""
         sharded = self.sharded.get(stage)

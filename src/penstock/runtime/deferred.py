@@ -133,8 +133,9 @@ class Deferral:
         `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own,
         for sums of some tens of terms in float32 within 1e-6 of the largest gradient.
         """
-        sums = _Sums(self.records)
-        add = sums.add if sums.left else _add
+        batch = _Batch()
+        sums = _Sums(self.records, batch.add)
+        add = sums.add if sums.left else batch.add
         for record in self.records:
             grad, value = record.take()
             weight, bias = record.weight, record.bias
@@ -146,27 +147,49 @@ class Deferral:
                 add(weight, of_weight)  # type: ignore[arg-type]
             if bias is not None:
                 add(bias, of_bias)  # type: ignore[arg-type]
+        batch.flush()
         self.records.clear()
         if self.hooked:
             self.due.update((ident, self.hooked[ident]) for ident in sums.targets if ident in self.hooked)
         return list(self.due.values())
 
 
-def _add(target: nn.Parameter, found: Tensor) -> None:
-    """Add to a parameter's gradient, as autograd does."""
-    total = target.grad
-    if total is None:
-        target.grad = found if found.dtype == target.dtype else found.to(target.dtype)
-    elif total.is_sparse:  # from an operator that was left to autograd
-        target.grad = found + total
-    else:
-        total.add_(found)
+class _Batch:
+    """Adds to parameters' gradients, as autograd does, but those of small ones many at a time: for a device that is one launch."""
+
+    LARGEST, MOST = 1 << 16, 64
+    """Numbers of a gradient that waits for others, and how many do."""
+
+    def __init__(self) -> None:
+        self.totals: list[Tensor] = []
+        self.found: list[Tensor] = []
+
+    def add(self, target: nn.Parameter, found: Tensor) -> None:
+        total = target.grad
+        if total is None:
+            target.grad = found if found.dtype == target.dtype else found.to(target.dtype)
+        elif total.is_sparse:  # from an operator that was left to autograd
+            target.grad = found + total
+        elif found.numel() > self.LARGEST or found.dtype != total.dtype:
+            total.add_(found)
+        else:
+            self.totals.append(total)
+            self.found.append(found)
+            if len(self.found) == self.MOST:
+                self.flush()
+
+    def flush(self) -> None:
+        if self.found:
+            torch._foreach_add_(self.totals, self.found)
+            self.totals.clear()
+            self.found.clear()
 
 
 class _Sums:
     """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], add: Callable[[nn.Parameter, Tensor], None]) -> None:
+        self.add_to = add
         self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
         self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else Counter()
         """How many operators have yet to give theirs; nothing where each parameter has but one."""
@@ -186,7 +209,7 @@ class _Sums:
         if self.left[id(target)]:
             self.sums[id(target)] = found
         else:
-            _add(target, found)
+            self.add_to(target, found)
 
 
 def tie(out: Tensor, record: Record) -> Tensor:

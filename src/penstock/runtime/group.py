@@ -36,8 +36,8 @@ class Inbox(ABC):
     """The receiving end of a channel, as one program uses it."""
 
     def __init__(self) -> None:
-        self.times: list[tuple[int, int, int]] = []
-        """For each message of the last step: when it was sent, on the sender's clock, asked for and there."""
+        self.times: list[tuple[Any, Any, Any]] = []
+        """For each message of the last step: when it was sent, on the sender's clock, asked for and there; or places in streams."""
 
     @abstractmethod
     def expect(self, cell: int) -> Operation:

@@ -9,11 +9,11 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
+from penstock.runtime.device import backend
 from penstock.runtime.group import Group
 from penstock.runtime.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.stores import PrefixStore
@@ -76,7 +76,7 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     if not dist.is_initialized():
-        _initialise("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        _initialise(backend())
     group = _process_group(within)
     return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
 

@@ -4,32 +4,45 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
-
 from penstock.errors import ScheduleError, UnknownNameError, nearest
+from penstock.runtime import device
 from penstock.runtime.here import join, stand, under_torchrun
 from penstock.runtime.processes import CONNECT
 from penstock.runtime.virtual import VirtualGroup
 from penstock.runtime.workers import Workers, raise_first
 
 
-def launch(fn: Callable[..., Any], ranks: int, backend: str = "threads", args: Sequence[Any] = (), *, parallel: bool = False) -> list[Any]:
+def launch(
+    fn: Callable[..., Any],
+    ranks: int,
+    backend: str = "threads",
+    args: Sequence[Any] = (),
+    *,
+    parallel: bool = False,
+    sms: int | None = None,
+) -> list[Any]:
     """Call `fn(*args)` on every rank; the results by rank.
 
     `threads` runs virtual ranks in this process, one at a time unless `parallel`; `gloo` starts a process for each on this
     machine, and takes functions from anywhere, a notebook too. Under `torchrun`, where the processes are there already, `gloo`
     starts nothing and calls the function in this one. The first failure is raised, after every rank has ended. Each rank starts
     from the caller's random state, which is left as it was.
+
+    On a GPU each virtual rank has a stream of its own. With `sms` a stream has so many multiprocessors, that no other has: one
+    GPU then stands for several smaller ones.
     """
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
+    if sms is not None and backend != "threads":
+        raise ScheduleError(f"sms={sms} shares out one GPU to virtual ranks: backend {backend!r} has none")
     if backend == "gloo":
         return _joined(fn, ranks, args) if under_torchrun() else _started(fn, ranks, args)
     if backend != "threads":
         raise UnknownNameError(f"unknown backend {backend!r}; {nearest(backend, ('threads', 'gloo'))}")
-    return _threads(fn, ranks, args, parallel)
+    return _threads(fn, ranks, args, VirtualGroup(ranks, parallel=parallel), device.lanes(ranks, sms))
 
 
 def _started(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
@@ -44,11 +57,20 @@ def _joined(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any
     return group.gather(group.rank, "launch", fn(*args), CONNECT)
 
 
-def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], parallel: bool) -> list[Any]:
-    group = VirtualGroup(ranks, parallel=parallel)
-    state = torch.get_rng_state()
+def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], group: VirtualGroup, lanes: Sequence[Any]) -> list[Any]:
+    state, begin = device.random_state(), device.mark()
     failed: list[_Run] = []
-    runs = [_Run(group, each, lambda: fn(*args), state, failed) for each in range(ranks)]
+
+    def body(lane: Any) -> Any:
+        device.stand_on(lane)
+        device.follow(begin)
+        try:
+            return fn(*args)
+        finally:
+            ends.append(device.mark())
+
+    ends: list[Any] = []
+    runs = [_Run(group, each, partial(body, lanes[each]), state, failed) for each in range(ranks)]
     try:
         for run in runs:
             run.start()
@@ -60,9 +82,11 @@ def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], parallel: 
             run.ended.wait(_GRACE / ranks)
         raise
     finally:
-        torch.set_rng_state(state)
+        device.set_random_state(state)
     for run in runs:
         run.join()
+    for end in ends:
+        device.follow(end)
     raise_first([(run.rank, run.error) for run in failed if run.error is not None], ranks)
     return [run.result for run in runs]
 
@@ -74,7 +98,7 @@ _GRACE = 2.0
 class _Run(threading.Thread):
     """One rank's thread."""
 
-    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: torch.Tensor, failed: list[_Run]) -> None:
+    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: Any, failed: list[_Run]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
         self.ended = threading.Event()
@@ -86,7 +110,7 @@ class _Run(threading.Thread):
         stand(self.group, self.rank)
         try:
             if not self.group.parallel:
-                torch.set_rng_state(self.state)
+                device.set_random_state(self.state)
             self.result = self.body()
         except BaseException as error:
             self.error = error

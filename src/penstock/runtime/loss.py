@@ -86,7 +86,7 @@ class Loss:
                 warnings.warn(
                     f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
                     f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
-                    stacklevel=6,  # whoever called step, above what tells the other data ranks of a refusal
+                    stacklevel=7,  # whoever called step, above what tells the other data ranks of a refusal
                 )
                 return
 

@@ -146,12 +146,12 @@ def _forward(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed, microbatch:
 
 def _whole(feed: Feed, pipeline: Pipeline) -> Feed | None:
     """The microbatches as the one batch that they were cut from, where they were and the loss is a plain mean or sum over it."""
-    if pipeline.weight is not None:
+    if pipeline.batches.weight is not None:
         return None
-    batch_dims = pipeline.dims_of(feed.args[0])
+    batch_dims = pipeline.batches.dims_of(feed.args[0])
     args = mb.unsplit(feed.args, batch_dims)
-    targets = (None,) if feed.targets is None else mb.unsplit(feed.targets, pipeline.target_dims)
-    kwargs = {stage: mb.unsplit(given, pipeline.kwarg_dims) for stage, given in feed.kwargs.items()}
+    targets = (None,) if feed.targets is None else mb.unsplit(feed.targets, pipeline.batches.targets)
+    kwargs = {stage: mb.unsplit(given, pipeline.batches.kwargs) for stage, given in feed.kwargs.items()}
     if args is None or targets is None or None in kwargs.values():
         return None
     joined = {stage: [given[0]] for stage, given in kwargs.items() if given is not None}

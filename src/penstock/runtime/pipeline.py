@@ -15,18 +15,22 @@ from torch import Tensor, nn
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
+from penstock.runtime import device
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
+from penstock.runtime.batches import ABSENT, Batches, StageKwargs
 from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data, told
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
+from penstock.runtime.graphs import refuse_graphs
 from penstock.runtime.grid import group_of
 from penstock.runtime.group import Group
-from penstock.runtime.hugging_face import HuggingFace, opened, recognised
+from penstock.runtime.hugging_face import HuggingFace, recognised
 from penstock.runtime.loss import Loss
+from penstock.runtime.overlap import overlap_of
 from penstock.runtime.parity import Parity, parity
 from penstock.runtime.partition import Partition, partition
 from penstock.runtime.planned import planned_split
@@ -45,19 +49,8 @@ from penstock.simulator.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 
-class _Absent:
-    """What a target is that was not given, so that None can be one."""
-
-    def __repr__(self) -> str:
-        return "no target"
-
-
-ABSENT: Any = _Absent()
-
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
-
-StageKwargs = Mapping[int, Mapping[str, Any]]
 
 
 class Pipeline:
@@ -76,7 +69,8 @@ class Pipeline:
     - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
       the cuts; for modules that were given one a stage, the stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
-    - `overlap(action, operations)`: how to run actions together; one after the other unless given;
+    - `overlap`: how to run actions together: "streams" on two streams of a GPU, or a function of one's own, `(action, operations)`; one
+      after the other unless given. A stage's module with a method `overlapped_forward_backward` runs them itself, see `overlap`;
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
     - `mesh`: a device mesh with named dimensions of which `pp` is the pipeline, and `dp`, or `dp_replicate` and `dp_shard`, hold the
@@ -84,15 +78,17 @@ class Pipeline:
       are copies; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
     - `lookahead`, `residency`: when stages in shards are gathered, and how many a rank has in full at once, see `Shard`;
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. Times
-      are the host's: on a GPU, when actions were issued;
+    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. On a
+      GPU, times are those of its own work;
     - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
     - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
       `Replayed`, `Safetensors`, or several of them;
     - `recompute`: whether stages keep their inputs alone and run their forward again before their backward: for all, or one word a
       stage; as the plan says unless given;
     - `compile`: True, options for `torch.compile`, a function that makes a compiled module of a stage's, or one of these a stage.
-      Compiled stages run their backward in one piece; where the schedule splits it, `merged` says what that costs.
+      Compiled stages run their backward in one piece; where the schedule splits it, `merged` says what that costs;
+    - `graphs`: record each stage's work as CUDA graphs and launch those, see `graphs`. Gradients then stay in the same memory from
+      step to step. Refused where a stage's work cannot be recorded; a microbatch of another shape runs as without.
     """
 
     def __init__(
@@ -112,7 +108,7 @@ class Pipeline:
         ties: Ties = (),
         seed: int | None = None,
         accumulate: str = "autograd",
-        overlap: Callable[..., None] | None = None,
+        overlap: Callable[..., None] | str | None = None,
         deadline: float = 300.0,
         group: Any = None,
         mesh: Any = None,
@@ -125,6 +121,7 @@ class Pipeline:
         weights: Weights = None,
         recompute: Recompute = None,
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
+        graphs: bool = False,
     ) -> None:
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
@@ -136,11 +133,11 @@ class Pipeline:
         self.loss = Loss(loss_fn, loss_reduction)
         if weight is None:
             self.loss.check_own_reduction()
-        self.weight, self.seed, self.overlap = weight, seed, overlap
-        self.record = record
+        self.seed, self.overlap = seed, overlap_of(overlap)
+        self.record, self.graphs = record, graphs
         self._clocks: tuple[int, list[int]] | None = None
-        self.batch_dims, self.target_dims, self.kwarg_dims = batch_dims, target_dims, kwarg_dims
-        self._named = isinstance(split, HuggingFace)
+        dims, counts = (batch_dims, target_dims, kwarg_dims), (self.table.stages, self.microbatches)
+        self.batches = Batches(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
         plan = plan if schedule is None else schedule
         model, split = planned_split(unwrapped(model, self.grid), plan, split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
@@ -159,6 +156,10 @@ class Pipeline:
             logger.warning("%s", self.merged)
         self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
         self.shared = Shared.find(self, [*ties, *tied])
+        if self.shared.one_object:  # ranks that share parameters take turns on a device too
+            device.stand_on(self.gather("stream", device.lane())[0])
+        if graphs:
+            refuse_graphs(self)
 
     # What it is made of -----------------------------------------------------------------------------------------------
 
@@ -244,8 +245,10 @@ class Pipeline:
                 "deadline": self.deadline,
                 "data": self.data,
                 "overlap": self.overlap,
+                "number": self.number,
+                "graphs": self.graphs,
             }
-            found = Executor(program, self.rank, self.stages, number=self.number, **given)
+            found = Executor(program, self.rank, self.stages, **given)
             self.group.open((*found.inboxes, *found.outboxes), self.deadline)
             self._executors[count, training] = found
         return found
@@ -294,66 +297,19 @@ class Pipeline:
         return self._run(feed, training=False).outputs
 
     @told
-    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
-        if self._named:
-            args, target = opened(args, target, ABSENT, self.loss.paired)
-        count = self.microbatches if microbatches is None else microbatches
-        if count < 1:
-            raise ScheduleError(f"{count} microbatches: at least 1 is needed")
-        given = None if target is ABSENT else target
-        kwargs = {stage: dict(each) for stage, each in (stage_kwargs or {}).items()}
-        batch_dims = self.dims_of(args)
-        everything = (args, given, *kwargs.values())
-        total = mb.batch_size(everything, (batch_dims, self.target_dims, *[self.kwarg_dims] * len(kwargs)))
-        sizes = mb.sizes_of(total, count) if total is not None else [1] * count
-        feed = Feed(
-            mb.split(args, batch_dims, sizes),
-            {stage: mb.split(each, self.kwarg_dims, sizes) for stage, each in kwargs.items()},
-            None if target is ABSENT else mb.split(given, self.target_dims, sizes),
-            [],
-            outputs=outputs,
-        )
-        return self._weighed(feed, sizes if total is not None else None)
+    def _feed(self, *given: Any, outputs: bool) -> Feed:
+        return self.batches.split(*given, outputs=outputs)
 
     @told
-    def _ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
-        kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
-        if self._named and inputs:
-            pairs = [opened(each if isinstance(each, tuple) else (each,), ABSENT, ABSENT, self.loss.paired) for each in inputs]
-            inputs = [args for args, _ in pairs]
-            targets = [label for _, label in pairs] if targets is None and pairs[0][1] is not ABSENT else targets
-        counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
-        if counts == {0} or len(counts) > 1:
-            raise ScheduleError(
-                f"{sorted(counts)} inputs, targets or keyword arguments: give as many of each as there are microbatches, at least one"
-            )
-        pieces = [each if isinstance(each, tuple) else (each,) for each in inputs]
-        sizes = [self._size(piece, None if targets is None else targets[k]) for k, piece in enumerate(pieces)]
-        known = [size for size in sizes if size is not None]
-        feed = Feed(pieces, kwargs, None if targets is None else list(targets), [], outputs=outputs)
-        return self._weighed(feed, known if len(known) == len(sizes) else None)
-
-    def _size(self, args: tuple[Any, ...], target: Any) -> int | None:
-        return mb.batch_size((args, target), (self.dims_of(args), self.target_dims))
-
-    def dims_of(self, args: tuple[Any, ...]) -> mb.Dims:
-        """The batch dimensions of the arguments; a dict of them is that of the only one."""
-        return (self.batch_dims,) if isinstance(self.batch_dims, dict) and len(args) == 1 else self.batch_dims
-
-    def _weighed(self, feed: Feed, sizes: Sequence[int] | None) -> Feed:
-        wrong = [stage for stage in feed.kwargs if stage not in range(self.table.stages)]
-        if wrong:
-            raise ScheduleError(f"stage_kwargs for stage {wrong[0]!r}: there are stages 0 to {self.table.stages - 1}")
-        if feed.targets is not None and self.weight is None and len(feed.args) > 1:
-            self.loss.warn_of_ignored(feed.targets)
-        feed.weights = self.loss.weights(self.weight, sizes, feed.targets, len(feed.args))
-        return feed
+    def _ready(self, *given: Any) -> Feed:
+        return self.batches.ready(*given)
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
-        if training and self.table.stages - 1 in self.stages and feed.targets is None and not (self.loss.alone and self.weight is None):
-            raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
+        executor.recording = self.record
+        if training and self.table.stages - 1 in self.stages:
+            self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
             self.group.agree(executor.number, self._looks(feed), self.deadline)
@@ -373,7 +329,7 @@ class Pipeline:
         finally:
             self.group.activity(self.rank).stop()
         recorded = self._recorded(executor) if self.record else None
-        result = StepResult(shares, partial(mb.merge, dim=self._out_dim()), recorded)
+        result = StepResult(shares, partial(mb.merge, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
             result.loss = self.data.summed({"loss": result.loss})["loss"]
         return result
@@ -440,9 +396,6 @@ class Pipeline:
         self._clocks = count + 1, ahead
         records = self.gather("timeline", Record.of(executor))
         return partial(timeline, executor.program, records, ahead)
-
-    def _out_dim(self) -> int:
-        return self.batch_dims if isinstance(self.batch_dims, int) else 0
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""

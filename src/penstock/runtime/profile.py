@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError, ScheduleError, nearest
 from penstock.planner.profile import Layer, Profile
+from penstock.runtime import device as device_calls
 from penstock.runtime import holdings
 from penstock.runtime import microbatch as mb
 from penstock.runtime.deferred import Deferral
@@ -55,8 +55,9 @@ def profile(
     - `device`: move the model and the sample there; "auto" is a GPU if there is one.
 
     Each layer is run as a stage is: its backward is split by the same means, so that W is what can really wait. Times are
-    the median of `repeats` rounds after `warmup`. Memory is what is really held: the distinct memory that the forward saves, and that
-    the weights' backward waits with. Nothing of the model is changed but its device.
+    the median of `repeats` rounds after `warmup`; on a GPU, of its own time. Memory is what is really held: the distinct memory that the
+    forward saves, and that the weights' backward waits with; on a GPU also what is needed beyond that while a layer runs. Nothing
+    of the model is changed but its device.
     """
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
@@ -137,7 +138,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
     """The value on the device, to which the layers are moved too; where nothing is said, all stay where they are."""
     if device is None:
         return value
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+    where = torch.device(device_calls.best() if device == "auto" else device)
     for _, layer in named:
         layer.to(where)
     return pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, value)
@@ -145,7 +146,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
 
 def _device_name(args: Any) -> str:
     device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return device_calls.name_of(device)
 
 
 @dataclass
@@ -209,6 +210,7 @@ class _One:
         found = {
             "activation": held,
             "weight_stash": stash,
+            "workspace": self._workspace(held),
             "output": sum(holdings.sizes(made).values()),
             "parameters": sum(holdings.of_module(module).values()),
             "gradients": sum(holdings.sizes([p.grad for p in module.parameters()]).values()),
@@ -224,10 +226,10 @@ class _One:
         f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
         return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
 
-    def _forward(self) -> _Run:
+    def _forward(self, split: bool = True) -> _Run:
         leaves = cut(self.given)
         deferral = Deferral()
-        with self._recording(deferral):
+        with self._recording(deferral) if split else nullcontext():
             made = self.stage.run([leaves], {})
         if self.loss is None:
             ends = roots(made)
@@ -254,14 +256,26 @@ class _One:
 
     def _run_once(self) -> tuple[float, float, float]:
         """How long F, I and W take."""
-        marks = [_now()]
+        watch = device_calls.Stopwatch(self.given)
         run = self._forward()
-        marks.append(_now())
+        watch.mark()
         self._backward(run)
-        marks.append(_now())
+        watch.mark()
         self.stage.backward_weights(run.deferral)
-        marks.append(_now())
-        return marks[1] - marks[0], marks[2] - marks[1], marks[3] - marks[2]
+        watch.mark()
+        f, i, w = watch.seconds()
+        return f, i, w
+
+    def _workspace(self, held: int) -> int:
+        """What a device gives out at most while F, I, W or B runs, beyond what is held then; nothing where none counts it."""
+        if not device_calls.is_running():
+            return 0
+        peak = device_calls.Peak()
+        run = self._forward()
+        beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
+        beyond += [_beyond(lambda: self._backward(run)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
+        whole = self._forward(split=False)
+        return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole.grads) if whole.ends else None))
 
     def _held(self) -> tuple[int, int, Any]:
         """What is held from F to I, and from I to W, and the output."""
@@ -278,10 +292,10 @@ class _One:
         return holdings.total(held, own), holdings.total(stash, own), made
 
 
-def _now() -> float:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize()
-    return time.perf_counter()
+def _beyond(work: Callable[[], None]) -> int:
+    peak = device_calls.Peak()
+    work()
+    return peak.bytes()
 
 
 @contextmanager

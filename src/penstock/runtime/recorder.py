@@ -35,7 +35,7 @@ Times = Sequence[tuple[int, int, int]]
 
 @dataclass(frozen=True)
 class Record:
-    """One rank's times of one step, in nanoseconds on its own clock."""
+    """One rank's times of one step, in nanoseconds on its own clock; of work on a device, when it was done there."""
 
     begun: list[int]
     ended: list[int]
@@ -46,9 +46,13 @@ class Record:
 
     @classmethod
     def of(cls, executor: Executor) -> Record:
+        watch, actions, begun, ended = executor.watch, executor.actions, list(executor.begun), list(executor.ended)
         received = {route: list(inbox.times) for route, inbox in executor.inboxes.items()}
-        collectives = list(executor.data.collectives(executor.actions, executor.begun, executor.ended))
-        return cls(list(executor.begun), list(executor.ended), received, collectives)
+        if watch is not None:
+            begun, ended = watch.times(watch.begun), watch.times(watch.ended)
+            columns = {route: [watch.times(column) for column in zip(*times, strict=True)] for route, times in received.items()}
+            received = {route: list(zip(*three, strict=True)) for route, three in columns.items()}
+        return cls(begun, ended, received, list(executor.data.collectives(actions, begun, ended)))
 
 
 def offsets(group: Group, rank: int, deadline: float) -> list[int]:

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -59,6 +60,17 @@ class Deferrable:
                         run_backward(roots, grads)
                 else:
                     run_backward(roots, grads)
+        finally:
+            running.remove(deferral)
+
+    @contextmanager
+    def backward(self, deferral: Deferral) -> Iterator[None]:
+        """A context in which a backward for the input may be run by whatever means."""
+        deferral.backward = True
+        running.append(deferral)
+        try:
+            with _Recording(deferral, self.watched), _HeldBack(deferral):
+                yield
         finally:
             running.remove(deferral)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -41,12 +42,13 @@ class Stage:
         """Whether the backward can be split: a compiled module cannot be looked into."""
         return not any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in self.module.modules())
 
-    def run(self, inputs: list[Any], kwargs: dict[str, Any]) -> Any:
+    def run(self, inputs: list[Any], kwargs: dict[str, Any], call: Callable[..., Any] | None = None) -> Any:
         """Run the module on what came in from other stages. A tuple is several arguments, if stages were written one by one."""
         first, *more = inputs
+        call = self.module if call is None else call
         if self.unpack and type(first) is tuple:
-            return self.module(*first, *more, **kwargs)
-        return self.module(first, *more, **kwargs)
+            return call(*first, *more, **kwargs)
+        return call(first, *more, **kwargs)
 
     def look_at_error(self, error: RuntimeError) -> None:
         """Where the module has changed its input in place for the first time, it may from the next step on."""

@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
-import torch
-
 from penstock.errors import PipelineError
+from penstock.runtime import device
 from penstock.runtime.activity import Activity, clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.result import Share
 
 
 @dataclass
@@ -28,8 +28,8 @@ class Channel:
 
     messages: deque[Any] = field(default_factory=deque)
     posted: deque[int] = field(default_factory=deque)
-    sent: deque[int] = field(default_factory=deque)
-    """When each of the messages was."""
+    sent: deque[Any] = field(default_factory=deque)
+    """When each of the messages was; on a device, the place in the sender's stream to wait for."""
 
     def has_room(self, slots: int) -> bool:
         """Whether a message can be sent: one for which a receive is posted takes no slot."""
@@ -56,6 +56,8 @@ class _Board:
 
     names: dict[int, str] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
+    places: dict[int, Any] = field(default_factory=dict)
+    """Where in its stream each put its value."""
     read: int = 0
 
 
@@ -119,10 +121,10 @@ class VirtualGroup(Group):
         if self.parallel:
             with self._change:
                 return self._change.wait_for(done, deadline)
-        state = torch.get_rng_state()
+        state = device.random_state()
         self._pass_on(rank)
         in_time = self._gates[rank].acquire(timeout=deadline)
-        torch.set_rng_state(state)
+        device.set_random_state(state)
         return in_time
 
     def _pass_on(self, rank: int) -> None:
@@ -236,11 +238,14 @@ class VirtualGroup(Group):
             number = self._gathered[rank]
             self._gathered[rank] += 1
             board = self._boards.setdefault(number, _Board())
-            board.names[rank], board.values[rank] = name, value
+            board.names[rank], board.values[rank], board.places[rank] = name, value, device.mark()
             self._change.notify_all()
         self._refuse_others(rank, name, board)
         self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
         values = [board.values[other] for other in range(self.ranks)]
+        for place in board.places.values():
+            device.follow(place)
+        device.adopt([vars(value) if isinstance(value, Share) else value for value in values])
         with self._change:
             board.read += 1
             if board.read == self.ranks:
@@ -267,7 +272,7 @@ class _Outbox(Outbox):
         if len(channel.messages) >= slots and not channel.has_room(slots):
             rank, target, what = self.route
             self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
-        channel.sent.append(clock())
+        channel.sent.append(device.mark() or clock())
         channel.messages.append(value)
         if self.group.parallel:
             self.group.changed()
@@ -303,10 +308,18 @@ class _Inbox(Inbox):
             asked = clock()
             if not messages:
                 self.group.wait(self.rank, lambda: bool(messages), self.name, self.deadline)
-            self.times[self.count] = self.channel.sent.popleft(), asked, clock()
+            value, sent = messages.popleft(), self.channel.sent.popleft()
+            self.times[self.count] = (sent, asked, clock()) if type(sent) is int else self._followed(sent, value)
             self.count += 1
-            cells[posted.popleft()] = messages.popleft()
+            cells[posted.popleft()] = value
         return cells[cell]
+
+    def _followed(self, sent: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Have this rank's stream wait for the sender's; the places where it was sent, asked for and there."""
+        asked = device.mark() if self.group.activity(self.rank).watch is not None else sent
+        device.follow(sent)
+        device.adopt(value)
+        return sent, asked, device.mark() if asked is not sent else sent
 
     def clear(self) -> None:
         self.channel.posted.clear()

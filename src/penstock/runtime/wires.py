@@ -73,6 +73,8 @@ class Wires:
             if value is EMPTY:
                 value = inbox.pull(cells, cell)
                 activity.began = clock()  # what came before was waiting
+                if activity.watch is not None:
+                    activity.watch.begin_again()
             cells[cell] = EMPTY
             return value if pieces is None else pieces.together(value)
 

@@ -1,0 +1,154 @@
+"""One GPU as four small ones: virtual ranks on 32 multiprocessors each, measured against what a profile of one predicts."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from benchmarks.gpu_models import blocks, mean_loss
+from benchmarks.gpu_time import wait
+from torch import Tensor, nn
+
+import penstock as ps
+from penstock.planner.stage_costs import stage_costs
+from penstock.runtime import Pipeline, launch
+from penstock.runtime.device import lanes as lanes_of
+from penstock.runtime.profile import profile
+from penstock.simulator.timeline import Timeline
+
+RANKS, SMS, ROWS = 4, 32, 4
+LIMIT = "20GiB"
+"""What the planner's choice may hold on a rank: all four share one GPU's memory."""
+WANTED = 0.05
+
+
+def partitions(device: Any, small: bool) -> dict[str, Any]:
+    there = torch.cuda.is_available()
+    width, tokens, layers, count = (16, 8, 8, 6) if small else (4096, 8192, 8, 20)
+    sms = SMS if there else None
+    lanes = lanes_of(RANKS, sms)
+    alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)
+    x = torch.randn(ROWS * count, tokens // ROWS, width, device=device, dtype=torch.bfloat16)
+    model = blocks(layers, width, device)
+    found = _profile(model, x[:ROWS], lanes, small)
+    rows = []
+    for name, schedule, sizes in _schedules(found, layers, count, small):
+        rows.append(_row(name, schedule, sizes, found, _measured(schedule, model, sizes, x, sms)))
+    layer = found.layers[layers // 2]
+    what = (
+        f"{RANKS} virtual ranks, each on {SMS} multiprocessors that no other has, {layers} bf16 blocks of {width}, {count} "
+        f"microbatches of {tokens} tokens. Predicted from a profile that was measured in one part while the others ran such "
+        f"blocks too: F {layer.f * 1e3:.2f}, I {layer.i * 1e3:.2f}, W {layer.w * 1e3:.2f} ms a block. A matrix product of 4096 took "
+        f"{alone * 1e3:.2f} ms in one part alone and {together * 1e3:.2f} ms with all parts at it. Times are the device's own. "
+        f"Wanted: a step within {WANTED:.0%}."
+    )
+    return {"what": what, "rows": rows}
+
+
+def _profile(model: nn.Sequential, sample: Tensor, lanes: Sequence[Any], small: bool) -> ps.Profile:
+    """Of the blocks in one part, while every other part runs such a block forward and backward over and over, as in a step."""
+    wait()
+    over = threading.Event()
+    busy = [threading.Thread(target=_work, args=(lane, copy.deepcopy(model[0]), sample, over)) for lane in lanes[1:] if lane is not None]
+    for thread in busy:
+        thread.start()
+    time.sleep(0 if small else 1)  # until clocks and temperatures are those of a step
+    try:
+        with nullcontext() if lanes[0] is None else torch.cuda.stream(lanes[0]):
+            found = profile(list(model), sample, loss_fn=mean_loss, target=sample, optimizer=None, warmup=1, repeats=1 if small else 5)
+            return replace(found, layers=[replace(layer, workspace=0.0) for layer in found.layers])  # the allocator counts all parts'
+    finally:
+        over.set()
+        for thread in busy:
+            thread.join()
+        wait()
+
+
+def _work(lane: Any, block: nn.Module, sample: Tensor, over: threading.Event) -> None:
+    """Keep a lane busy, the host not more than a few rounds ahead."""
+    ends: deque[Any] = deque()
+    with torch.cuda.stream(lane):
+        given = sample.detach().clone().requires_grad_()
+        while not over.is_set():
+            torch.autograd.backward([block(given)], [sample])
+            ends.append(torch.cuda.Event())
+            ends[-1].record()
+            if len(ends) > 2:
+                ends.popleft().synchronize()
+
+
+def _product_seconds(lanes: Sequence[Any], small: bool, size: int = 4096) -> float:
+    """What a matrix product takes in each of the lanes at once."""
+    size, times = (256, 3) if small else (size, 10)
+    one = torch.randn(size, size, device="cuda", dtype=torch.bfloat16)
+    rooms = [torch.empty_like(one) for _ in lanes]
+    for count in (2, times):
+        wait()
+        start = time.perf_counter()
+        for _ in range(count):
+            for lane, room in zip(lanes, rooms, strict=True):
+                with torch.cuda.stream(lane):
+                    torch.mm(one, one, out=room)
+        wait()
+    return (time.perf_counter() - start) / times
+
+
+def _schedules(found: ps.Profile, layers: int, count: int, small: bool) -> list[tuple[str, ps.Schedule, list[int]]]:
+    made: list[tuple[str, ps.Schedule, list[int]]] = []
+    for name in ("1f1b", "zbv"):
+        schedule = ps.schedule(name, RANKS, count)
+        made.append((name, schedule, [layers // schedule.stages] * schedule.stages))
+    plan = ps.plan(found, ranks=RANKS, microbatches=count, memory_limit=LIMIT, seconds=0 if small else 5)
+    made.append((f"the planner's choice, {plan.schedule.name or 'its own order'}", plan.schedule, list(plan.partition)))
+    return made
+
+
+def _row(name: str, schedule: ps.Schedule, sizes: list[int], found: ps.Profile, measured: Timeline) -> dict[str, Any]:
+    costs = stage_costs(found, sizes, schedule.placement, [False] * schedule.stages)
+    predicted = ps.simulate(measured.table, costs)
+    off = predicted.makespan / measured.makespan - 1
+    return {
+        "schedule": name,
+        "stages": schedule.stages,
+        "step ms measured": measured.makespan * 1e3,
+        "predicted": predicted.makespan * 1e3,
+        "off by": f"{off:+.1%}",
+        "bubble measured": f"{measured.bubble:.1%}",
+        "bubble predicted": f"{predicted.bubble:.1%}",
+        "measured ms a block": _each(measured, sum(sizes)),
+        "good": "yes" if abs(off) <= WANTED else "NO",
+    }
+
+
+def _each(measured: Timeline, layers: int) -> str:
+    """What each kind of action took in the step."""
+    costs, stages = measured.costs, measured.table.stages
+    kinds = ("f", "b") if costs.b is not None else ("f", "i", "w")
+    return ", ".join(f"{kind.upper()} {sum(costs.per_stage(kind, stages)) / layers * 1e3:.2f}" for kind in kinds)
+
+
+def _measured(schedule: ps.Schedule, model: nn.Sequential, sizes: list[int], x: Tensor, sms: int | None) -> Timeline:
+    """The step in the middle of several."""
+
+    def train() -> list[Timeline]:
+        pipe = Pipeline(copy.deepcopy(model), schedule, split=sizes, loss_fn=mean_loss, record=True)
+        found = []
+        for _ in range(4):
+            made = pipe.step(x, target=x).timeline
+            assert made is not None
+            found.append(made)
+            for parameter in pipe.parameters():
+                parameter.grad = None
+        return found[1:]
+
+    timelines = launch(train, RANKS, sms=sms)[0]
+    middle = statistics.median_low(each.makespan for each in timelines)
+    return next(each for each in timelines if each.makespan == middle)

@@ -1,0 +1,244 @@
+"""A rank's forwards and backwards as operations on prepared cells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ScheduleError
+from penstock.ir.kind import Kind
+from penstock.ir.program import Program
+from penstock.runtime.cells import EMPTY, NOTHING
+from penstock.runtime.deferred import Deferral
+from penstock.runtime.extras import Extras, unwrap
+from penstock.runtime.group import Group, Operation
+from penstock.runtime.loss import Loss
+from penstock.runtime.overlap import Backward
+from penstock.runtime.parts import complete
+from penstock.runtime.randomness import draw_from
+from penstock.runtime.recomputed import Ended, Recomputed
+from penstock.runtime.recording import run_backward
+from penstock.runtime.stage import Stage
+from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
+from penstock.runtime.wires import Wires
+
+if TYPE_CHECKING:
+    from penstock.runtime.pieces import Pieces
+
+
+class Computing(Wires):
+    """What the stages of one rank compute for one program, from cells and into cells."""
+
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        stages: dict[int, Stage],
+        *,
+        loss: Loss,
+        group: Group,
+        deadline: float,
+        number: int,
+        pieces: Pieces | None,
+    ) -> None:
+        super().__init__(program, rank, group, deadline, number, pieces=pieces)
+        self.stages, self.loss = stages, loss
+        self.feed = NOTHING
+        self.extras = Extras()
+        self.beside: Backward | None = None
+        """The backward that a hook is to run now."""
+        self.actions = program[rank]
+        self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
+
+    # Forward ----------------------------------------------------------------------------------------------------------
+
+    def _inputs(self, stage: int, microbatch: int) -> list[Callable[[], Any]]:
+        """Where a stage's inputs come from: its neighbour first, then stages farther off."""
+        lower = self.program.graph.inputs_of(stage)
+        return [self._source("activations", stage, other, microbatch) for other in sorted(lower, reverse=True)]
+
+    def _readers(self, stage: int, microbatch: int) -> list[int]:
+        """The cells of those who read a stage's output."""
+        return [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
+
+    def _fellow_readers(self, stage: int) -> list[int]:
+        """Other stages that read what this one reads."""
+        graph = self.program.graph
+        return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
+
+    def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
+        """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
+
+        In training, what comes in are leaves, which torch lets nobody change in place: a module that does gets stand-ins.
+        """
+        part, others = self.stages[stage], self._fellow_readers(stage)
+        module, training = part.module if call is None else call, self.program.training
+        front = not self.program.graph.inputs_of(stage)
+        single = len(self.program.graph.inputs_of(stage)) == 1
+
+        def apply(leaves: list[Any]) -> Any:
+            feed = self.feed
+            kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
+            if feed.seed is not None:
+                draw_from(feed.seed, part.stream, microbatch)
+            if front:
+                made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
+                return made if type(made) is Tensor else unwrap(made)
+            watched = training and part.changes_input is not False
+            inputs = changeable(leaves) if watched else leaves
+            try:
+                plain = single and kwargs is None and type(inputs[0]) is Tensor
+                made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
+            except RuntimeError as error:
+                part.look_at_error(error)
+                raise
+            if watched:
+                part.look_for_changes(leaves, inputs, others)
+            return made if type(made) is Tensor else unwrap(made)
+
+        return apply
+
+    def _forward(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[..., None]:
+        """The forward, of what it takes itself or is given."""
+        cells, part = self.cells, self.stages[stage]
+        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch, call)
+        readers = self._readers(stage, microbatch)
+        context = self._cell("context", stage, microbatch)
+        deferrable = part.deferrable() if (stage, microbatch) in self._split else None
+        last = part.module if not readers and isinstance(part.module, Recomputed) else None
+
+        def forward(taken: list[Any] | None = None) -> None:
+            leaves = [take() for take in takes] if taken is None else taken
+            if last is not None:
+                last.loss = self._loss_of(microbatch)
+            deferral = None
+            if deferrable is None:
+                made = apply(leaves)
+            else:
+                deferral = Deferral()
+                with deferrable.forward(deferral):
+                    made = apply(leaves)
+            ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+            extras = self.extras
+            side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
+            cells[context] = (leaves, ends, grads, side, deferral)
+            for reader in readers:
+                cells[reader] = cut(made)
+
+        return forward
+
+    def _loss_of(self, microbatch: int) -> Callable[[Any], Tensor] | None:
+        """The loss of a microbatch as a function of the output, to be recomputed with it."""
+        loss, targets = self.loss, self.feed.targets
+        return (lambda made: loss(made, targets, microbatch)) if self.feed.losses else None
+
+    def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
+        feed = self.feed
+        output, loss = (made.output, made.loss) if isinstance(made, Ended) else (made, None)
+        if feed.outputs:
+            feed.share.outputs[microbatch] = complete(detached(output))
+        if not feed.losses or not (self.program.training or self.loss.fits(output)):
+            return [], []
+        loss = self.loss(made, feed.targets, microbatch) if loss is None else loss
+        scale = feed.scales[microbatch]
+        kept = complete(loss.detach())
+        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps room for all of them
+            kept = kept.clone()
+        feed.share.losses[microbatch] = kept, scale
+        if not (loss.requires_grad and scale):
+            return [], []
+        return [loss], [torch.full_like(loss, scale * feed.factor)]
+
+    def _extras(self, stage: int, microbatch: int) -> list[Tensor]:
+        """What the forward has made on the side: weighted losses, to go backward from here, and metrics."""
+        extras = self.extras
+        share, scale = self.feed.share, self.feed.scales[microbatch]
+        side = [loss * scale for loss in extras.losses]
+        if side:
+            share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
+        for name, value in extras.metrics.items():
+            share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
+        extras.losses, extras.metrics = [], {}
+        factor = self.feed.factor
+        return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
+
+    def _infer(self, stage: int, microbatch: int) -> Operation:
+        """A forward that leaves nothing behind."""
+        cells = self.cells
+        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
+        readers, others = self._readers(stage, microbatch), self._fellow_readers(stage)
+
+        def infer() -> None:
+            inputs = [take() for take in takes]
+            before = versions(inputs) if others else None
+            made = apply(inputs)
+            if others and versions(inputs) != before:
+                raise ScheduleError(f"stage {stage} changes its input in place, but stage {others[0]} reads the same value: clone it")
+            if not readers:
+                self._finish(made, microbatch)
+            if self.extras.losses or self.extras.metrics:
+                self._extras(stage, microbatch)
+            for reader in readers:
+                cells[reader] = made
+
+        return infer
+
+    # Backward ---------------------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: int, microbatch: int) -> Callable[..., None]:
+        """The backward; given an operation, that one runs it, by a hook which is told of it."""
+        cells, part, graph = self.cells, self.stages[stage], self.program.graph
+        # The farthest reader's gradient first: the order in which autograd would come to them.
+        takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
+        first, more = (takes[0], takes[1:]) if takes else (None, [])
+        writers = [self._target("gradients", stage, other, microbatch) for other in sorted(graph.inputs_of(stage), reverse=True)]
+        context = self._cell("context", stage, microbatch)
+        stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
+        deferrable = None if stash is None else part.deferrable()
+
+        def backward(together: Operation | None = None) -> None:
+            leaves, ends, grads, side, deferral = cells[context]
+            cells[context] = EMPTY
+            if first is not None:
+                grads = first()
+                for take in more:
+                    grads = add_grads(grads, take())
+            if side or (grads[0] is None if len(grads) == 1 else any(grad is None for grad in grads)):
+                ends, grads = _starts(ends, grads, side)
+            if together is not None:
+                self.beside = Backward(part.module, ends, grads, deferral) if ends else None
+                with nullcontext() if self.beside is None else self.beside.expected(deferrable):
+                    together()
+            elif ends:
+                if deferrable is None:
+                    run_backward(ends, grads)
+                else:
+                    deferrable.backward_input(deferral, ends, grads)
+            if stash is not None:
+                cells[stash] = deferral
+            for writer, value in zip(writers, leaves, strict=False):
+                cells[writer] = take_grads(value)
+
+        return backward
+
+    def _weights(self, stage: int, microbatch: int) -> Operation:
+        cells, cell, part = self.cells, self._cell("stash", stage, microbatch), self.stages[stage]
+
+        def weights() -> None:
+            deferral: Deferral = cells[cell]
+            cells[cell] = EMPTY
+            part.backward_weights(deferral)
+
+        return weights
+
+
+def _starts(ends: list[Tensor], grads: list[Tensor | None], side: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Where a backward starts: what got a gradient, and the side losses."""
+    pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
+    pairs += [(loss, torch.ones_like(loss)) for loss in side]
+    return [end for end, _ in pairs], [grad for _, grad in pairs]

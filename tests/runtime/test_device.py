@@ -1,0 +1,241 @@
+"""Virtual ranks on streams: who waits for whom, and when work was done, on a device that is pretended."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+import penstock as ps
+from penstock.errors import ScheduleError
+from penstock.runtime import Pipeline, StepResult, device, launch, multiprocessors
+from runtime.models import assert_same, blocks, by_loop, by_pipeline
+
+
+class Stream:
+    """Work is done at once; what it waited for is kept."""
+
+    def __init__(self) -> None:
+        self.after: list[Event] = []
+
+    def wait_stream(self, other: Stream) -> None:
+        event = Event()
+        event.stream = other
+        self.after.append(event)
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event:
+    """A moment of a stream, on a clock that is ahead of the host's."""
+
+    AHEAD = 5_000_000_000
+
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.time, self.stream = 0, None
+
+    def record(self) -> None:
+        self.time, self.stream = time.perf_counter_ns() + self.AHEAD, here.stream
+
+    def wait(self) -> None:
+        here.stream.after.append(self)
+
+    def synchronize(self) -> None:
+        assert self.stream is not None, "never recorded"
+
+    def elapsed_time(self, other: Event) -> float:
+        return (other.time - self.time) / 1e6
+
+
+class Here(threading.local):
+    def __init__(self) -> None:
+        self.stream = Stream()
+
+
+here = Here()
+
+
+class Cuda:
+    """As much of torch.cuda as is asked for."""
+
+    Stream, Event = Stream, Event
+    is_available = staticmethod(lambda: True)
+    current_stream = staticmethod(lambda: here.stream)
+    get_rng_state = staticmethod(lambda: None)
+
+    @staticmethod
+    def set_stream(stream: Stream) -> None:
+        here.stream = stream
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "cuda", Cuda)
+    monkeypatch.setattr(device, "is_running", lambda: True)
+    here.stream = Stream()
+
+
+@pytest.mark.usefixtures("pretended")
+def test_each_rank_has_a_stream_that_waits_for_what_it_is_sent() -> None:
+    """Each after the caller's, and the caller's after all of theirs; a rank after its neighbours, who send to it."""
+    schedule = ps.schedule("1f1b", ranks=3, microbatches=4)
+    model, x = blocks(3), torch.randn(8, 6)
+    callers = here.stream
+
+    def train() -> tuple[Stream, list[Stream]]:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss)
+        before = len(here.stream.after)
+        executor = pipe._executor(4, True)
+        run = executor.run
+        during: list[Stream] = []
+
+        def noted(feed: Any) -> Any:
+            made = run(feed)
+            during.extend(event.stream for event in here.stream.after[before:])
+            return made
+
+        executor.run = noted  # type: ignore[method-assign]
+        before = len(here.stream.after)
+        pipe.step(x, target=x)
+        return here.stream, during
+
+    found = launch(train, 3)
+    streams = [stream for stream, _ in found]
+    assert len(set(map(id, streams))) == 3
+    assert all(stream.after[0].stream is callers for stream in streams)
+    assert {id(event.stream) for event in callers.after[-3:]} == set(map(id, streams))
+    for rank, (_, during) in enumerate(found):
+        neighbours = [streams[other] for other in (rank - 1, rank + 1) if 0 <= other < 3]
+        for other in neighbours:
+            assert sum(each is other for each in during) == 4  # one a microbatch
+        assert len(during) == 4 * len(neighbours)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_ranks_that_share_a_parameter_share_a_stream() -> None:
+    """Or two would add to one gradient at the same time."""
+    schedule = ps.schedule("chimera", ranks=2, microbatches=4)
+    model, x = blocks(2), torch.randn(8, 6)
+
+    def train() -> Stream:
+        Pipeline(model, schedule, loss_fn=functional.mse_loss).step(x, target=x)
+        return here.stream
+
+    first, second = launch(train, 2)
+    assert first is second
+
+
+@pytest.mark.usefixtures("pretended")
+@pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
+def test_a_recorded_step_has_the_devices_times(name: str) -> None:
+    """On the host's clock, every action once and in order, and a message after it was sent and before it is used."""
+    schedule = ps.schedule(name, ranks=2, microbatches=6)
+    model, x = blocks(schedule.stages), torch.randn(12, 6)
+    start = time.perf_counter()
+
+    def train() -> StepResult:
+        return Pipeline(model, schedule, loss_fn=functional.mse_loss, record=True).step(x, target=x)
+
+    found = launch(train, 2)[0].timeline
+    assert found is not None
+    assert 0 < found.makespan < time.perf_counter() - start
+    for low, high in itertools.pairwise(found.table.rows.group_offsets.tolist()):
+        assert (found.start[low:high] <= found.end[low:high]).all()
+        assert (found.end[low : high - 1] <= found.start[low + 1 : high]).all()
+    assert (found.depart <= found.arrive).all()
+    assert np.isfinite(found.start).all()
+    assert found.bubble < 1
+
+
+@pytest.mark.usefixtures("pretended")
+def test_numbers_do_not_change() -> None:
+    schedule = ps.schedule("zbv", ranks=2, microbatches=4)
+    model, x, y = blocks(4), torch.randn(8, 6), torch.randn(8, 6)
+    assert_same(by_pipeline(model, schedule, x, y, record=True), by_loop(model, x, y, 4))
+
+
+def test_waiting_is_no_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action begins where its wait ends, unless it has done something before that."""
+    monkeypatch.setattr(device, "cuda", Cuda)
+    watch = device.Watch(1)
+    watch.begin(0)
+    first = watch.begun[0].time
+    watch.begin_again()
+    second = watch.begun[0].time
+    assert second > first
+    watch.fresh = False
+    watch.begin_again()
+    assert watch.begun[0].time == second
+    assert watch.times([17]) == [17]
+
+
+class Driver:
+    """CUDA's driver, with a device of so many multiprocessors that are given out by eights."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.streams = count, itertools.count(100)
+        self.contexts: list[int] = []
+
+    def cuDeviceGet(self, number: Any, device: int) -> int:
+        return 0
+
+    def cuDeviceGetDevResource(self, number: Any, resource: Any, kind: int) -> int:
+        assert kind == 1
+        self._write(resource, 0, self.count)
+        return 0
+
+    def cuDevSmResourceSplitByCount(self, cut: Any, found: Any, whole: Any, rest: Any, flags: int, least: int) -> int:
+        each = -(-least // 8) * 8
+        found._obj.value = min(found._obj.value, self.count // each)
+        for part in range(found._obj.value):
+            self._write(cut, part, each)
+        return 0
+
+    def cuDevResourceGenerateDesc(self, described: Any, resource: Any, count: int) -> int:
+        return 0
+
+    def cuGreenCtxCreate(self, context: Any, described: Any, device: Any, flags: int) -> int:
+        return 0
+
+    def cuGreenCtxStreamCreate(self, stream: Any, context: Any, flags: int, priority: int) -> int:
+        stream._obj.value = next(self.streams)
+        return 0
+
+    @staticmethod
+    def _write(buffer: Any, place: int, value: int) -> None:
+        buffer[place * 144 + 96 : place * 144 + 100] = value.to_bytes(4, "little")
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver(132)
+    monkeypatch.setattr(multiprocessors, "_driver", lambda: made)
+    multiprocessors.partition.cache_clear()
+    return made
+
+
+@pytest.mark.usefixtures("driver")
+def test_multiprocessors_are_shared_out() -> None:
+    assert multiprocessors.partition(4, 32, 0) == (100, 101, 102, 103)
+    assert multiprocessors.partition(4, 32, 0) == (100, 101, 102, 103)  # once for all
+    with pytest.raises(ScheduleError, match="5 parts of 32 multiprocessors, but the device has 132"):
+        multiprocessors.partition(5, 32, 0)
+    with pytest.raises(ScheduleError, match=r"parts of \[32, 32\] multiprocessors where 2 of 30"):
+        multiprocessors.partition(2, 30, 0)
+
+
+def test_a_driver_that_cannot_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 801)
+    with pytest.raises(ScheduleError, match="answered cuGreenCtxCreate with error 801"):
+        multiprocessors.partition(2, 8, 0)
+    monkeypatch.delattr(Driver, "cuGreenCtxStreamCreate")
+    monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 0)
+    with pytest.raises(ScheduleError, match=r"no cuGreenCtxStreamCreate: .* CUDA 12.4"):
+        multiprocessors.partition(2, 8, 0)

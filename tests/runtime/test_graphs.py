@@ -1,0 +1,173 @@
+"""Stages as recorded work. Without a GPU a recording is the work itself, on the same memory in the same order."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import penstock as ps
+from penstock.ir.kind import Kind
+from penstock.runtime import Pipeline, StageOutput, launch
+from penstock.runtime.graphs import Graphs, _numbers
+from runtime.models import Block, assert_same, blocks, by_loop, by_pipeline, sums_in_order
+
+NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "interleaved-zb", "dualpipe-v"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_same_numbers(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=6)
+    assert sums_in_order(schedule)
+    model, x, y = blocks(schedule.stages), torch.randn(12, 6), torch.randn(12, 6)
+    assert_same(by_pipeline(model, schedule, x, y, graphs=True), by_loop(model, x, y, 6))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_place_is_used_twice_at_a_time(name: str) -> None:
+    """And no more places are there than microbatches are ever under way."""
+    program = ps.lower(ps.schedule(name, ranks=2, microbatches=8))
+    for row in program:
+        parts = [part for action in row for part in action.parts if part.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
+        numbers = _numbers(row)
+        left = {(p.stage, p.microbatch): sum((q.stage, q.microbatch) == (p.stage, p.microbatch) for q in parts) for p in parts}
+        busy: dict[int, set[int]] = {}
+        most: dict[int, int] = {}
+        for part in parts:
+            key = part.stage, part.microbatch
+            here = busy.setdefault(part.stage, set())
+            if part.kind is Kind.F:
+                assert numbers[key] not in here
+                here.add(numbers[key])
+                most[part.stage] = max(most.get(part.stage, 0), len(here))
+            left[key] -= 1
+            if not left[key]:
+                here.remove(numbers[key])
+        for stage, count in most.items():
+            assert max(n for (s, _), n in numbers.items() if s == stage) == count - 1
+
+
+def step_twice(schedule: ps.Schedule, model: nn.Module, x: Tensor, **options: Any) -> list[Tensor]:
+    """Two steps of an optimizer, with gradients dropped in between, and a third whose gradients are added up with a fourth."""
+
+    def train() -> None:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, **options)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        for _ in range(2):
+            pipe.step(x, target=x)
+            optimizer.step()
+            optimizer.zero_grad()
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+
+    launch(train, schedule.ranks)
+    return [*(p.detach() for p in model.parameters()), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_training_goes_on_from_step_to_step(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=4)
+    model, x = blocks(schedule.stages), torch.randn(8, 6)
+    found = step_twice(schedule, copy.deepcopy(model), x, graphs=True)
+    wanted = step_twice(schedule, copy.deepcopy(model), x)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_microbatches_of_another_shape_run_without() -> None:
+    schedule = ps.schedule("1f1b", ranks=1, microbatches=3)
+    model = blocks(1)
+    inputs = [torch.randn(2, 6), torch.randn(3, 6), torch.randn(2, 6)]
+    wanted = copy.deepcopy(model)
+    Pipeline([wanted], schedule, loss_fn=functional.mse_loss).step_list(inputs, inputs)
+    Pipeline([model], schedule, loss_fn=functional.mse_loss, graphs=True).step_list(inputs, inputs)
+    for one, other in zip(model.parameters(), wanted.parameters(), strict=True):
+        assert one.grad is not None
+        assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
+
+
+def test_stages_work_where_their_places_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work that is recorded is what runs: once a place for each kind, and then over and over."""
+    made: list[Any] = []
+    place = Graphs.place
+    monkeypatch.setattr(Graphs, "place", lambda *args: made.append(place(*args)) or made[-1])
+    pipe = Pipeline(list(blocks(2)), schedule=ps.schedule("interleaved-zb", 1, 4, chunks=2), loss_fn=functional.mse_loss, graphs=True)
+    for _ in range(2):
+        pipe.step(torch.randn(8, 6), target=torch.randn(8, 6))
+    assert len(made) == 16
+    assert None not in made
+    assert [id(each) for each in made[:8]] == [id(each) for each in made[8:]]
+
+
+def test_a_microbatch_that_counts_for_nothing() -> None:
+    schedule = ps.schedule("zb-h1", ranks=2, microbatches=3)
+    model, x = blocks(2), torch.randn(6, 6)
+    given = {"weight": lambda target: float(target[0, 0] < 100)}
+    y = torch.randn(6, 6)
+    y[2:4] = 200.0
+    assert_same(
+        by_pipeline(model, schedule, x, y, graphs=True, **given),
+        by_pipeline(model, schedule, x, y, **given),
+    )
+
+
+def test_stages_that_share_a_parameter() -> None:
+    """Its gradient is summed in one place, whichever stage's work adds to it."""
+    first, second = blocks(2)
+    second.map.weight = first.map.weight
+    x = torch.randn(8, 6)
+    wanted = copy.deepcopy(nn.ModuleList([first, second]))
+    schedule = ps.schedule("interleaved-zb", 1, 4, chunks=2)
+    for stages, graphs in ((wanted, False), ([first, second], True)):
+        pipe = Pipeline(list(stages), schedule, loss_fn=functional.mse_loss, graphs=graphs)
+        pipe.step(x, target=x)
+        pipe.step(x, target=x)
+    for one, other in zip((*first.parameters(), *second.parameters()), (*wanted[0].parameters(), *wanted[1].parameters()), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=0, atol=0)
+
+
+def test_ranks_that_share_parameters_are_refused() -> None:
+    schedule = ps.schedule("chimera", ranks=2, microbatches=4)
+    model = blocks(2)
+    with pytest.raises(ps.PenstockError, match="build a model on each"):
+        launch(lambda: Pipeline(model, schedule, graphs=True), 2)
+
+
+def test_parameters_that_are_replaced_are_recorded_anew() -> None:
+    schedule = ps.schedule("gpipe", ranks=1, microbatches=2)
+    model, x = blocks(1), torch.randn(4, 6)
+    pipe = Pipeline([model], schedule, loss_fn=functional.mse_loss, graphs=True)
+    pipe.step(x, target=x)
+    model[0].map.weight = nn.Parameter(torch.randn(6, 6))
+    model.zero_grad()
+    pipe.step(x, target=x)
+    for (name, found), wanted in zip(model.named_parameters(), by_loop(model, x, x, 2).grads.values(), strict=True):
+        torch.testing.assert_close(found.grad, wanted, rtol=0, atol=0, msg=name)
+
+
+class Sided(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(6)
+
+    def forward(self, x: Tensor) -> StageOutput:
+        return StageOutput(self.block(x), side_loss=x.sum())
+
+
+def test_what_cannot_be_recorded_is_refused() -> None:
+    x = torch.randn(4, 6)
+    sided = Pipeline([Sided()], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
+    with pytest.raises(ps.PenstockError, match="stage 0 gives side losses or metrics"):
+        sided.step(x, target=x)
+    hooked = Block(6)
+    hooked.map.weight.register_post_accumulate_grad_hook(lambda p: None)
+    pipe = Pipeline([hooked], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
+    with pytest.raises(ps.PenstockError, match=r"map.weight of stage 0 has hooks"):
+        pipe.step(x, target=x)
+    with pytest.raises(ps.PenstockError, match="seed="):
+        Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, seed=1)

@@ -1,0 +1,45 @@
+"""The benchmark of everything on a GPU runs without one too, at a tiny size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--small", "--out", str(out), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, cwd=ROOT, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+
+
+@pytest.mark.slow
+def test_every_section_writes_its_rows(tmp_path: Path) -> None:
+    done = run(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(found["sections"]) == ["overhead", "graphs", "split", "overlap", "conformance", "memory", "partitions"]
+    assert all(section["rows"] and "error" not in section for section in found["sections"].values())
+    assert all(row["good"] == "yes" for row in found["sections"]["conformance"]["rows"])
+    same = [row["same to the last bit"] for name in ("overlap", "graphs") for row in found["sections"][name]["rows"]]
+    assert set(same) == {"yes"}
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.count("\n## ") == 7
+    assert found["about"]["size"].startswith("tiny")
+
+
+def test_an_unknown_section_is_refused(tmp_path: Path) -> None:
+    done = run(tmp_path / "none", "--only", "splt")
+    assert done.returncode == 2
+    assert "no section 'splt'; there are overhead" in done.stderr
+    assert not (tmp_path / "none").exists()
