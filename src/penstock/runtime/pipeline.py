@@ -297,8 +297,8 @@ class Pipeline:
         return self._run(feed, training=False).outputs
 
     @told
-    def _feed(self, *given: Any, outputs: bool) -> Feed:
-        return self.batches.split(*given, outputs=outputs)
+    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+        return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
     @told
     def _ready(self, *given: Any) -> Feed:
