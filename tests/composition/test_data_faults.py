@@ -22,7 +22,7 @@ from penstock.runtime import Pipeline, rank
 from penstock.runtime.workers import Workers
 from runtime.models import by_batch
 
-SOON, LATE = 30.0, 200.0
+SOON, LATE = 100.0, 300.0
 """A failure must be known long before the deadline, which no wait here may come to."""
 DEADLINE = 6.0
 """For those who are kept waiting."""
