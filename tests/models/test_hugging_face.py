@@ -228,7 +228,7 @@ def test_a_profile_has_every_unit_and_its_plan_runs():
     for sizes, parity in launch(run, 2):
         extra = [1 + (stage == len(sizes) - 1) for stage in range(len(sizes))]  # the rotary tables, and a tail of two
         assert [size - more for size, more in zip(sizes, extra, strict=True)] == list(plan.partition)
-        assert parity.worst < ROUNDING, str(parity)
+        assert parity.worst < 1e-5, str(parity)  # whatever order of sums the plan has
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
