@@ -108,7 +108,7 @@ class Timeline:
         """What a cost of the stages comes to on each rank."""
         copies = self.table.placement.copies
         values = np.tile(self.costs.per_stage(name, self.table.stages), len(copies))
-        return np.bincount(np.ravel(copies), weights=values, minlength=self.ranks)
+        return np.asarray(np.bincount(np.ravel(copies), weights=values, minlength=self.ranks), dtype=np.float64)
 
     @cached_property
     def finished(self) -> Floats:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-_TYPES = {"i8": np.dtype("<i1"), "i32": np.dtype("<i4"), "f64": np.dtype("<f8")}
+_TYPES: dict[str, np.dtype[Any]] = {"i8": np.dtype("<i1"), "i32": np.dtype("<i4"), "f64": np.dtype("<f8")}
 
 Column = dict[str, str]
 
@@ -29,13 +29,3 @@ def real(values: Any) -> Column:
 
 def _packed(name: str, values: Any) -> Column:
     return {name: base64.b64encode(np.asarray(values).astype(_TYPES[name]).tobytes()).decode("ascii")}
-
-
-def unpacked(column: Column) -> np.ndarray[Any, Any]:
-    """The numbers of a column.
-
-    >>> unpacked(whole([1, -2])).tolist()
-    [1, -2]
-    """
-    ((name, text),) = column.items()
-    return np.frombuffer(base64.b64decode(text), dtype=_TYPES[name])

@@ -44,6 +44,7 @@ def document(
     memory_limit: Limit = None,
     findings: Iterable[Finding] = (),
     depends_on_costs: bool = False,
+    units: tuple[str, str] = ("", ""),
 ) -> Document:
     """A table as the page reads it; one that cannot run is drawn as a grid with the findings in their places."""
     costs = Costs() if costs is None else costs
@@ -66,6 +67,7 @@ def document(
         "entries": _entries(table.rows),
         **_structure(table, costs, any(found)),
         "costs": costs.to_json(),
+        "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
         "findings": [_said(finding) for finding in found[:MOST_FINDINGS]],
@@ -90,7 +92,7 @@ def title_of(table: Table) -> str:
 
 def _about(table: Table) -> dict[str, Any]:
     """What a file of the table holds besides its rows."""
-    made = {
+    made: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
         "name": table.name,
         "placement": table.placement.kind,

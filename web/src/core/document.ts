@@ -37,6 +37,7 @@ export function readDocument(data: unknown): View {
     messages: timed ? readMessages(object(json.messages, "messages")) : noMessages(),
     channels: json.channels as Channel[],
     costs: fullCosts(object(json.costs, "costs") as Partial<Costs>),
+    units: { time: "", size: "", ...(json.units as object | undefined) },
     memoryLimit: (json.memory_limit ?? null) as View["memoryLimit"],
     measured: null,
     findings: (json.findings ?? []) as Finding[],

@@ -119,6 +119,8 @@ export interface View {
   messages: Messages;
   channels: Channel[];
   costs: Costs;
+  /** What times and sizes are counted in, as "s" and "B"; empty where nothing is said. */
+  units: { time: string; size: string };
   memoryLimit: number | number[] | null;
   measured: Timing | null;
   findings: Finding[];

@@ -1,0 +1,114 @@
+"""A process that answers questions, and is ended when one takes too long."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import signal
+from multiprocessing.connection import Connection
+from threading import Lock
+from typing import Any
+
+from penstock.errors import BusyError, PenstockError, TooLongError, UsageError
+from penstock.studio.limits import ANSWER_SECONDS
+
+MOST_MEMORY = 16 << 30
+"""Bytes of address space of the process: a question that needs more is refused instead of filling the machine."""
+
+
+class Worker:
+    """One process, started when first asked; questions wait for each other."""
+
+    def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
+        self.seconds = seconds
+        self._lock = Lock()
+        self._process: Any = None
+        self._connection: Connection | None = None
+
+    def ask(self, name: str, body: Any) -> bytes:
+        """The answer as JSON text; whatever is wrong with the question is raised as it was there."""
+        if not self._lock.acquire(timeout=self.seconds):
+            raise BusyError("the studio is at work on other requests: try again in a moment")
+        try:
+            return self._answer(name, body)
+        finally:
+            self._lock.release()
+
+    def _answer(self, name: str, body: Any) -> bytes:
+        connection = self._running()
+        try:
+            connection.send((name, body))
+            if not connection.poll(self.seconds):
+                self._end()
+                raise TooLongError(f"this took longer than {self.seconds:g} seconds and was ended: ask for something smaller")
+            good, answer = connection.recv()
+        except (EOFError, OSError):
+            self._end()
+            raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None
+        if not good:
+            raise answer
+        made: bytes = answer
+        return made
+
+    def _running(self) -> Connection:
+        if self._connection is None or not self._process.is_alive():
+            self._end()
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=answer_all, args=(theirs,), daemon=True)
+            self._process.start()
+            theirs.close()
+        return self._connection
+
+    def close(self) -> None:
+        """End the process, and whatever is being asked."""
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._process.kill()
+            self._process.join()
+            self._process.close()
+            self._connection.close()
+        self._process = self._connection = None
+
+
+def prepare() -> None:
+    """What every process of the studio does first: leave Ctrl-C to the server, and take no more memory than it may."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        import resource
+    except ImportError:  # not on this system
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def answer_all(connection: Connection) -> None:
+    """Answer until nobody asks any more."""
+    prepare()
+    while True:
+        try:
+            name, body = connection.recv()
+        except EOFError:
+            return
+        connection.send(answer(name, body))
+
+
+def answer(name: str, body: Any) -> tuple[bool, Any]:
+    """Whether there is an answer, and the answer as JSON text or the error."""
+    from penstock.studio.answers import ANSWERS
+
+    try:
+        return True, json.dumps(ANSWERS[name](body), allow_nan=False, separators=(",", ":")).encode()
+    except PenstockError as error:
+        return False, UsageError(str(error))
+    except MemoryError:
+        return False, UsageError("this needs more memory than the studio takes: ask for something smaller")
+    except Exception as error:  # a schedule of another package, or values that nobody thought of: the studio goes on
+        return False, UsageError(f"this cannot be worked out: {type(error).__name__}: {error}")
