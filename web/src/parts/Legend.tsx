@@ -1,0 +1,49 @@
+import { chunkFill, microbatchFill, TONES } from "../draw/colours.ts";
+import { useStudio } from "../state/studio.ts";
+
+const KINDS = ["F", "B", "I", "W"] as const;
+
+/** What the colours mean, of what is there. */
+export function Legend() {
+  const studio = useStudio();
+  const panels = studio.panels.value;
+  const kinds = new Set(panels.flatMap((shown) => [...shown.structure.kinds]));
+  const chunks = Math.max(1, ...panels.map((shown) => shown.structure.chunks));
+  const messages = studio.messages.value && panels.some((shown) => shown.timed && shown.view.channels.length > 0);
+  return (
+    <ul class="legend" aria-label="Colours">
+      {studio.colourBy.value === "microbatch" ? (
+        <Ramp count={Math.max(...panels.map((shown) => shown.view.microbatches))} />
+      ) : (
+        KINDS.filter((kind) => kinds.has(kind)).map((kind) => (
+          <Item key={kind} fills={Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks))} text={`${kind} ${TONES[kind].means}`} />
+        ))
+      )}
+      {chunks > 1 && studio.colourBy.value === "kind" && <li class="quiet">a shade a chunk</li>}
+      {messages && <Item fills={[TONES.SEND.fill]} text="activations" />}
+      {messages && <Item fills={["#c9a26b"]} text="gradients" />}
+      {messages && kinds.has("REDUCE_GRAD") && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {panels.some((shown) => shown.timed) && studio.memory.value && studio.shownLimit.value !== null && <li class="limit">memory limit</li>}
+    </ul>
+  );
+}
+
+function Item({ fills, text }: { fills: string[]; text: string }) {
+  return (
+    <li>
+      <span class="swatches" aria-hidden="true">{fills.map((fill) => <i key={fill} style={{ background: fill }} />)}</span>
+      {text}
+    </li>
+  );
+}
+
+function Ramp({ count }: { count: number }) {
+  const stops = Array.from({ length: 12 }, (_, k) => microbatchFill(2 * Math.round((k / 11) * (count - 1) / 2), count));
+  return (
+    <li>
+      <span class="quiet">microbatch</span> 0
+      <span class="ramp" aria-hidden="true" style={{ background: `linear-gradient(90deg, ${stops.join(",")})` }} />
+      {count - 1}
+    </li>
+  );
+}
