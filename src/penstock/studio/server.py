@@ -168,7 +168,10 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
         Route("/api/plan/{job}/candidates/{index:int}", studio.candidate),
     ]
     handlers: Any = {PenstockError: _refused, HTTPException: _not_there}
-    return Starlette(routes=routes, middleware=[Middleware(Guard, hosts=Hosts(host))], exception_handlers=handlers, lifespan=lifespan)
+    guard = Middleware(Guard, hosts=Hosts(host))
+    app = Starlette(routes=routes, middleware=[guard], exception_handlers=handlers, lifespan=lifespan)
+    app.state.studio = studio
+    return app
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -38,13 +38,13 @@ class Worker:
         connection = self._running()
         try:
             connection.send((name, body))
-            if not connection.poll(self.seconds):
-                self._end()
-                raise TooLongError(f"this took longer than {self.seconds:g} seconds and was ended: ask for something smaller")
-            good, answer = connection.recv()
+            good, answer = connection.recv() if connection.poll(self.seconds) else (None, None)
         except (EOFError, OSError):
             self._end()
             raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None
+        if good is None:
+            self._end()
+            raise TooLongError(f"this took longer than {self.seconds:g} seconds and was ended: ask for something smaller")
         if not good:
             raise answer
         made: bytes = answer
