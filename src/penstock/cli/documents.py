@@ -49,19 +49,20 @@ class Shown:
         return [self._of_file(each) if each.is_file else self._of_name(each) for each in wanted]
 
     def _of_name(self, wanted: Wanted) -> Any:
-        from penstock.cli.source import parse_options
+        from penstock.cli.source import MICROBATCHES, RANKS, parse_options
         from penstock.cli.timed import Timed
-        from penstock.schedules.registry import algorithms
+        from penstock.schedules.registry import algorithm
         from penstock.studio.document import document
-        from penstock.studio.limits import check_table
+        from penstock.studio.limits import check_shape, check_table
 
+        named = algorithm(wanted.source)
+        check_shape(named.shape(wanted.ranks or RANKS, wanted.microbatches or MICROBATCHES, wanted.chunks))
         timeline = Timed.read(wanted, self.costs, self.per, self.recipe).timeline()
         table = timeline.table
         check_table(table)
         source = {"kind": "schedule", "name": wanted.source, "ranks": table.ranks, "microbatches": table.microbatches}
         source |= {"chunks": table.chunks, "options": parse_options(wanted.options), "lower": table.lowered}
-        depends = "costs" in algorithms()[wanted.source].options
-        return document(table, timeline.costs, source=source, memory_limit=self.limit, depends_on_costs=depends)
+        return document(table, timeline.costs, source=source, memory_limit=self.limit, depends_on_costs="costs" in named.options)
 
     def _of_file(self, wanted: Wanted) -> Any:
         """A file as it is, whatever is wrong with the order in it."""

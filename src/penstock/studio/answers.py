@@ -16,7 +16,7 @@ from penstock.passes.lower import lower
 from penstock.planner.request import checked_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
 from penstock.studio.document import Document, document, timeline_document
-from penstock.studio.limits import LONGEST_NAME, check_actions, check_fields, check_file, check_table
+from penstock.studio.limits import LONGEST_NAME, check_fields, check_file, check_shape, check_table
 from penstock.studio.planning import check_plan
 from penstock.verifier.verify import check
 
@@ -85,7 +85,7 @@ def _plain_limit(limits: tuple[float, ...] | None) -> Any:
 
 def _built(named: Algorithm, given: dict[str, Any], costs: Costs) -> Table:
     shape = named.shape(given["ranks"], given["microbatches"], given.get("chunks"))
-    check_actions(2 * shape.ranks * shape.chunks * shape.microbatches)
+    check_shape(shape)
     made = named.build(shape.ranks, shape.microbatches, shape.chunks, **_chosen(named, given, costs))
     check_table(made)
     if not (given.get("lower") or given.get("fsdp")):

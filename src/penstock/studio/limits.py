@@ -7,6 +7,7 @@ from typing import Any
 from penstock.errors import UsageError, nearest
 from penstock.ir.codes import MAX_STAGES
 from penstock.ir.table import Table
+from penstock.schedules.registry import Shape
 
 MOST_ACTIONS = 1_000_000
 MOST_CELLS = 4 * MOST_ACTIONS
@@ -26,6 +27,11 @@ LONGEST_NAME = 200
 def check_actions(count: int, most: int = MOST_ACTIONS) -> None:
     if count > most:
         raise UsageError(f"{count:,} actions are more than the studio takes, {most:,}: choose fewer ranks, chunks or microbatches")
+
+
+def check_shape(shape: Shape) -> None:
+    """Refuse a schedule that is too large before it is built: every microbatch has two actions a stage at least."""
+    check_actions(2 * shape.ranks * shape.chunks * shape.microbatches)
 
 
 def check_table(table: Table) -> None:

@@ -38,17 +38,18 @@ class Worker:
         connection = self._running()
         try:
             connection.send((name, body))
-            good, answer = connection.recv() if connection.poll(self.seconds) else (None, None)
+            answered = connection.poll(self.seconds)
+            answer = connection.recv() if answered else None
         except (EOFError, OSError):
             self._end()
             raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None
-        if good is None:
+        if not answered:
             self._end()
             raise TooLongError(f"this took longer than {self.seconds:g} seconds and was ended: ask for something smaller")
-        if not good:
+        if isinstance(answer, PenstockError):
             raise answer
-        made: bytes = answer
-        return made
+        found: bytes = answer
+        return found
 
     def _running(self) -> Connection:
         if self._connection is None or not self._process.is_alive():
@@ -100,15 +101,15 @@ def answer_all(connection: Connection) -> None:
         connection.send(answer(name, body))
 
 
-def answer(name: str, body: Any) -> tuple[bool, Any]:
-    """Whether there is an answer, and the answer as JSON text or the error."""
+def answer(name: str, body: Any) -> bytes | PenstockError:
+    """The answer as JSON text, or why there is none."""
     from penstock.studio.answers import ANSWERS
 
     try:
-        return True, json.dumps(ANSWERS[name](body), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(ANSWERS[name](body), allow_nan=False, separators=(",", ":")).encode()
     except PenstockError as error:
-        return False, UsageError(str(error))
+        return UsageError(str(error))
     except MemoryError:
-        return False, UsageError("this needs more memory than the studio takes: ask for something smaller")
+        return UsageError("this needs more memory than the studio takes: ask for something smaller")
     except Exception as error:  # a schedule of another package, or values that nobody thought of: the studio goes on
-        return False, UsageError(f"this cannot be worked out: {type(error).__name__}: {error}")
+        return UsageError(f"this cannot be worked out: {type(error).__name__}: {error}")
