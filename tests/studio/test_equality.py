@@ -121,6 +121,7 @@ def simulated(table: Table, costs: Costs) -> Timeline:
         raise
 
 
+@pytest.mark.slow
 @drawn
 @given(table=tables, data=st.data())
 def test_anything_that_runs_is_the_same(page: Page, table: Table, data: st.DataObject) -> None:
@@ -129,6 +130,7 @@ def test_anything_that_runs_is_the_same(page: Page, table: Table, data: st.DataO
     check(timeline, asked(page, document(table, source=SOURCE), chosen))
 
 
+@pytest.mark.slow
 @drawn
 @given(table=tables, seed=st.integers(0, 1 << 32), contention=contentions)
 def test_real_numbers_are_added_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
@@ -137,6 +139,7 @@ def test_real_numbers_are_added_in_the_same_order(page: Page, table: Table, seed
     check(timeline, asked(page, document(table, chosen, source=SOURCE), chosen))
 
 
+@pytest.mark.slow
 @drawn
 @given(program=programs(), seed=st.integers(0, 1 << 32))
 def test_measured_times_are_explained_the_same(page: Page, program: Program, seed: int) -> None:
@@ -172,7 +175,7 @@ def measured(timeline: Timeline, chance: np.random.Generator) -> Timeline:
 @pytest.mark.parametrize("lowered", [False, True])
 def test_a_schedule_of_many_ranks_is_the_same(page: Page, lowered: bool, contention: str) -> None:
     """Sums of many numbers are taken in halves, which few ranks do not show."""
-    schedule = ps.schedule("dualpipe-v", 20, 44)
+    schedule = ps.schedule("dualpipe-v", 10, 22)
     table = ps.lower(schedule, fsdp=True) if lowered else schedule
     timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
     said = asked(page, document(table, source=SOURCE), timeline.costs)

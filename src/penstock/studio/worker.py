@@ -39,7 +39,7 @@ class Worker:
         try:
             connection.send((name, body))
             answered = connection.poll(self.seconds)
-            answer = connection.recv() if answered else None
+            answer: Any = connection.recv() if answered else None
         except (EOFError, OSError):
             self._end()
             raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None

@@ -7,22 +7,26 @@ import type { Category, Costs, Curve, Memory, Timing, View } from "./types.ts";
 
 /** Changes of what the ranks hold: when, in which place among equals, by how much, and of what. */
 class Changes {
-  readonly time: number[] = [];
-  readonly place: number[] = [];
-  readonly size: number[] = [];
-  readonly category: number[] = [];
-  readonly ofRank: number[][];
+  readonly time: Float64Array;
+  readonly place: Float64Array;
+  readonly size: Float64Array;
+  readonly category: Int8Array;
+  private readonly ofRank: number[][];
+  private count = 0;
 
-  constructor(ranks: number) {
+  constructor(ranks: number, most: number) {
+    [this.time, this.place, this.size] = [new Float64Array(most), new Float64Array(most), new Float64Array(most)];
+    this.category = new Int8Array(most);
     this.ofRank = Array.from({ length: ranks }, () => []);
   }
 
   add(rank: number, category: number, time: number, place: number, size: number): void {
-    this.ofRank[rank].push(this.time.length);
-    this.time.push(time);
-    this.place.push(place);
-    this.size.push(size);
-    this.category.push(category);
+    const change = this.count++;
+    this.ofRank[rank].push(change);
+    this.time[change] = time;
+    this.place[change] = place;
+    this.size[change] = size;
+    this.category[change] = category;
   }
 
   /** At the start or the end of a node; at one time in the order of the row, and an action's end gives before it takes. */
@@ -30,6 +34,7 @@ class Changes {
     this.add(rank, category, time, node * 4 + (after ? 2 : 0) + (size > 0 ? 1 : 0), size);
   }
 
+  /** The changes of a rank in order. They come in a few runs that are sorted already, which the sort makes use of. */
   sorted(rank: number): number[] {
     const { time, place } = this;
     return this.ofRank[rank].sort((one, other) => time[one] - time[other] || place[one] - place[other]);
@@ -44,7 +49,7 @@ const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
  * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time.
  */
 export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
-  const changes = new Changes(view.ranks);
+  const changes = new Changes(view.ranks, 2 * (view.entries.kind.length + view.messages.before.length));
   addActivations(view, timing, costs, changes);
   addStashes(view, timing, costs, changes);
   addReceived(view, timing, costs, changes);
@@ -54,11 +59,11 @@ export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
   return { ranks: Array.from(fixed, (kept, rank) => curveOf(changes, rank, kept)) };
 }
 
-/** Takes first, then gives: what changes at the same time and place keeps this order. */
 function each(view: View, kinds: number[], use: (entry: number, node: number, rank: number) => void): void {
   const { kind, node } = view.entries;
+  const wanted = view.kinds.map((_, number) => kinds.includes(number));
   for (let entry = 0; entry < kind.length; entry++) {
-    if (kinds.includes(kind[entry])) use(entry, node[entry], view.graph.rank[node[entry]]);
+    if (wanted[kind[entry]]) use(entry, node[entry], view.graph.rank[node[entry]]);
   }
 }
 
@@ -101,18 +106,22 @@ function addParameters(view: View, timing: Timing, costs: Costs, changes: Change
 
 function curveOf(changes: Changes, rank: number, fixed: number): Curve {
   const order = changes.sorted(rank);
-  const columns = CATEGORIES.map(() => new Float64Array(order.length));
-  const now = CATEGORIES.map(() => 0);
-  const times = new Float64Array(order.length);
-  const total = new Float64Array(order.length);
-  order.forEach((change, k) => {
+  const count = order.length;
+  const columns = CATEGORIES.map(() => new Float64Array(count));
+  const [first, second, third, fourth] = columns;
+  const now = new Float64Array(CATEGORIES.length);
+  const [times, total] = [new Float64Array(count), new Float64Array(count)];
+  for (let k = 0; k < count; k++) {
+    const change = order[k];
     now[changes.category[change]] += changes.size[change];
     times[k] = changes.time[change];
-    columns.forEach((column, category) => (column[k] = now[category]));
+    first[k] = now[0];
+    second[k] = now[1];
+    third[k] = now[2];
+    fourth[k] = now[3];
     total[k] = now[0] + now[1] + now[2] + now[3];
-  });
+  }
   const most = indexOfMost(total);
   const held = Object.fromEntries(CATEGORIES.map((name, category) => [name, columns[category]])) as Record<Category, Float64Array>;
-  const peak = fixed + (order.length ? Math.max(0, total[most]) : 0);
-  return { times, held, total, fixed, peak, peakTime: order.length ? times[most] : 0 };
+  return { times, held, total, fixed, peak: fixed + (count ? Math.max(0, total[most]) : 0), peakTime: count ? times[most] : 0 };
 }
