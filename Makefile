@@ -26,7 +26,7 @@ test: $(DEV) lint page  ## check style and types and run every test
 	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
-	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
 page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is what its source makes, browser tests
 	cd web && npm run --silent typecheck && npm run --silent test && npm run --silent check && npm run --silent browser
