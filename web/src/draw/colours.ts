@@ -42,12 +42,17 @@ export function chunkFill(kind: string, chunk: number, chunks: number): string {
   return mixed(fill, DARKEST + ((lightest - DARKEST) * chunk) / (chunks - 1));
 }
 
-/** A place on the ramp; neighbours differ in lightness too, so that they can be told apart. */
-export function microbatchFill(microbatch: number, microbatches: number): string {
-  const place = microbatches < 2 ? 0 : (microbatch / (microbatches - 1)) * (RAMP.length - 1);
+/** A colour of the ramp, from 0 to 1. */
+export function rampFill(share: number): string {
+  const place = Math.min(Math.max(share, 0), 1) * (RAMP.length - 1);
   const low = Math.min(Math.floor(place), RAMP.length - 2);
   const [from, to] = [rgb(RAMP[low]), rgb(RAMP[low + 1])];
-  const made = hex(from.map((c, k) => c + (to[k] - c) * (place - low)));
+  return hex(from.map((c, k) => c + (to[k] - c) * (place - low)));
+}
+
+/** A microbatch's place on the ramp; neighbours differ in lightness too, so that they can be told apart. */
+export function microbatchFill(microbatch: number, microbatches: number): string {
+  const made = rampFill(microbatches < 2 ? 0 : microbatch / (microbatches - 1));
   return microbatch % 2 ? mixed(made, 0.16) : made;
 }
 
@@ -56,11 +61,11 @@ function luminance(colour: string): number {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 }
 
-function rgb(colour: string): number[] {
+export function rgb(colour: string): number[] {
   return [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
 }
 
-function hex(parts: number[]): string {
+export function hex(parts: number[]): string {
   return "#" + parts.map((c) => Math.round(c).toString(16).padStart(2, "0")).join("");
 }
 
@@ -73,6 +78,7 @@ export interface Paper {
   ink: string;
   soft: string;
   accent: string;
+  needs: string;
   alarm: string;
   memory: string;
   memoryLine: string;
@@ -87,6 +93,7 @@ export const LIGHT: Paper = {
   ink: "#1b2430",
   soft: "#5b6675",
   accent: "#0b5cad",
+  needs: "#9c2f74",
   alarm: "#b3261e",
   memory: "#c9d2ea",
   memoryLine: "#4f63a6",
@@ -101,6 +108,7 @@ export const DARK: Paper = {
   ink: "#e8ecf2",
   soft: "#9aa6b5",
   accent: "#7cc0ff",
+  needs: "#f0a5d3",
   alarm: "#ff8a80",
   memory: "#2c3a5c",
   memoryLine: "#93a8e8",

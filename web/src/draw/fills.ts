@@ -1,6 +1,6 @@
 import type { View } from "../core/types.ts";
 import { structureOf } from "../state/structure.ts";
-import { chunkFill, inkOn, microbatchFill, TONES } from "./colours.ts";
+import { chunkFill, hex, inkOn, microbatchFill, rgb, TONES } from "./colours.ts";
 
 export type ColourBy = "kind" | "microbatch";
 
@@ -10,6 +10,9 @@ const RECEIVE = "#bbbbbb";
 export class Fills {
   private readonly table: string[];
   private readonly inks = new Map<string, string>();
+  private readonly parts = new Map<string, number[]>();
+  private readonly sum = [0, 0, 0];
+  private weight = 0;
 
   constructor(
     private readonly view: View,
@@ -24,6 +27,24 @@ export class Fills {
     if (this.by === "microbatch") return this.table[microbatch[entry]] ?? TONES.STEP.fill;
     const { chunk, chunks } = structureOf(this.view);
     return this.table[kind[entry] * chunks + (chunk[microbatch[entry] % chunk.length]?.[stage[entry]] ?? 0)];
+  }
+
+  /** Adds a colour with a weight, for what is too small to be drawn by itself. */
+  add(entry: number, weight: number): void {
+    const fill = this.of(entry);
+    let parts = this.parts.get(fill);
+    if (!parts) this.parts.set(fill, (parts = rgb(fill)));
+    for (let k = 0; k < 3; k++) this.sum[k] += weight * parts[k];
+    this.weight += weight;
+  }
+
+  /** The mean of what was added, in steps that neighbours often share. */
+  mean(): string {
+    const { sum, weight } = this;
+    const made = hex(sum.map((each) => (weight ? Math.min(255, Math.round(each / weight / 8) * 8) : 128)));
+    sum.fill(0);
+    this.weight = 0;
+    return made;
   }
 
   inkOn(fill: string): string {

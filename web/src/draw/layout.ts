@@ -43,7 +43,7 @@ export const AXIS = 28;
 const TITLE = 28;
 const MARGIN = 8;
 const LARGEST = 1.5;
-const SMALLEST = 0.3;
+const SMALLEST = 0.4;
 
 /** The largest rows with which everything fits into the room, or the smallest that can be read. */
 export function layOut(shapes: PanelShape[], width: number, room: number): Layout {
@@ -66,7 +66,7 @@ function scaled(shapes: PanelShape[], width: number, scale: number): Layout {
     shape.channelsOf.forEach((channels, rank) => {
       const row = rowAt(top, panel, rank, channels, shape, scale);
       rows.push(row);
-      top += row.height + Math.max(3, Math.round(9 * scale));
+      top += row.height + Math.max(7, Math.round(10 * scale));
     });
     panels.push({ top: from, height: top - from, rows });
     top += MARGIN;
@@ -75,11 +75,12 @@ function scaled(shapes: PanelShape[], width: number, scale: number): Layout {
 }
 
 function rowAt(top: number, panel: number, rank: number, channels: number[], shape: PanelShape, scale: number): Row {
-  const thin = scale > 0.75 ? 5 : scale > 0.45 ? 4 : 3;
+  const thin = scale > 0.75 ? 5 : scale > 0.5 ? 4 : 2;
+  const pitch = scale > 0.5 ? thin + 1 : thin;
   const compute = { top, height: bounded(30 * scale, 9, 40) };
   let at = compute.top + compute.height + 1;
-  const lanes = channels.map((channel, k) => ({ channel, top: at + k * (thin + 1), height: thin }));
-  at += channels.length * (thin + 1);
+  const lanes = channels.map((channel, k) => ({ channel, top: at + k * pitch, height: thin }));
+  at += channels.length * pitch;
   const collectives = shape.collectives ? { top: at, height: thin + 2 } : null;
   at += collectives ? thin + 3 : 0;
   const memory = shape.memory ? { top: at + 2, height: bounded(32 * scale, 11, 44) } : null;

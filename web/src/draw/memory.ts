@@ -62,6 +62,6 @@ function paintPeak(
   if (strip.height < 20) return;
   const left = x > scale.left + scale.width - 70;
   const text = `${over ? "over: " : ""}${shown.size(peak)}`;
-  const at = Math.max(y + 1, strip.top + 7);
+  const at = Math.min(y + 11, strip.top + strip.height - 7);
   pen.text(left ? x - 6 : x + 6, at, text, { fill: over ? paper.alarm : paper.ink, size: 10, align: left ? "right" : "left", bold: over });
 }

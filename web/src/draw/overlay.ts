@@ -99,7 +99,7 @@ function paintRelations(pen: Pen, scene: Scene, target: Target): void {
     redraw(pen, scene, { what: "action", panel, index: link.node });
     if (link.message >= 0) redraw(pen, scene, { what: "message", panel, index: link.message });
   }
-  for (const link of needs) related(pen, scene, panel, link.node, target.index, link.message, paper.memoryLine, link.node);
+  for (const link of needs) related(pen, scene, panel, link.node, target.index, link.message, paper.needs, link.node);
   for (const link of unblocks) related(pen, scene, panel, target.index, link.node, link.message, paper.accent, link.node);
 }
 

@@ -15,8 +15,8 @@ export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fil
   const { at } = shown.view.entries;
   visit(shown.computeLane(row.rank), scale, {
     box: (node, x, width) => paintAction(pen, shown, node, row.compute, x, width, fills),
-    dense: (column, node, filled) =>
-      pen.rect(column, row.compute.top, 1, row.compute.height, fills.of(at[node]), Math.max(0.2, filled)),
+    small: (node, width) => fills.add(at[node], Math.max(width, 1e-9)),
+    column: (x, filled) => pen.rect(x, row.compute.top, 1, row.compute.height, fills.mean(), Math.max(0.2, filled)),
   });
   paintOptimizer(pen, shown, row, scale);
 }
@@ -39,13 +39,14 @@ export function paintAction(pen: Pen, shown: Shown, node: number, strip: Strip, 
   }
 }
 
-/** The whole name, its microbatch alone, or nothing. */
+/** The whole name where the longest of the view would fit, its microbatch where the longest of those would, or nothing. */
 function labelFor(shown: Shown, entry: number, room: number, size: number): string {
-  const whole = entryText(shown.view, entry);
   const unit = size * CHARACTER;
-  if (whole.length * unit <= room) return whole;
-  const short = String(shown.view.entries.microbatch[entry]);
-  return short.length * unit <= room ? short : "";
+  const { stages, microbatches, entries, kinds } = shown.view;
+  const digits = String(microbatches - 1).length;
+  const kind = kinds[entries.kind[entry]];
+  if ((String(stages - 1).length + kind.length + digits) * unit <= room) return entryText(shown.view, entry);
+  return digits * unit <= room ? String(entries.microbatch[entry]) : "";
 }
 
 function paintOptimizer(pen: Pen, shown: Shown, row: Row, scale: Scale): void {
@@ -79,6 +80,7 @@ export function channelFill(shown: Shown, channel: number): string {
 function paintThin(pen: Pen, lane: Lane, strip: Strip, scale: Scale, fill: string): void {
   visit(lane, scale, {
     box: (_, x, width) => pen.rect(x, strip.top, width > 4 ? width - 0.5 : width, strip.height, fill),
-    dense: (column, _, filled) => pen.rect(column, strip.top, 1, strip.height, fill, Math.max(0.55, filled)),
+    small: () => undefined,
+    column: (x, filled) => pen.rect(x, strip.top, 1, strip.height, fill, Math.max(0.55, filled)),
   });
 }

@@ -90,7 +90,7 @@ function paintTitle(pen: Pen, scene: Scene, panel: number): void {
 
 function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   const { paper, layout } = scene;
-  const size = Math.min(12, Math.max(8, row.compute.height * 0.6));
+  const size = Math.min(12, Math.max(9, row.compute.height * 0.6));
   const text = layout.gutter < 60 ? `r${row.rank}` : `rank ${row.rank}`;
   pen.text(10, row.compute.top + row.compute.height / 2, text, { fill: paper.ink, size });
   if (row.memory && row.memory.height >= 18 && layout.gutter >= 60) {

@@ -10,8 +10,10 @@ export interface Lane {
 export interface Visitor {
   /** A box of at least a pixel, from x to x + width. */
   box(index: number, x: number, width: number): void;
-  /** Boxes that are less than a pixel each, from one column of pixels on: the longest of them, and how much of the column they fill. */
-  dense(column: number, index: number, filled: number): void;
+  /** A box of less than a pixel; `column` is called after the last of its column. */
+  small(index: number, width: number): void;
+  /** A column of pixels in which there are small boxes, and how much of it they fill. */
+  column(x: number, filled: number): void;
 }
 
 /** The first place of the lane whose box ends after the time. */
@@ -44,14 +46,12 @@ export function boxAt(lane: Lane, time: number, reach = 0): number {
 export function visit(lane: Lane, scale: Scale, visitor: Visitor): void {
   const { order, start, end } = lane;
   const unit = scale.width / (scale.to - scale.from);
-  let column = NaN;
-  let longest = -1;
-  let length = -1;
+  let column = -1;
   let filled = 0;
+  let any = false;
   const flush = (): void => {
-    if (longest >= 0) visitor.dense(column, longest, Math.min(filled, 1));
-    longest = -1;
-    length = -1;
+    if (any) visitor.column(column, Math.min(filled, 1));
+    any = false;
     filled = 0;
   };
   for (let k = firstEndingAfter(lane, scale.from); k < order.length; k++) {
@@ -70,8 +70,9 @@ export function visit(lane: Lane, scale: Scale, visitor: Visitor): void {
       flush();
       column = at;
     }
+    any = true;
     filled += width;
-    if (width > length) [longest, length] = [index, width];
+    visitor.small(index, width);
   }
   flush();
 }

@@ -5,9 +5,10 @@ import { HELP, pressed } from "./keys.ts";
 import type { Stage } from "./stage.ts";
 import { Tooltip } from "./Tooltip.tsx";
 
-/** Of the window's height: what the timeline may take. */
-const SHARE = 0.66;
-const LEAST = 300;
+/** What stands above and below the timeline when it fills the window; on a narrow one it takes a share of the height. */
+const BESIDE = 262;
+const NARROW = 640;
+const LEAST = 320;
 
 export function Chart({ stage }: { stage: Stage }) {
   const studio = useStudio();
@@ -19,7 +20,7 @@ export function Chart({ stage }: { stage: Stage }) {
   useEffect(() => {
     const measure = (): void => {
       stage.width.value = holder.current!.clientWidth;
-      stage.room.value = Math.max(LEAST, Math.round(window.innerHeight * SHARE));
+      stage.room.value = Math.max(LEAST, Math.round(window.innerWidth < NARROW ? window.innerHeight * 0.6 : window.innerHeight - BESIDE));
     };
     const observer = new ResizeObserver(measure);
     observer.observe(holder.current!);

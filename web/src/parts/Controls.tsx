@@ -1,11 +1,13 @@
 import type { ScheduleInfo } from "../state/api.ts";
 import type { Loader } from "../state/loader.ts";
 import { useStudio } from "../state/studio.ts";
-import type { Choice, Option, Other } from "../state/url.ts";
+import { FORMS, type Choice, type Form, type Option, type Other } from "../state/url.ts";
 import { Field, NumberField } from "./fields.tsx";
 import { OpenButton } from "./Header.tsx";
 import { Limit } from "./Limit.tsx";
 import { Sliders } from "./Sliders.tsx";
+
+const FORM_NAMES: Record<Form, string> = { schedule: "schedule", program: "program, lowered", sharded: "program, sharded" };
 
 /** Everything that changes what is shown. */
 export function Controls({ loader }: { loader: Loader }) {
@@ -34,6 +36,7 @@ function Schedule({ loader }: { loader: Loader }) {
     microbatches: view?.microbatches ?? 16,
     chunks: null,
     options: {},
+    form: view?.lowered ? "program" : "schedule",
   };
   const info = schedules.value.find((each) => each.name === shown.schedule);
   const change = (patch: Partial<Choice>): void => void loader.choose({ ...shown, ...patch }, other.value);
@@ -54,6 +57,11 @@ function Schedule({ loader }: { loader: Loader }) {
         <NumberField label="Chunks a rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
       )}
       {info && <Options info={info} options={shown.options} change={(options) => change({ options })} />}
+      <Field label="As a">
+        <select value={shown.form} disabled={fixed} onChange={(event) => change({ form: event.currentTarget.value as Form })}>
+          {FORMS.map((form) => <option key={form} value={form}>{FORM_NAMES[form]}</option>)}
+        </select>
+      </Field>
       <Limit loader={loader} />
       {fixed && view && !offline && <p class="quiet small">Opened from {view.source.kind === "plan" ? "a plan" : view.source.name}. Choose a schedule to make a new one.</p>}
     </fieldset>

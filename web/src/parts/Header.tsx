@@ -69,7 +69,7 @@ function Share() {
   const share = async (): Promise<void> => {
     try {
       await navigator.clipboard.writeText(location.href);
-      studio.say(studio.first.value && !studio.choice.value && !studio.file.value && !studio.offline ? "The link is copied; it holds how this is shown, but the file is too long for it." : "The link to what you see is copied.");
+      studio.say(studio.holdsDocument ? "The link to what you see is copied." : "The link is copied. It holds how this is shown, but not the document: export that.");
     } catch {
       studio.say("The address of this page is the link to what you see; copy it from the address bar.");
     }

@@ -1,4 +1,4 @@
-import { chunkFill, microbatchFill, TONES } from "../draw/colours.ts";
+import { chunkFill, rampFill, TONES } from "../draw/colours.ts";
 import { useStudio } from "../state/studio.ts";
 
 const KINDS = ["F", "B", "I", "W"] as const;
@@ -38,7 +38,7 @@ function Item({ fills, text }: { fills: string[]; text: string }) {
 }
 
 function Ramp({ count }: { count: number }) {
-  const stops = Array.from({ length: 12 }, (_, k) => microbatchFill(2 * Math.round((k / 11) * (count - 1) / 2), count));
+  const stops = Array.from({ length: 9 }, (_, k) => rampFill(k / 8));
   return (
     <li>
       <span class="quiet">microbatch</span> 0

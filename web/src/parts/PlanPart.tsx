@@ -30,6 +30,7 @@ export function PlanPart({ plan, loader }: { plan: PlanState; loader: Loader }) 
             <PlacementLegend plan={plan} />
             <Summary plan={plan} open={open} />
             <CandidateTable plan={plan} open={open} />
+            <NotTimed plan={plan} />
           </>
         ) : (
           <Empty plan={plan} />
@@ -46,7 +47,7 @@ function Status({ plan }: { plan: PlanState }) {
     <div class="status" role="status" data-testid="plan-status">
       {running && <progress {...(progress && progress.total > 1 ? { value: progress.done, max: progress.total } : {})} />}
       {running && <span>{progress ? `${progress.phase}${progress.what ? `: ${progress.what}` : ""}` : "starting"}</span>}
-      {plan.status.value === "done" && <span>{plan.result.value?.cancelled ? "cancelled" : "done"}, {plan.candidates.value.length} tried</span>}
+      {plan.status.value === "done" && <span>{plan.result.value?.cancelled ? "cancelled" : "done"}, {plan.candidates.value.length} considered, {plan.candidates.value.filter((each) => each.makespan !== null).length} timed</span>}
       {running && <button onClick={() => void plan.cancel()}>Cancel</button>}
     </div>
   );
@@ -121,5 +122,23 @@ function CandidateTable({ plan, open }: { plan: PlanState; open: (candidate: Can
       </table>
       {rows.length > FEW && <button class="plain" onClick={() => setAll(!all)}>{all ? "Fewer" : `All ${rows.length}`}</button>}
     </div>
+  );
+}
+
+/** What was ruled out before it was timed, and why. */
+function NotTimed({ plan }: { plan: PlanState }) {
+  const rest = plan.candidates.value.filter((each) => each.makespan === null);
+  if (!rest.length) return null;
+  return (
+    <details class="not-timed">
+      <summary>{rest.length} were ruled out without being timed</summary>
+      <ul>
+        {rest.map((each) => (
+          <li key={each.index}>
+            {each.name}: <span class="quiet">{String(each.verdict)}{each.reason ? `, ${String(each.reason)}` : ""}</span>
+          </li>
+        ))}
+      </ul>
+    </details>
   );
 }

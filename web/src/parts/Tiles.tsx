@@ -48,7 +48,7 @@ function Tile({ name, panels, value, text, note, alarm, relative }: TileProps) {
       <p class={alarm?.(first) ? "value alarm" : "value"}>{text(value(first), first)}</p>
       {second ? (
         <p class="note">
-          <span class={alarm?.(second) ? "alarm" : "strong"}>{text(value(second), second)}</span> below, {change(value(first), value(second), relative)}
+          <span class={alarm?.(second) ? "alarm" : "strong"}>{text(value(second), second)}</span> below, {change(value(first), value(second), relative ?? false)}
         </p>
       ) : (
         <p class={alarm?.(first) ? "note alarm" : "note"}>{note(first)}</p>

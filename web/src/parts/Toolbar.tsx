@@ -8,6 +8,7 @@ export function Toolbar({ stage }: { stage: Stage }) {
   const timed = studio.panels.value.some((shown) => shown.timed);
   return (
     <div class="toolbar" role="toolbar" aria-label="Timeline">
+      <span class="quiet" aria-hidden="true">Colour by</span>
       <div class="segments" role="radiogroup" aria-label="Colour by">
         {(["kind", "microbatch"] as const).map((by) => (
           <button key={by} role="radio" aria-checked={studio.colourBy.value === by} onClick={() => (studio.colourBy.value = by)}>

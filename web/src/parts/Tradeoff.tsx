@@ -1,11 +1,12 @@
 import { scaleLinear, scaleLog } from "d3-scale";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { sizeText, timeText } from "../draw/span.ts";
 import { TONES } from "../draw/colours.ts";
 import type { Candidate } from "../state/api.ts";
 import type { PlanState } from "../state/plan.ts";
 
-const [WIDTH, HEIGHT] = [760, 420];
-const MARGIN = { left: 74, right: 20, top: 16, bottom: 46 };
+const MARGIN = { left: 74, right: 20, top: 18, bottom: 46 };
+const HIGHEST = 440;
 const SLOWEST = 2;
 export const PLACEMENTS: Record<string, string> = {
   linear: TONES.F.fill,
@@ -28,41 +29,69 @@ function domain(values: number[]): [number, number] {
   return [Math.max(low - room, low > 0 ? low * 0.5 : 0), high + room];
 }
 
+/** The width of an element, kept up to date. */
+function useWidth() {
+  const holder = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(760);
+  useLayoutEffect(() => {
+    const measure = (): void => setWidth(Math.max(280, holder.current!.clientWidth));
+    const observer = new ResizeObserver(measure);
+    observer.observe(holder.current!);
+    measure();
+    return () => observer.disconnect();
+  }, []);
+  return { holder, width };
+}
+
+/** Round sizes; those in bytes are round in the multiple that they are told in. */
+export function sizeTicks(low: number, high: number, unit: string, count: number): number[] {
+  const power = unit === "B" && high > 1 ? Math.floor(Math.log2(high) / 10) : 0;
+  const whole = 2 ** (10 * power);
+  const made = high > 6 * low && low > 0 ? scaleLog([low / whole, high / whole], [0, 1]) : scaleLinear([low / whole, high / whole], [0, 1]);
+  const ticks = made.ticks(count);
+  const every = Math.ceil(ticks.length / (count + 2));
+  return ticks.filter((_, k) => k % every === 0).map((value) => value * whole);
+}
+
 /** Time against memory: a mark a candidate, filled where it fits. */
 export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Candidate) => void }) {
+  const { holder, width } = useWidth();
+  const height = Math.round(Math.min(HIGHEST, Math.max(260, width * 0.7)));
   const shown = plotted(plan.candidates.value);
   const { time, size } = plan.units.value;
   const limit = plan.limit.value;
   const memories = shown.map((each) => each.memory!);
   const [low, high] = shown.length ? domain(limit === null ? memories : [...memories, limit]) : [0, 1];
   const log = low > 0 && high > 6 * low;
-  const x = (log ? scaleLog : scaleLinear)([low, high], [MARGIN.left, WIDTH - MARGIN.right]);
-  const y = scaleLinear(shown.length ? domain(shown.map((each) => each.makespan!)) : [0, 1], [HEIGHT - MARGIN.bottom, MARGIN.top]);
+  const x = (log ? scaleLog : scaleLinear)([low, high], [MARGIN.left, width - MARGIN.right]);
+  const y = scaleLinear(shown.length ? domain(shown.map((each) => each.makespan!)) : [0, 1], [height - MARGIN.bottom, MARGIN.top]);
   const best = plan.best.value;
   return (
-    <svg class="tradeoff" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} role="group" aria-label="Time against memory, a mark a candidate" data-testid="tradeoff">
-      {y.ticks(6).map((value) => (
-        <g key={value}>
-          <line class="grid" x1={MARGIN.left} x2={WIDTH - MARGIN.right} y1={y(value)} y2={y(value)} />
-          <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeText(value, time)}</text>
-        </g>
-      ))}
-      {(log ? x.ticks(4).filter((_, k, all) => all.length < 8 || k % 2 === 0) : x.ticks(6)).map((value) => (
-        <text key={value} class="tick" x={x(value)} y={HEIGHT - MARGIN.bottom + 18} text-anchor="middle">{sizeText(value, size)}</text>
-      ))}
-      <line class="axis" x1={MARGIN.left} x2={WIDTH - MARGIN.right} y1={HEIGHT - MARGIN.bottom} y2={HEIGHT - MARGIN.bottom} />
-      <text class="title" x={(MARGIN.left + WIDTH - MARGIN.right) / 2} y={HEIGHT - 8} text-anchor="middle">peak memory of the fullest rank</text>
-      <text class="title" transform={`translate(14 ${HEIGHT / 2}) rotate(-90)`} text-anchor="middle">time</text>
-      {limit !== null && shown.length > 0 && (
-        <g>
-          <line class="limit" x1={x(limit)} x2={x(limit)} y1={MARGIN.top} y2={HEIGHT - MARGIN.bottom} />
-          <text class="limit-text" x={x(limit) - 6} y={MARGIN.top + 10} text-anchor="end">limit {sizeText(limit, size)}</text>
-        </g>
-      )}
-      {shown.map((each) => (
-        <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
-      ))}
-    </svg>
+    <div ref={holder}>
+      <svg class="tradeoff" width={width} height={height} viewBox={`0 0 ${width} ${height}`} role="group" aria-label="Time against memory, a mark a candidate" data-testid="tradeoff">
+        {y.ticks(6).map((value) => (
+          <g key={value}>
+            <line class="grid" x1={MARGIN.left} x2={width - MARGIN.right} y1={y(value)} y2={y(value)} />
+            <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeText(value, time)}</text>
+          </g>
+        ))}
+        {sizeTicks(low, high, size, width < 500 ? 3 : 6).map((value) => (
+          <text key={value} class="tick" x={x(value)} y={height - MARGIN.bottom + 18} text-anchor="middle">{sizeText(value, size)}</text>
+        ))}
+        <line class="axis" x1={MARGIN.left} x2={width - MARGIN.right} y1={height - MARGIN.bottom} y2={height - MARGIN.bottom} />
+        <text class="title" x={(MARGIN.left + width - MARGIN.right) / 2} y={height - 8} text-anchor="middle">peak memory of the fullest rank</text>
+        <text class="title" transform={`translate(14 ${height / 2}) rotate(-90)`} text-anchor="middle">time</text>
+        {limit !== null && shown.length > 0 && (
+          <g>
+            <line class="limit" x1={x(limit)} x2={x(limit)} y1={MARGIN.top} y2={height - MARGIN.bottom} />
+            <text class="limit-text" x={x(limit) - 6} y={MARGIN.top + 10} text-anchor="end">limit {sizeText(limit, size)}</text>
+          </g>
+        )}
+        {shown.map((each) => (
+          <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} width={width} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
+        ))}
+      </svg>
+    </div>
   );
 }
 
@@ -75,12 +104,14 @@ interface MarkProps {
   candidate: Candidate;
   x: number;
   y: number;
+  /** Of the whole plot. */
+  width: number;
   best: boolean;
   label: string;
   open: (candidate: Candidate) => void;
 }
 
-function Mark({ candidate, x, y, best, label, open }: MarkProps) {
+function Mark({ candidate, x, y, width, best, label, open }: MarkProps) {
   const colour = PLACEMENTS[String(candidate.placement)] ?? TONES.STEP.fill;
   const press = (event: KeyboardEvent): void => {
     if (event.key === "Enter" || event.key === " ") {
@@ -93,7 +124,7 @@ function Mark({ candidate, x, y, best, label, open }: MarkProps) {
       <title>{label}</title>
       <circle class="reach" cx={x} cy={y} r={12} />
       <circle cx={x} cy={y} r={best ? 8 : 5.5} fill={candidate.fits ? colour : "none"} stroke={colour} stroke-width={candidate.fits ? 1 : 1.5} />
-      {best && <text class="best-text" x={x} y={y - 13} text-anchor={x > WIDTH - 140 ? "end" : x < 160 ? "start" : "middle"}>{candidate.name}</text>}
+      {best && <text class="best-text" x={x} y={y - 13} text-anchor={x > width - 120 ? "end" : x < MARGIN.left + 60 ? "start" : "middle"}>{candidate.name}</text>}
     </g>
   );
 }

@@ -66,6 +66,8 @@ export async function makeView(choice: Choice, costs: Partial<Costs>, limit: num
     microbatches: choice.microbatches,
     ...(choice.chunks === null ? {} : { chunks: choice.chunks }),
     options: choice.options,
+    lower: choice.form !== "schedule",
+    fsdp: choice.form === "sharded",
     costs,
     ...(limit === null ? {} : { memory_limit: limit }),
   };

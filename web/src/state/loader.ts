@@ -1,12 +1,12 @@
 import { batch } from "@preact/signals";
-import { fullCosts, plainCosts, readDocument, type Costs, type View } from "../core/index.ts";
+import { fullCosts, plainCosts, readDocument, type Costs, type Source, type View } from "../core/index.ts";
 import { adjusted, isUniform, isUnchanged, shared } from "./adjust.ts";
 import * as api from "./api.ts";
 import { pack, unpack } from "./packed.ts";
 import type { Studio } from "./studio.ts";
-import { decodeLink, type Choice, type Other } from "./url.ts";
+import { decodeLink, type Choice, type LinkState, type Option, type Other } from "./url.ts";
 
-export const START: Choice = { schedule: "zbv", ranks: 8, microbatches: 16, chunks: null, options: {} };
+export const START: Choice = { schedule: "zbv", ranks: 8, microbatches: 16, chunks: null, options: {}, form: "schedule" };
 const PATIENCE = 250;
 
 /** Brings views into the studio: from the page itself, from the server, from files. */
@@ -24,34 +24,38 @@ export class Loader {
       if (embedded?.length) {
         const [first, second] = embedded.map(readDocument);
         this.studio.show(first, second ?? null);
-        this.takeSource(first);
+        this.takeSources(first, second);
       }
-      if (!this.studio.offline) await this.startServed(link.first, link.second, link.file, embedded?.length ? true : false);
+      if (!this.studio.offline) await this.startServed(link, Boolean(embedded?.length));
     });
     this.studio.selectSpot(link.selected);
   }
 
-  private async startServed(first: Choice | null, second: Other | null, file: { name: string; content: string } | null, given: boolean): Promise<void> {
+  /** A link says what to load; without one, what the page was opened with stands. */
+  private async startServed(link: LinkState, given: boolean): Promise<void> {
     const asked = api.schedules().then((found) => (this.studio.schedules.value = found));
-    if (file) this.show(await api.openFile(file.name, await unpack(file.content)), null, file);
-    else if (first || !given) await this.load(first ?? START, second);
+    if (link.file) this.show(await api.openFile(link.file.name, await unpack(link.file.content)), null, link.file);
+    else if (link.first || !given) await this.load(link.first ?? START, link.second);
     await asked;
   }
 
-  /** Controls begin at what a document was made from. */
-  private takeSource(view: View): void {
-    const { source } = view;
-    if (source.kind !== "schedule" || this.studio.offline) return;
-    const options = (source.options ?? {}) as Choice["options"];
-    const chunks = typeof options.chunks === "number" ? options.chunks : null;
-    this.studio.choice.value = { schedule: source.name, ranks: view.ranks, microbatches: view.microbatches, chunks, options };
+  /** Controls begin at what the documents were made from. */
+  private takeSources(first: View, second: View | undefined): void {
+    if (this.studio.offline || first.source.kind !== "schedule") return;
+    const { source, ranks, microbatches } = first;
+    const form = source.fsdp ? "sharded" : source.lower ? "program" : "schedule";
+    batch(() => {
+      this.studio.choice.value = { ...named(source), ranks, microbatches, form };
+      this.studio.other.value = second?.source.kind === "schedule" ? named(second.source) : null;
+      this.studio.costs.value = isUniform(first.costs) ? plainCosts(first.costs) : {};
+    });
   }
 
   /** Shows a schedule, and another below it. */
   async load(choice: Choice, other: Other | null): Promise<void> {
     const signal = this.begin();
     const { limit } = this.studio;
-    const first = await api.makeView(choice, {}, limit.value, signal);
+    const first = await api.makeView(choice, this.studio.costs.value, limit.value, signal);
     const second = other ? await this.besides(first, { ...choice, ...other }, signal) : null;
     batch(() => {
       this.studio.choice.value = choice;
@@ -64,7 +68,7 @@ export class Loader {
 
   /** A schedule below another, of the same model: what a rank does is divided among its stages. */
   private async besides(first: View, choice: Choice, signal: AbortSignal): Promise<View> {
-    const found = await api.makeView(choice, {}, this.studio.limit.value, signal);
+    const found = await api.makeView(choice, this.studio.costs.value, this.studio.limit.value, signal);
     return { ...found, costs: sameModel(first, found) };
   }
 
@@ -79,7 +83,7 @@ export class Loader {
       const view = first.value;
       if (!view) return;
       if (other === null) return this.clearSecond(view);
-      const own = choice.value ?? { schedule: "", ranks: view.ranks, microbatches: view.microbatches, chunks: null, options: {} };
+      const own = choice.value ?? { schedule: "", ranks: view.ranks, microbatches: view.microbatches, chunks: null, options: {}, form: view.lowered ? "program" : "schedule" };
       const second = await this.besides(view, { ...own, ...other }, this.begin());
       batch(() => {
         this.studio.other.value = other;
@@ -171,6 +175,11 @@ export class Loader {
       studio.busy.value--;
     }
   }
+}
+
+/** A document's source as the controls have it. */
+function named(source: Source): Other {
+  return { schedule: source.name, chunks: source.chunks ?? null, options: (source.options ?? {}) as Record<string, Option> };
 }
 
 /** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages differ. */

@@ -1,7 +1,7 @@
 import { batch, computed, signal } from "@preact/signals";
 import { createContext } from "preact";
 import { useContext } from "preact/hooks";
-import { measuredTiming, type View } from "../core/index.ts";
+import { measuredTiming, type Costs, type View } from "../core/index.ts";
 import type { ColourBy } from "../draw/fills.ts";
 import type { Target } from "../draw/target.ts";
 import { adjusted, UNCHANGED, type Adjust } from "./adjust.ts";
@@ -23,6 +23,8 @@ export class Studio {
   readonly choice = signal<Choice | null>(null);
   readonly other = signal<Other | null>(null);
   readonly file = signal<Packed | null>(null);
+  /** What schedules are asked with, before the sliders. */
+  readonly costs = signal<Partial<Costs>>({});
   readonly schedules = signal<ScheduleInfo[]>([]);
 
   readonly adjust = signal<Adjust>(UNCHANGED);
@@ -69,6 +71,12 @@ export class Studio {
   /** The limit that lines are drawn at: the one typed in, or what the document brings. */
   readonly shownLimit = computed(() => this.limit.value ?? this.first.value?.memoryLimit ?? null);
 
+  /** Whether a link leads to what is shown, and not only to how. */
+  get holdsDocument(): boolean {
+    const second = this.second.value === null || this.other.value !== null;
+    return this.offline || ((this.choice.value !== null || this.file.value !== null) && second);
+  }
+
   show(first: View, second: View | null): void {
     batch(() => {
       this.first.value = first;
@@ -96,6 +104,7 @@ export class Studio {
       first: this.choice.value,
       second: this.other.value,
       file: this.file.value,
+      costs: this.costs.value,
       limit: this.limit.value,
       adjust: this.adjust.value,
       colourBy: this.colourBy.value,
@@ -111,6 +120,7 @@ export class Studio {
   dress(link: LinkState): void {
     batch(() => {
       this.tab.value = link.tab;
+      this.costs.value = link.costs;
       this.limit.value = link.limit;
       this.adjust.value = link.adjust;
       this.colourBy.value = link.colourBy;

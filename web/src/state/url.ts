@@ -1,3 +1,4 @@
+import { fullCosts, type Costs } from "../core/index.ts";
 import type { ColourBy } from "../draw/fills.ts";
 import { UNCHANGED, type Adjust } from "./adjust.ts";
 
@@ -11,10 +12,15 @@ export interface Choice {
   /** Null leaves it to the schedule. */
   chunks: number | null;
   options: Record<string, Option>;
+  form: Form;
 }
 
+/** As it is, lowered to a program, or lowered with sharded parameters. */
+export type Form = "schedule" | "program" | "sharded";
+export const FORMS: Form[] = ["schedule", "program", "sharded"];
+
 /** The one that is compared; it has the first one's ranks and microbatches. */
-export type Other = Omit<Choice, "ranks" | "microbatches">;
+export type Other = Omit<Choice, "ranks" | "microbatches" | "form">;
 
 /** The place of an action: its panel, its rank, and its number in the rank's row. */
 export interface Spot {
@@ -35,6 +41,8 @@ export interface LinkState {
   first: Choice | null;
   second: Other | null;
   file: Packed | null;
+  /** What the schedules are timed with before the sliders move, where that is not the usual. */
+  costs: Partial<Costs>;
   limit: number | null;
   adjust: Adjust;
   colourBy: ColourBy;
@@ -51,6 +59,7 @@ export const PLAIN: LinkState = {
   first: null,
   second: null,
   file: null,
+  costs: {},
   limit: null,
   adjust: UNCHANGED,
   colourBy: "kind",
@@ -69,6 +78,8 @@ export function encodeLink(state: LinkState): string {
     said.set("p", String(state.first.ranks));
     said.set("m", String(state.first.microbatches));
     setChoice(said, state.first, "s", "c", "o.");
+    if (state.first.form !== "schedule") said.set("as", state.first.form);
+    if (Object.keys(state.costs).length) said.set("costs", JSON.stringify(state.costs));
   }
   if (state.second) setChoice(said, state.second, "vs", "vc", "vo.");
   if (state.file) [["file", state.file.name], ["data", state.file.content]].forEach(([name, value]) => said.set(name, value));
@@ -93,6 +104,7 @@ export function decodeLink(hash: string): LinkState {
     first: firstChoice(said),
     second: otherChoice(said, "vs", "vc", "vo."),
     file: name && content ? { name, content } : null,
+    costs: readCosts(said.get("costs")),
     limit: number(said.get("limit"), 0),
     adjust: readAdjust(said),
     colourBy: said.get("by") === "microbatch" ? "microbatch" : "kind",
@@ -113,7 +125,9 @@ function setChoice(said: URLSearchParams, choice: Other, name: string, chunks: s
 function firstChoice(said: URLSearchParams): Choice | null {
   const other = otherChoice(said, "s", "c", "o.");
   const [ranks, microbatches] = [number(said.get("p"), 1), number(said.get("m"), 1)];
-  return other && ranks !== null && microbatches !== null ? { ...other, ranks: Math.floor(ranks), microbatches: Math.floor(microbatches) } : null;
+  if (!other || ranks === null || microbatches === null) return null;
+  const form = FORMS.find((each) => each === said.get("as")) ?? "schedule";
+  return { ...other, ranks: Math.floor(ranks), microbatches: Math.floor(microbatches), form };
 }
 
 function otherChoice(said: URLSearchParams, name: string, chunks: string, option: string): Other | null {
@@ -149,6 +163,17 @@ function readAdjust(said: URLSearchParams): Adjust {
     if (stage !== null && by !== null && by !== undefined && Number.isInteger(stage)) skew[stage] = by;
   }
   return { f: factor("f"), i: factor("i"), w: factor("w"), b: factor("b"), latency: number(said.get("latency"), 0), skew };
+}
+
+/** Costs that the page understands; the server checks the rest. */
+function readCosts(text: string | null): Partial<Costs> {
+  try {
+    const data = JSON.parse(text ?? "{}") as Partial<Costs>;
+    fullCosts(data);
+    return data;
+  } catch {
+    return {};
+  }
 }
 
 function readSpan(text: string | null): [number, number] | null {
