@@ -11,6 +11,7 @@ from penstock.studio.guard import Hosts
 
 LOCAL = Hosts("127.0.0.1")
 OPEN = Hosts("0.0.0.0")
+ASKED = [("GET", "/api/schedules"), ("POST", "/api/view"), ("DELETE", "/api/plan/x")]
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8765", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8765", "[::1]"])
@@ -62,15 +63,24 @@ def test_local_addresses_are_told_from_others():
         {"origin": "http://127.0.0.1:9999"},
         {"origin": "https://127.0.0.1:8765"},
         {"origin": "http://localhost:8765"},
-        {"sec-fetch-site": "cross-site"},
-        {"sec-fetch-site": "same-site"},
     ],
 )
-@pytest.mark.parametrize(("method", "path"), [("GET", "/"), ("GET", "/api/schedules"), ("POST", "/api/view"), ("DELETE", "/api/plan/x")])
+@pytest.mark.parametrize(("method", "path"), [("GET", "/"), *ASKED])
 def test_other_hosts_and_origins_are_refused_everywhere(client: TestClient, method, path, headers):
     response = client.request(method, path, headers=headers)
     assert response.status_code == 403
     assert "the studio" in response.json()["error"]
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])
+@pytest.mark.parametrize(("method", "path"), ASKED)
+def test_requests_from_other_sites_are_refused_where_there_is_no_origin(client: TestClient, method, path, site):
+    assert client.request(method, path, headers={"sec-fetch-site": site}).status_code == 403
+
+
+def test_a_link_on_another_site_may_lead_to_the_page(client: TestClient):
+    response = client.get("/", headers={"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"})
+    assert (response.status_code, response.headers["cross-origin-resource-policy"]) == (200, "same-origin")
 
 
 def test_the_page_s_own_requests_are_answered(client: TestClient):

@@ -35,7 +35,7 @@ _VIEW: dict[str, tuple[type, ...]] = {
 _KINDS = {"int": "int", "float": "number", "str": "text", "bool": "bool"}
 
 
-def schedules(body: Any = None) -> list[dict[str, Any]]:
+def schedules() -> list[dict[str, Any]]:
     """Every schedule by name, with what can be chosen of it."""
     return [_described(each) for each in algorithms().values()]
 
@@ -198,7 +198,6 @@ def candidate(body: Any) -> Document:
 
 
 ANSWERS: dict[str, Callable[[Any], Any]] = {
-    "schedules": schedules,
     "view": view,
     "open": opened,
     "candidate": candidate,

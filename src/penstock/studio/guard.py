@@ -82,7 +82,8 @@ class Guard:
         hosts, origins, sites = ([value.decode("latin-1") for name, value in given if name == wanted] for wanted in _CHECKED)
         if len(hosts) != 1 or not self.hosts.knows(hosts[0]):
             return "the studio does not answer under this name: open it as http://localhost with its port"
-        if any(origin != f"http://{hosts[0]}" for origin in origins) or any(site not in ("same-origin", "none") for site in sites):
+        away = scope["path"] != "/" and any(site not in ("same-origin", "none") for site in sites)  # a link may lead to the page
+        if away or any(origin != f"http://{hosts[0]}" for origin in origins):
             return "the studio answers its own page only, not pages of other origins"
         return None
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BusyError, MissingExtraError, PenstockError, TooLongError, UnknownNameError, UsageError
-from penstock.studio.answers import read_json
+from penstock.studio.answers import read_json, schedules
 from penstock.studio.guard import Guard, Hosts
 from penstock.studio.jobs import Job, Jobs
 from penstock.studio.limits import MOST_BYTES
@@ -49,10 +49,16 @@ class Studio:
     async def page(self, request: Request) -> Response:
         from starlette.responses import HTMLResponse
 
-        return HTMLResponse(page(self.documents, server=True))
+        return HTMLResponse(self._page)
+
+    @cached_property
+    def _page(self) -> str:
+        return page(self.documents, server=True)
 
     async def schedules(self, request: Request) -> Response:
-        return await self._asked("schedules", None)
+        from starlette.responses import JSONResponse
+
+        return JSONResponse(schedules())
 
     async def view(self, request: Request) -> Response:
         return await self._asked("view", await body_of(request))
@@ -153,6 +159,7 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        await _in_thread(studio.worker.start)
         yield
         await _in_thread(studio.close)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
@@ -17,13 +18,18 @@ MOST_MEMORY = 16 << 30
 
 
 class Worker:
-    """One process, started when first asked; questions wait for each other."""
+    """One process, started when first asked at the latest; questions wait for each other."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
         self._lock = Lock()
         self._process: Any = None
         self._connection: Connection | None = None
+
+    def start(self) -> None:
+        """Start the process, so that the first question need not wait for it."""
+        with self._lock:
+            self._running()
 
     def ask(self, name: str, body: Any) -> bytes:
         """The answer as JSON text; whatever is wrong with the question is raised as it was there."""
@@ -92,21 +98,21 @@ def prepare() -> None:
 
 def answer_all(connection: Connection) -> None:
     """Answer until nobody asks any more."""
+    from penstock.studio.answers import ANSWERS
+
     prepare()
     while True:
         try:
             name, body = connection.recv()
         except EOFError:
             return
-        connection.send(answer(name, body))
+        connection.send(answer(ANSWERS[name], body))
 
 
-def answer(name: str, body: Any) -> bytes | PenstockError:
+def answer(how: Callable[[Any], Any], body: Any) -> bytes | PenstockError:
     """The answer as JSON text, or why there is none."""
-    from penstock.studio.answers import ANSWERS
-
     try:
-        return json.dumps(ANSWERS[name](body), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(how(body), allow_nan=False, separators=(",", ":")).encode()
     except PenstockError as error:
         return UsageError(str(error))
     except MemoryError:
