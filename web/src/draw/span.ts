@@ -19,14 +19,13 @@ export function toTime(scale: Scale, x: number): number {
   return scale.from + ((x - scale.left) / scale.width) * (scale.to - scale.from);
 }
 
-/** A figure as people read it: four digits, without a tail of zeros. */
+/** A figure as people read it: four digits, or all before the point, without a tail of zeros. */
 export function figure(value: number): string {
   if (!Number.isFinite(value)) return "–";
-  const size = Math.abs(value);
   if (value === 0) return "0";
-  if (size >= 1e7 || size < 1e-3) return value.toExponential(2).replace(/\.?0+e/, "e").replace("e+", "e");
-  const digits = size >= 1000 ? Math.max(0, 5 - Math.floor(Math.log10(size))) : 4 - Math.max(0, Math.ceil(Math.log10(size)) );
-  return value.toLocaleString("en-US", { maximumFractionDigits: Math.min(Math.max(digits, 0), 6) });
+  const power = Math.floor(Math.log10(Math.abs(value)));
+  if (power >= 7 || power < -3) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
+  return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(4, power + 1) });
 }
 
 const SHORTER: [number, string][] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
