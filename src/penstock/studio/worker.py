@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import signal
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from threading import Lock
 from typing import Any
@@ -93,7 +94,8 @@ def prepare() -> None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    with suppress(ValueError, OSError):  # a system that knows the limit and does not keep it
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def answer_all(connection: Connection) -> None:
