@@ -184,7 +184,8 @@ def test_three_actions_together_are_added_as_the_library_adds_them(page: Page) -
 
 
 def test_collectives_that_wait_for_each_other_are_on_the_path(page: Page) -> None:
-    table = ps.lower(ps.schedule("interleaved-1f1b", 2, 4), fsdp=True)
+    passes = ps.PassList.parse("shard{lookahead=3},reduce-grad,send-receive,buffers")
+    table = passes.apply(ps.schedule("interleaved-1f1b", 2, 4))
     timeline = simulate(table, Costs(reduce=[10.0, 11.0, 12.0, 13.0], unshard=100.0))
     assert [step.what for step in timeline.critical_path].count("collective") > 1
     check(timeline, asked(page, document(table, source=SOURCE), timeline.costs))
