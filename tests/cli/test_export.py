@@ -32,7 +32,7 @@ def export(run, tmp_path):
 
 def test_one_schedule_in_one_file(export, tmp_path):
     (made,) = export("zbv", "-p", 8, "-m", 32, "--costs", "f=2,latency=0.5", "--memory-limit", "12")
-    said = {"kind": "schedule", "name": "zbv", "ranks": 8, "microbatches": 32, "chunks": 2, "options": {}, "lower": False}
+    said = {"kind": "schedule", "name": "zbv", "ranks": 8, "microbatches": 32, "chunks": 2, "options": {}, "lower": False, "fsdp": False}
     wanted = document(ps.schedule("zbv", 8, 32), ps.Costs(f=2, latency=0.5), source=said, memory_limit=12.0)
     assert made == json.loads(json.dumps(wanted))
     text = (tmp_path / "page.html").read_text(encoding="utf-8")
@@ -50,6 +50,7 @@ def test_several_share_the_work_of_a_rank(export):
 
 def test_lowered_and_sharded(export):
     (made,) = export("1f1b", "--fsdp")
+    assert (made["source"]["lower"], made["source"]["fsdp"]) == (True, True)
     assert made["entries"] == json.loads(json.dumps(document(ps.lower(ps.schedule("1f1b", 4, 8), fsdp=True), source={})))["entries"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from starlette.testclient import TestClient
@@ -12,6 +13,7 @@ from penstock.errors import BusyError
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
 from penstock.studio.jobs import GRACE, Jobs
+from penstock.studio.server import application
 from studio.page import Page
 
 LAYER = {"f": 5, "i": 7, "w": 3, "activation": 1, "weight_stash": 0.5, "parameters": 2}
@@ -40,9 +42,17 @@ def of(name: str, told: list[tuple[str, dict]]) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished(client: TestClient) -> tuple[str, list[tuple[str, dict]]]:
-    job = started(client, BODY)
-    return job, events(client, job)
+def own() -> Iterator[TestClient]:
+    """A server of which nobody asks for another plan: it keeps the last alone."""
+    with TestClient(application(), base_url="http://127.0.0.1:8765") as found:
+        found.app.state.studio.worker.seconds = LONG  # type: ignore[attr-defined]
+        yield found
+
+
+@pytest.fixture(scope="module")
+def finished(own: TestClient) -> tuple[str, list[tuple[str, dict]]]:
+    job = started(own, BODY)
+    return job, events(own, job)
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +75,13 @@ def test_the_end_names_the_best(finished, wanted: ps.Plan):
     assert of("candidate", finished[1])[last["best"]]["makespan"] == wanted.objective
 
 
-def test_the_plan_can_be_saved(client: TestClient, finished, wanted: ps.Plan):
-    assert decode(client.get(f"/api/plan/{finished[0]}").json()) == wanted
+def test_the_plan_can_be_saved(own: TestClient, finished, wanted: ps.Plan):
+    assert decode(own.get(f"/api/plan/{finished[0]}").json()) == wanted
 
 
-def test_every_candidate_that_was_timed_opens_with_its_makespan(client: TestClient, page: Page, finished):
+def test_every_candidate_that_was_timed_opens_with_its_makespan(own: TestClient, page: Page, finished):
     for each in of("candidate", finished[1]):
-        response = client.get(f"/api/plan/{finished[0]}/candidates/{each['index']}")
+        response = own.get(f"/api/plan/{finished[0]}/candidates/{each['index']}")
         assert response.status_code == (200 if each["document"] else 404)
         if each["document"]:
             made = response.json()
@@ -80,9 +90,9 @@ def test_every_candidate_that_was_timed_opens_with_its_makespan(client: TestClie
             assert made["memory_limit"] == 40
 
 
-def test_what_is_not_there_is_not_found(client: TestClient, finished):
+def test_what_is_not_there_is_not_found(own: TestClient, finished):
     for path in ("/api/plan/other", "/api/plan/other/events", "/api/plan/other/candidates/0", f"/api/plan/{finished[0]}/candidates/999999"):
-        response = client.get(path)
+        response = own.get(path)
         assert response.status_code == 404
         assert "there is no" in response.json()["error"]
 

@@ -62,6 +62,7 @@ class Shown:
         check_table(table)
         source = {"kind": "schedule", "name": wanted.source, "ranks": table.ranks, "microbatches": table.microbatches}
         source |= {"chunks": table.chunks, "options": parse_options(wanted.options), "lower": table.lowered}
+        source["fsdp"] = self.recipe is not None and self.recipe.fsdp
         return document(table, timeline.costs, source=source, memory_limit=self.limit, depends_on_costs="costs" in named.options)
 
     def _of_file(self, wanted: Wanted) -> Any:
