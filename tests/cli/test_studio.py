@@ -68,8 +68,8 @@ def test_ctrl_c_ends_a_plan_that_is_being_made_and_followed():
         response = connection.getresponse()
         assert response.readline().startswith((b"event: ", b": alive"))
         process.send_signal(signal.SIGINT)
-        assert process.wait(LONG) == 130
-        response.close()
+        assert b"the studio was closed" in response.read()
+        assert (process.wait(LONG), process.stderr.read()) == (130, "")
 
 
 def test_a_port_in_use_is_said(refused):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 import threading
@@ -9,10 +10,14 @@ import webbrowser
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import MissingExtraError, UsageError
 from penstock.studio.guard import Hosts
+
+if TYPE_CHECKING:
+    import uvicorn
+    from starlette.applications import Starlette
 
 LARGEST_PORT = (1 << 16) - 1
 
@@ -58,8 +63,6 @@ class Address:
 
 def serve(documents: Sequence[Any], address: Address, *, open_browser: bool, tell: Callable[[str], None]) -> None:
     """Serve the page with these documents until Ctrl-C; `tell` is told where it is."""
-    import uvicorn
-
     from penstock.studio.server import application
 
     app = application(documents, host=address.host)
@@ -72,5 +75,16 @@ def serve(documents: Sequence[Any], address: Address, *, open_browser: bool, tel
             tell(f"it listens on {address.host}: everyone who can reach this machine can use it")
         if open_browser:
             threading.Thread(target=webbrowser.open, args=(url,), daemon=True).start()
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=1)
-        uvicorn.Server(config).run(sockets=[listening])
+        _server(app).run(sockets=[listening])
+
+
+def _server(app: Starlette) -> uvicorn.Server:
+    """A server that ends plans and requests before it waits for whoever follows them."""
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await asyncio.to_thread(app.state.studio.close)
+            await super().shutdown(sockets)
+
+    return Server(uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, timeout_graceful_shutdown=30))
