@@ -5,6 +5,7 @@ export default defineConfig({
   root: import.meta.dirname,
   test: {
     include: ["browser/**/*.test.ts"],
+    globalSetup: ["browser/setup.ts"],
     environment: "node",
     fileParallelism: false,
     testTimeout: 120_000,

@@ -16,6 +16,7 @@ function anyState(seed: number): LinkState {
     first: maybe(first),
     second: maybe({ schedule: "zb-h1", chunks: maybe(4), options: options() }),
     file: maybe({ name: "a file, with comma.csv", content: "AbC-_9" }),
+    given: maybe<[number, number]>([2, pick(-1, 0, 5)]),
     costs: {},
     limit: maybe(round(next() * 100)),
     adjust: { f: round(next() * 4), i: 1, w: round(next() * 4), b: 1, latency: maybe(round(next())), skew: next() < 0.5 ? {} : { 3: 1.5, 0: 0.25 } },

@@ -99,6 +99,7 @@ function Compare({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const { schedules, other, second, first, offline } = studio;
   if (!first.value) return null;
+  if (offline && studio.given.value.length > 1) return <Given loader={loader} />;
   const info = schedules.value.find((each) => each.name === other.value?.schedule);
   const change = (made: Other | null): void => void loader.compareWith(made);
   const named = (name: string): void => change(name === "" ? null : { schedule: name, chunks: null, options: {} });
@@ -125,6 +126,28 @@ function Compare({ loader }: { loader: Loader }) {
       {second.value && second.value.stages !== first.value.stages && (
         <p class="quiet small">Both do the same work: what a rank computes and holds is divided among its stages.</p>
       )}
+    </fieldset>
+  );
+}
+
+/** The documents that the page came with, two at a time. */
+function Given({ loader }: { loader: Loader }) {
+  const studio = useStudio();
+  const { given, first, second } = studio;
+  const list = given.value.map((view, index) => <option key={index} value={index}>{view.title}</option>);
+  const chosen = (index: number): typeof first.value => given.value[index] ?? null;
+  return (
+    <fieldset class="group">
+      <legend>Compare</legend>
+      <Field label="Above">
+        <select value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
+      </Field>
+      <Field label="Below">
+        <select data-testid="compare" value={second.value ? given.value.indexOf(second.value) : -1} onChange={(event) => loader.show(first.value!, chosen(Number(event.currentTarget.value)), null)}>
+          <option value={-1}>nothing</option>
+          {list}
+        </select>
+      </Field>
     </fieldset>
   );
 }

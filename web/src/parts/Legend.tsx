@@ -1,4 +1,5 @@
 import { chunkFill, rampFill, TONES } from "../draw/colours.ts";
+import { memoryTop } from "../draw/memory.ts";
 import { useStudio } from "../state/studio.ts";
 
 const KINDS = ["F", "B", "I", "W"] as const;
@@ -23,9 +24,19 @@ export function Legend() {
       {messages && <Item fills={[TONES.SEND.fill]} text="activations" />}
       {messages && <Item fills={["#c9a26b"]} text="gradients" />}
       {messages && kinds.has("REDUCE_GRAD") && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
-      {panels.some((shown) => shown.timed) && studio.memory.value && studio.shownLimit.value !== null && <li class="limit">memory limit</li>}
+      {panels.some((shown) => shown.timed) && studio.memory.value && <LimitItem />}
     </ul>
   );
+}
+
+/** The line of the limit, or that it is too far above to be drawn. */
+function LimitItem() {
+  const studio = useStudio();
+  const limit = studio.shownLimit.value;
+  if (limit === null) return null;
+  const least = Array.isArray(limit) ? Math.min(...limit) : limit;
+  const drawn = least <= memoryTop(studio.panels.value, limit);
+  return drawn ? <li class="limit">memory limit</li> : <li class="quiet">memory limit {studio.panels.value[0].size(least)}, far above</li>;
 }
 
 function Item({ fills, text }: { fills: string[]; text: string }) {

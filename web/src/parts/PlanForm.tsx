@@ -1,19 +1,8 @@
 import { useRef, useState } from "preact/hooks";
-import { SHAPE, transformerOf, whole, type PlanState, type Shape } from "../state/plan.ts";
+import { transformerOf, whole, type PlanState, type Shape, type Wanted } from "../state/plan.ts";
 import { readSize } from "../state/sizes.ts";
 import { Field } from "./fields.tsx";
 
-interface Wanted {
-  model: "transformer" | "profile";
-  shape: Shape;
-  profile: string;
-  ranks: string;
-  microbatches: string;
-  limit: string;
-  seconds: string;
-}
-
-const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
 const EXAMPLE = '{"layers": [{"f": 1, "i": 1, "w": 1, "activation": 1, "count": 16}], "latency": 0.1}';
 
 const FIELDS: [keyof Shape & string, string][] = [
@@ -32,9 +21,9 @@ const FIELDS: [keyof Shape & string, string][] = [
 
 /** What is to be planned. */
 export function PlanForm({ plan }: { plan: PlanState }) {
-  const [wanted, setWanted] = useState(USUAL);
+  const wanted = plan.wanted.value;
   const [problem, setProblem] = useState<string | null>(null);
-  const set = (patch: Partial<Wanted>): void => setWanted({ ...wanted, ...patch });
+  const set = (patch: Partial<Wanted>): void => void (plan.wanted.value = { ...wanted, ...patch });
   const submit = (event: Event): void => {
     event.preventDefault();
     try {

@@ -43,14 +43,24 @@ function useWidth() {
   return { holder, width };
 }
 
-/** Round sizes; those in bytes are round in the multiple that they are told in. */
-export function sizeTicks(low: number, high: number, unit: string, count: number): number[] {
+/** Pixels from one size on the axis to the next, at least. */
+const APART = 66;
+
+/** Round sizes; those in bytes are round in the multiple that they are told in. `width` is that of the axis. */
+export function sizeTicks(low: number, high: number, unit: string, width: number): number[] {
   const power = unit === "B" && high > 1 ? Math.floor(Math.log2(high) / 10) : 0;
   const whole = 2 ** (10 * power);
-  const made = high > 6 * low && low > 0 ? scaleLog([low / whole, high / whole], [0, 1]) : scaleLinear([low / whole, high / whole], [0, 1]);
-  const ticks = made.ticks(count);
-  const every = Math.ceil(ticks.length / (count + 2));
-  return ticks.filter((_, k) => k % every === 0).map((value) => value * whole);
+  const made = (isWide(low, high) ? scaleLog : scaleLinear)([low / whole, high / whole], [0, width]);
+  let last = -Infinity;
+  return made
+    .ticks(isWide(low, high) ? 20 : Math.max(2, Math.floor(width / (1.4 * APART))))
+    .filter((value) => made(value) - last >= APART && ((last = made(value)), true))
+    .map((value) => value * whole);
+}
+
+/** Whether a logarithmic axis shows more. */
+function isWide(low: number, high: number): boolean {
+  return low > 0 && high > 6 * low;
 }
 
 /** Time against memory: a mark a candidate, filled where it fits. */
@@ -62,8 +72,7 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
   const limit = plan.limit.value;
   const memories = shown.map((each) => each.memory!);
   const [low, high] = shown.length ? domain(limit === null ? memories : [...memories, limit]) : [0, 1];
-  const log = low > 0 && high > 6 * low;
-  const x = (log ? scaleLog : scaleLinear)([low, high], [MARGIN.left, width - MARGIN.right]);
+  const x = (isWide(low, high) ? scaleLog : scaleLinear)([low, high], [MARGIN.left, width - MARGIN.right]);
   const y = scaleLinear(shown.length ? domain(shown.map((each) => each.makespan!)) : [0, 1], [height - MARGIN.bottom, MARGIN.top]);
   const best = plan.best.value;
   return (
@@ -75,7 +84,7 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
             <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeText(value, time)}</text>
           </g>
         ))}
-        {sizeTicks(low, high, size, width < 500 ? 3 : 6).map((value) => (
+        {sizeTicks(low, high, size, width - MARGIN.left - MARGIN.right).map((value) => (
           <text key={value} class="tick" x={x(value)} y={height - MARGIN.bottom + 18} text-anchor="middle">{sizeText(value, size)}</text>
         ))}
         <line class="axis" x1={MARGIN.left} x2={width - MARGIN.right} y1={height - MARGIN.bottom} y2={height - MARGIN.bottom} />
@@ -120,7 +129,7 @@ function Mark({ candidate, x, y, width, best, label, open }: MarkProps) {
     }
   };
   return (
-    <g class={best ? "mark best" : "mark"} role="button" tabIndex={0} aria-label={label} onClick={() => open(candidate)} onKeyDown={press} data-testid="candidate">
+    <g class={best ? "mark best" : "mark"} role="button" tabindex={0} aria-label={label} onClick={() => open(candidate)} onKeyDown={press} data-testid="candidate">
       <title>{label}</title>
       <circle class="reach" cx={x} cy={y} r={12} />
       <circle cx={x} cy={y} r={best ? 8 : 5.5} fill={candidate.fits ? colour : "none"} stroke={colour} stroke-width={candidate.fits ? 1 : 1.5} />

@@ -25,7 +25,7 @@ export function NumberField({ label, value, least = 1, step = 1, disabled, chang
       <span>{label}</span>
       <span class="stepper">
         <button type="button" tabIndex={-1} aria-hidden="true" disabled={disabled || value - step < least} onClick={() => change(value - step)}>−</button>
-        <input inputMode="numeric" value={text} disabled={disabled} onInput={(event) => setText(event.currentTarget.value)} onBlur={() => commit(text)} onKeyDown={(event) => stepped(event, commit, value, step)} />
+        <input aria-label={label} inputMode="numeric" value={text} disabled={disabled} onInput={(event) => setText(event.currentTarget.value)} onBlur={() => commit(text)} onKeyDown={(event) => stepped(event, commit, value, step)} />
         <button type="button" tabIndex={-1} aria-hidden="true" disabled={disabled} onClick={() => change(value + step)}>+</button>
       </span>
     </label>

@@ -22,9 +22,12 @@ export class Loader {
     this.studio.dress(link);
     await this.guarded(async () => {
       if (embedded?.length) {
-        const [first, second] = embedded.map(readDocument);
-        this.studio.show(first, second ?? null);
-        this.takeSources(first, second);
+        const given = this.studio.given.value.length ? this.studio.given.value : embedded.map(readDocument);
+        this.studio.given.value = given;
+        const [above, below] = link.given ?? [0, 1];
+        this.show(given[above] ?? given[0], given[below] ?? null, null);
+        this.takeSources(this.studio.first.value!, given[below]);
+        this.studio.dress(link);
       }
       if (!this.studio.offline) await this.startServed(link, Boolean(embedded?.length));
     });

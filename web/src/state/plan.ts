@@ -20,8 +20,53 @@ export interface Result {
 
 export type PlanStatus = "idle" | "running" | "done" | "failed";
 
+/** The fields of a transformer, as the form has them. */
+export interface Shape {
+  layers: string;
+  hidden: string;
+  heads: string;
+  kv_heads: string;
+  ffn: string;
+  sequence: string;
+  vocabulary: string;
+  microbatch: string;
+  tflops: string;
+  bandwidth: string;
+  latency: string;
+  gated: boolean;
+}
+
+export const SHAPE: Shape = {
+  layers: "32",
+  hidden: "4096",
+  heads: "32",
+  kv_heads: "",
+  ffn: "11008",
+  sequence: "4096",
+  vocabulary: "32000",
+  microbatch: "1",
+  tflops: "400",
+  bandwidth: "50GB",
+  latency: "10",
+  gated: true,
+};
+
+/** What is to be planned, as the form has it. */
+export interface Wanted {
+  model: "transformer" | "profile";
+  shape: Shape;
+  profile: string;
+  ranks: string;
+  microbatches: string;
+  limit: string;
+  seconds: string;
+}
+
+const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
+
 /** A plan that is being made: its candidates arrive one by one. */
 export class PlanState {
+  readonly wanted = signal<Wanted>(USUAL);
   readonly job = signal<string | null>(null);
   readonly status = signal<PlanStatus>("idle");
   readonly candidates = signal<Candidate[]>([]);
@@ -105,37 +150,6 @@ export class PlanState {
     this.events?.close();
   }
 }
-
-/** The fields of a transformer, as the form has them. */
-export interface Shape {
-  layers: string;
-  hidden: string;
-  heads: string;
-  kv_heads: string;
-  ffn: string;
-  sequence: string;
-  vocabulary: string;
-  microbatch: string;
-  tflops: string;
-  bandwidth: string;
-  latency: string;
-  gated: boolean;
-}
-
-export const SHAPE: Shape = {
-  layers: "32",
-  hidden: "4096",
-  heads: "32",
-  kv_heads: "",
-  ffn: "11008",
-  sequence: "4096",
-  vocabulary: "32000",
-  microbatch: "1",
-  tflops: "400",
-  bandwidth: "50GB",
-  latency: "10",
-  gated: true,
-};
 
 /** A transformer as the server reads it; throws what is wrong with a field. */
 export function transformerOf(shape: Shape): Record<string, unknown> {

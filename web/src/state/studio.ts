@@ -23,6 +23,8 @@ export class Studio {
   readonly choice = signal<Choice | null>(null);
   readonly other = signal<Other | null>(null);
   readonly file = signal<Packed | null>(null);
+  /** The documents that the page came with. */
+  readonly given = signal<View[]>([]);
   /** What schedules are asked with, before the sliders. */
   readonly costs = signal<Partial<Costs>>({});
   readonly schedules = signal<ScheduleInfo[]>([]);
@@ -104,6 +106,7 @@ export class Studio {
       first: this.choice.value,
       second: this.other.value,
       file: this.file.value,
+      given: this.givenPair(),
       costs: this.costs.value,
       limit: this.limit.value,
       adjust: this.adjust.value,
@@ -129,6 +132,13 @@ export class Studio {
       this.path.value = link.path;
       this.setSpan(...(link.span ?? [0, 1]));
     });
+  }
+
+  /** Which of the page's own documents are shown, where that is not the first two. */
+  private givenPair(): [number, number] | null {
+    const [first, second] = [this.first.value, this.second.value].map((view) => (view ? this.given.value.indexOf(view) : -1));
+    if (first < 0 || (second < 0 && this.second.value)) return null;
+    return first === 0 && second === (this.given.value.length > 1 ? 1 : -1) ? null : [first, second];
   }
 
   private spotOf(target: Target | null): Spot | null {

@@ -41,6 +41,8 @@ export interface LinkState {
   first: Choice | null;
   second: Other | null;
   file: Packed | null;
+  /** Which of the page's own documents stand above and below, -1 for none; null for the first two. */
+  given: [number, number] | null;
   /** What the schedules are timed with before the sliders move, where that is not the usual. */
   costs: Partial<Costs>;
   limit: number | null;
@@ -59,6 +61,7 @@ export const PLAIN: LinkState = {
   first: null,
   second: null,
   file: null,
+  given: null,
   costs: {},
   limit: null,
   adjust: UNCHANGED,
@@ -83,6 +86,7 @@ export function encodeLink(state: LinkState): string {
   }
   if (state.second) setChoice(said, state.second, "vs", "vc", "vo.");
   if (state.file) [["file", state.file.name], ["data", state.file.content]].forEach(([name, value]) => said.set(name, value));
+  if (state.given) said.set("d", state.given.join(","));
   if (state.limit !== null) said.set("limit", short(state.limit));
   setAdjust(said, state.adjust);
   if (state.colourBy !== "kind") said.set("by", state.colourBy);
@@ -104,6 +108,7 @@ export function decodeLink(hash: string): LinkState {
     first: firstChoice(said),
     second: otherChoice(said, "vs", "vc", "vo."),
     file: name && content ? { name, content } : null,
+    given: readPair(said.get("d")),
     costs: readCosts(said.get("costs")),
     limit: number(said.get("limit"), 0),
     adjust: readAdjust(said),
@@ -174,6 +179,11 @@ function readCosts(text: string | null): Partial<Costs> {
   } catch {
     return {};
   }
+}
+
+function readPair(text: string | null): [number, number] | null {
+  const match = /^(\d{1,6}),(-1|\d{1,6})$/.exec(text ?? "");
+  return match ? [Number(match[1]), Number(match[2])] : null;
 }
 
 function readSpan(text: string | null): [number, number] | null {
