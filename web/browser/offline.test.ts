@@ -1,32 +1,20 @@
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
-import type { Browser, Download, Page } from "playwright-core";
-import { afterAll, afterEach, beforeAll, expect, inject, test } from "vitest";
-import { addressed, click, colourful, drawn, hover, launch, open, read, settled, tile, until, untilTile, where, type Watched } from "./page.ts";
+import type { Download, Page } from "playwright-core";
+import { expect, inject, test } from "vitest";
+import { addressed, click, colourful, drawn, hover, read, settled, tile, until, untilTile, where } from "./page.ts";
 import { expected, run } from "./penstock.ts";
+import { Session } from "./session.ts";
 
 const folder = inject("folder");
 const wanted = expected(folder);
 const ZBV = `file://${join(folder, "zbv.html")}`;
-let browser: Browser;
-let now: Watched | null = null;
-
-beforeAll(async () => {
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser.close();
-});
-afterEach(async () => {
-  expect(now?.faults).toEqual([]);
-  await now?.page.context().close();
-  now = null;
-});
+const session = new Session();
 
 async function show(address = ZBV, options = {}): Promise<Page> {
-  now = await open(browser, address, options);
-  await drawn(now.page);
-  return now.page;
+  const page = await session.open(address, options);
+  await drawn(page);
+  return page;
 }
 
 test("the exported page shows the library's figures and asks nobody for anything", async () => {
@@ -39,7 +27,7 @@ test("the exported page shows the library's figures and asks nobody for anything
   expect(await page.title()).toContain("zbv, 4 ranks, 8 microbatches");
   expect(await page.getByRole("row", { name: /^makespan/ }).innerText()).toContain(String(makespan));
   expect(await colourful(page)).toBeGreaterThan(20_000);
-  expect(now!.requests).toEqual([ZBV]);
+  expect(session.requests).toEqual([ZBV]);
 });
 
 test("the wheel zooms at the cursor, drag moves, and Fit shows everything", async () => {
@@ -134,7 +122,6 @@ test("the address holds what is seen", async () => {
   const state = await read(page, (handle) => handle.state);
   const span = await read(page, (handle) => handle.span);
   const address = page.url();
-  await page.context().close();
   const again = await show(address);
   await until(again, (handle) => handle.state.selected !== null);
   expect({ ...(await read(again, (handle) => handle.state)), span: null }).toEqual({ ...state, span: null });

@@ -1,38 +1,26 @@
 import { readFileSync } from "node:fs";
 import { join } from "node:path";
-import type { Browser, Page } from "playwright-core";
-import { afterAll, afterEach, beforeAll, expect, inject, test } from "vitest";
-import { addressed, drawn, launch, open, read, tile, until, untilTile, type Watched } from "./page.ts";
+import type { Page } from "playwright-core";
+import { expect, inject, test } from "vitest";
+import { addressed, drawn, read, tile, until, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
+import { Session } from "./session.ts";
 
 const folder = inject("folder");
 const wanted = expected(folder);
 const address = inject("studio");
-let browser: Browser;
-let now: Watched | null = null;
-
-beforeAll(async () => {
-  browser = await launch();
-});
-afterAll(async () => {
-  await browser.close();
-});
-afterEach(async () => {
-  expect(now?.faults).toEqual([]);
-  await now?.page.context().close();
-  now = null;
-});
+const session = new Session();
 
 async function show(hash = "", options = {}): Promise<Page> {
-  now = await open(browser, address + hash, options);
-  await drawn(now.page);
-  return now.page;
+  const page = await session.open(address + hash, options);
+  await drawn(page);
+  return page;
 }
 
 async function showPlan(options = {}): Promise<Page> {
-  now = await open(browser, `${address}#tab=plan`, options);
-  await now.page.getByRole("button", { name: "Plan", exact: true }).waitFor();
-  return now.page;
+  const page = await session.open(`${address}#tab=plan`, options);
+  await page.getByRole("button", { name: "Plan", exact: true }).waitFor();
+  return page;
 }
 
 test("a schedule is chosen, changed and kept in the address", async () => {

@@ -8,5 +8,5 @@ export function sceneOf(panels: Shown[], from: number, to: number, width = 1000)
   const shapes = panels.map((shown) => ({ channelsOf: shown.structure.channelsOf, collectives: false, memory: shown.timed }));
   const layout = layOut(shapes, width, 700);
   const scale = { from, to, left: layout.gutter, width: width - layout.gutter - 12 };
-  return { panels, layout, scale, paper: LIGHT, colourBy: "kind", limit: null, scroll: 0, visible: 500 };
+  return { panels, layout, scale, paper: LIGHT, colourBy: "kind", limit: null, whole: true, scroll: 0, visible: 500 };
 }

@@ -1,4 +1,4 @@
-import { describe, expect, test } from "vitest";
+import { describe, expect, test, vi } from "vitest";
 import { nextAction } from "../src/parts/keys.ts";
 import { UNCHANGED } from "../src/state/adjust.ts";
 import { firstParting, latenessOfRanks, lengthsByWork, medianRatio } from "../src/state/lateness.ts";
@@ -50,6 +50,22 @@ describe("panels", () => {
     const [predicted, measured] = studio.panels.value;
     expect(predicted.numbers.makespan).toBeCloseTo(measured.numbers.makespan, 9);
     expect(predicted.label).toContain("×");
+  });
+
+  test("while a slider moves over many actions the figures stand, and follow when it rests", () => {
+    vi.useFakeTimers();
+    const studio = new Studio(true);
+    studio.show({ ...gpipe({ ranks: 2, microbatches: 3 }), nodes: 100_000 }, null);
+    const before = studio.rested.value;
+    studio.move({ ...UNCHANGED, f: 2 });
+    expect(studio.panels.value[0].length).toBe(16);
+    expect(studio.rested.value).toBe(before);
+    vi.runAllTimers();
+    expect(studio.rested.value).toBe(studio.panels.value);
+    studio.show(gpipe({ ranks: 2, microbatches: 3 }), null);
+    studio.move({ ...UNCHANGED, f: 3 });
+    expect(studio.rested.value).toBe(studio.panels.value);
+    vi.useRealTimers();
   });
 
   test("the axis never leaves what there is", () => {

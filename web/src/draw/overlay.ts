@@ -137,13 +137,3 @@ function redraw(pen: Pen, scene: Scene, target: Target): void {
     pen.rect(box.x, box.top, box.width, box.height, channelFill(shown, shown.view.messages.channel[target.index]));
   }
 }
-
-/** The part of the axis around a target, with room beside it. */
-export function spanAround(shown: Shown, target: Target, length: number): { from: number; to: number } {
-  const place = { start: 0, end: length };
-  if (target.what === "action") [place.start, place.end] = [shown.timing.start[target.index], shown.timing.end[target.index]];
-  const middle = (place.start + place.end) / 2;
-  const reach = Math.max(6 * (place.end - place.start), length / 40);
-  return { from: middle - reach, to: middle + reach };
-}
-

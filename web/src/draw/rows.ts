@@ -8,7 +8,7 @@ import { toX, type Scale } from "./span.ts";
 import { visit, type Lane } from "./visible.ts";
 
 /** Of the size: the width of a digit or letter, near enough to say whether a label fits. */
-const CHARACTER = 0.58;
+const CHARACTER = 0.62;
 
 /** The computation of one rank. */
 export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fills: Fills): void {

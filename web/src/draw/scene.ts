@@ -17,6 +17,8 @@ export interface Scene {
   paper: Paper;
   colourBy: ColourBy;
   limit: Limit;
+  /** Whether figures and memory are drawn too; they take longer than the rest. */
+  whole: boolean;
   /** How far the content is scrolled, and how much of it shows, in pixels. */
   scroll: number;
   visible: number;
@@ -55,7 +57,7 @@ export function shifted(pen: Pen, scene: Scene, body: (pen: Pen) => void): void 
 }
 
 function paintPanels(pen: Pen, scene: Scene): void {
-  const top = memoryTop(scene.panels, scene.limit);
+  const top = scene.whole ? memoryTop(scene.panels, scene.limit) : 0;
   scene.layout.panels.forEach((place, panel) => {
     const shown = scene.panels[panel];
     if (scene.panels.length > 1) paintTitle(pen, scene, panel);
@@ -65,7 +67,7 @@ function paintPanels(pen: Pen, scene: Scene): void {
         pen.rect(scene.scale.left, row.compute.top, scene.scale.width, row.compute.height, scene.paper.idle);
         paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy));
         if (shown.timed) paintLanes(pen, shown, row, scene.scale, scene.paper);
-        paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top);
+        if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top);
       });
       paintFindings(pen, scene, row);
     }
@@ -82,7 +84,7 @@ function paintTitle(pen: Pen, scene: Scene, panel: number): void {
   const top = layout.panels[panel].top;
   pen.rect(0, top, layout.width, 22, paper.band);
   pen.text(10, top + 11.5, shown.label, { fill: paper.ink, size: 12, bold: true });
-  if (!shown.timed || layout.width < 560) return;
+  if (!shown.timed || !scene.whole || layout.width < 560) return;
   const { makespan, bubble, peak } = shown.numbers;
   const said = `makespan ${shown.time(makespan)} · bubble ${percent(bubble)} · peak ${shown.size(peak)}`;
   pen.text(layout.width - 10, top + 11.5, said, { fill: paper.soft, size: 11, align: "right" });

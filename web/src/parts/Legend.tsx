@@ -35,7 +35,7 @@ function LimitItem() {
   const limit = studio.shownLimit.value;
   if (limit === null) return null;
   const least = Array.isArray(limit) ? Math.min(...limit) : limit;
-  const drawn = least <= memoryTop(studio.panels.value, limit);
+  const drawn = least <= memoryTop(studio.rested.value, limit);
   return drawn ? <li class="limit">memory limit</li> : <li class="quiet">memory limit {studio.panels.value[0].size(least)}, far above</li>;
 }
 

@@ -26,7 +26,7 @@ const FIGURES: Figure[] = [
 /** Every figure as a table: of one timeline, or of two and their difference. */
 export function NumbersCard() {
   const studio = useStudio();
-  const panels = studio.panels.value;
+  const panels = studio.rested.value;
   if (!panels.length || panels.some((shown) => !shown.timed)) return null;
   return (
     <section class="card numbers" aria-labelledby="numbers-title">

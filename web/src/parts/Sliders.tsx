@@ -16,7 +16,7 @@ export function Sliders({ loader }: { loader: Loader }) {
   if (!view || !view.timed) return null;
   const adjust = studio.adjust.value;
   const set = (patch: Partial<Adjust>): void => {
-    studio.adjust.value = { ...adjust, ...patch };
+    studio.move({ ...adjust, ...patch });
     loader.reorderSoon();
   };
   const names = (["f", "i", "w", "b"] as const).filter((name) => view.costs[name] !== null);

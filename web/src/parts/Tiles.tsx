@@ -8,7 +8,7 @@ import type { Cause } from "../core/index.ts";
 /** The figures that people look for first. */
 export function Tiles() {
   const studio = useStudio();
-  const panels = studio.panels.value.filter((shown) => shown.timed);
+  const panels = studio.rested.value.filter((shown) => shown.timed);
   if (!panels.length) return null;
   const limit = studio.shownLimit.value;
   return (

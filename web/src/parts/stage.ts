@@ -61,6 +61,7 @@ export class Stage {
       paper: this.themes.paper.value,
       colourBy: studio.colourBy.value,
       limit: studio.shownLimit.value,
+      whole: !studio.moving.value,
       scroll: this.scroll.value,
       visible: this.height.value - this.layout.value.axis,
     };

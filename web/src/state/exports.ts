@@ -18,7 +18,7 @@ const MOST_PIXELS = 16_000;
 
 /** The scene as it is on screen, with all its rows. */
 export function wholeScene(scene: Scene): Scene {
-  return { ...scene, scroll: 0, visible: scene.layout.height };
+  return { ...scene, whole: true, scroll: 0, visible: scene.layout.height };
 }
 
 export function toSvg(scene: Scene, pointed: Pointed): string {

@@ -76,7 +76,6 @@ export class PlanState {
   readonly limit = signal<number | null>(null);
   /** The units of what is asked for: times and sizes. */
   readonly units = signal({ time: "", size: "" });
-  private events: EventSource | null = null;
 
   /** The best so far of those that fit. */
   readonly best = computed(() => {
@@ -104,7 +103,7 @@ export class PlanState {
 
   /** Candidates come in bursts; a burst is shown at once. */
   private listen(job: string): void {
-    const events = (this.events = api.planEvents(job));
+    const events = api.planEvents(job);
     const waiting: Candidate[] = [];
     const flush = (): void => {
       if (waiting.length) this.candidates.value = [...this.candidates.value, ...waiting.splice(0)];
@@ -144,10 +143,6 @@ export class PlanState {
 
   async cancel(): Promise<void> {
     if (this.job.value) await api.cancelPlan(this.job.value);
-  }
-
-  close(): void {
-    this.events?.close();
   }
 }
 

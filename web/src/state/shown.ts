@@ -43,7 +43,7 @@ export class Shown {
 
   /** What the axis has to show. */
   get length(): number {
-    if (this.view.timed) return this.numbers.makespan;
+    if (this.view.timed) return this.finished.reduce((most, time) => Math.max(most, time), 0);
     return this.timing.end.reduce((most, end) => Math.max(most, end), 1);
   }
 

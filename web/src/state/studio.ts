@@ -10,6 +10,10 @@ import { inUnitOf } from "./lateness.ts";
 import { Shown } from "./shown.ts";
 import type { Choice, LinkState, Other, Packed, Spot } from "./url.ts";
 
+/** Actions from which on figures wait until a slider rests; the timeline never does. */
+const LARGE = 30_000;
+const REST = 150;
+
 export interface Notice {
   text: string;
   kind: "error" | "note";
@@ -40,6 +44,11 @@ export class Studio {
   readonly hovered = signal<Target | null>(null);
   readonly selected = signal<Target | null>(null);
 
+  /** Whether a slider is being moved over a schedule so large that only its timeline is drawn meanwhile. */
+  readonly moving = signal(false);
+  private resting: ReturnType<typeof setTimeout> | undefined;
+  private last: Shown[] = [];
+
   readonly busy = signal(0);
   readonly notice = signal<Notice | null>(null);
 
@@ -56,6 +65,23 @@ export class Studio {
     const found = new Shown("measured", first, first.costs, measured);
     return [inUnitOf(found, Shown.of("predicted", first, costs)), found];
   });
+
+  /** The panels that figures are shown of: those before the move while a slider moves. */
+  readonly rested = computed<Shown[]>(() => {
+    if (!this.moving.value) this.last = this.panels.value;
+    return this.last;
+  });
+
+  /** Moves the sliders. */
+  move(adjust: Adjust): void {
+    const actions = (this.first.value?.nodes ?? 0) + (this.second.value?.nodes ?? 0);
+    batch(() => {
+      this.adjust.value = adjust;
+      this.moving.value = actions > LARGE;
+    });
+    clearTimeout(this.resting);
+    if (this.moving.value) this.resting = setTimeout(() => (this.moving.value = false), REST);
+  }
 
   private shown(view: View, cuts: number): Shown {
     const measured = view.measured ? measuredTiming(view) : null;
