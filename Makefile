@@ -7,11 +7,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 # Two stages of installation, each marked by a stamp that is older than pyproject.toml when it has to run again.
 BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
+PAGE := web/node_modules/.installed
 DEEPSPEED := .venv-deepspeed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick bench docs deepspeed lint
+.PHONY: help setup demo test quick page bench docs deepspeed lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -21,11 +22,14 @@ setup: $(DEV)  ## create .venv and install everything that the tests need
 demo: $(BASE)  ## build, lower, prove and draw a zero-bubble schedule, and refuse a broken one
 	@$(BIN)/python examples/demo.py
 
-test: $(DEV) lint  ## check style and types and run every test
+test: $(DEV) lint page  ## check style and types and run every test
 	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
+
+page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is what its source makes, browser tests
+	cd web && npm run --silent typecheck && npm run --silent test && npm run --silent check && npm run --silent browser
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py
@@ -54,6 +58,10 @@ $(DEV): pyproject.toml | $(BIN)/python
 	$(PIP) install torch==2.13.0
 	$(PIP) install -e '.[dev]'
 	@touch $(BASE) $@
+
+$(PAGE): web/package-lock.json
+	cd web && npm ci --silent
+	@touch $@
 
 # DeepSpeed is built from source, so it gets an environment of its own on top of the tests', which stays as it is.
 $(DEEPSPEED)/.installed: $(DEV)

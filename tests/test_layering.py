@@ -14,7 +14,7 @@ import pytest
 import penstock
 
 SOURCE = Path(penstock.__file__).parent
-HEAVY = {"torch", "numba", "matplotlib", "ortools"}
+HEAVY = {"torch", "numba", "matplotlib", "ortools", "starlette", "uvicorn"}
 
 # Each part and what it may import of ours, besides itself. `errors` is free to all. The package itself loads its public names lazily.
 ALLOWED: dict[str, set[str]] = {
@@ -27,11 +27,12 @@ ALLOWED: dict[str, set[str]] = {
     "schedules": {"ir", "simulator"},
     "planner": {"ir", "simulator", "verifier", "passes", "schedules"},
     "draw": {"ir", "simulator"},
+    "studio": {"ir", "simulator", "verifier", "passes", "schedules", "planner"},
     "runtime": {"ir", "simulator", "verifier", "passes", "schedules", "planner"},
     "compat": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "runtime"},
     "testing": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "runtime"},
     "__main__": {"cli"},
-    "cli": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "runtime", "compat", "testing"},
+    "cli": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "studio", "runtime", "compat", "testing"},
 }
 # Beyond that only inside a function: timelines and plans are saved by the part that draws them.
 WHEN_CALLED = {("simulator", "draw"), ("planner", "draw")}

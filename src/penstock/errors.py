@@ -62,6 +62,14 @@ class UsageError(PenstockError, ValueError):
     """Arguments of a command that do not go together, or that name what is not there."""
 
 
+class BusyError(PenstockError, RuntimeError):
+    """Work that is refused because other work is still going on."""
+
+
+class TooLongError(PenstockError, TimeoutError):
+    """Work that was ended because it took longer than it may."""
+
+
 class PlanError(PenstockError, ValueError):
     """Limits that no plan was found within; the message says by how much, where, and what would fit."""
 

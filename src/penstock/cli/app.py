@@ -8,12 +8,14 @@ import typer
 
 from penstock.cli.compare import compare
 from penstock.cli.convert import convert
+from penstock.cli.export import export
 from penstock.cli.list import list_
 from penstock.cli.lower import lower
 from penstock.cli.plan import plan
 from penstock.cli.profile import profile
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
+from penstock.cli.studio import studio
 from penstock.cli.verify import verify
 
 # Plain help loads in a fraction of the time of Rich's, and reads the same in a pipe.
@@ -51,6 +53,7 @@ def _penstock(
       penstock simulate zbv -p 4 -m 8 -o zbv.svg
       penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
       penstock plan --profile p.json -p 8 --batch 512 --memory-limit 40GiB -o plan.json
+      penstock studio
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
@@ -65,3 +68,5 @@ app.command("compare")(compare)
 app.command("plan")(plan)
 app.command("profile")(profile)
 app.command("convert")(convert)
+app.command("studio")(studio)
+app.command("export")(export)

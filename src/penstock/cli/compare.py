@@ -112,7 +112,7 @@ def compare(
     check_unit(unit)
     check_output(output, PICTURES)
     how = recipe(lower, fsdp, merge_backward, receive)
-    wanted = _wanted(sources, ranks, microbatches)
+    wanted = wanted_sources(sources, ranks, microbatches)
     timed = [Timed.read(each, costs, per, how) for each in wanted]
     entries: list[Entry] = []
     with progress(len(timed) + 2) as step:
@@ -163,7 +163,7 @@ def _value(entry: Entry, by: By) -> float:
     }[by]
 
 
-def _wanted(sources: list[str], ranks: int | None, microbatches: int | None) -> list[Wanted]:
+def wanted_sources(sources: list[str], ranks: int | None, microbatches: int | None) -> list[Wanted]:
     """Each source with its own options; the shape is for those that are names."""
     found = [_one(source, ranks, microbatches) for source in sources]
     if (ranks or microbatches) and all(each.is_file for each in found):

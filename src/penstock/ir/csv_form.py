@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from collections.abc import Iterable
 from os import PathLike
 from pathlib import Path
 
@@ -56,12 +57,16 @@ def write_whole(path: str | PathLike[str], text: str | bytes) -> None:
 
 def read_csv(path: str | PathLike[str], *, strict: bool = True) -> Table:
     """A schedule or program from a CSV file; `strict=False` leaves missing and repeated actions to the verifier."""
-    file = os.fspath(path)
     with open(path, newline="", encoding="utf-8-sig") as stream:
-        try:
-            rows = list(csv.reader(stream))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise FileFormatError(file, f"not a CSV file: {error}") from None
+        return parse_csv(stream, os.fspath(path), strict=strict)
+
+
+def parse_csv(lines: Iterable[str], file: str = "CSV", *, strict: bool = True) -> Table:
+    """A schedule or program from the lines of a CSV file."""
+    try:
+        rows = list(csv.reader(lines))
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise FileFormatError(file, f"not a CSV file: {error}") from None
     return infer_table(parse_rows(file, rows), strict=strict)
 
 

@@ -168,6 +168,7 @@ class Explorer:
 
     def _add(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
+        self.request.found(attempt)
         trial = attempt.trial
         if trial is not None:
             self._settings.setdefault(key_of(trial.setting), trial.setting)

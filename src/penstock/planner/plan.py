@@ -217,6 +217,7 @@ def plan(
     seed: int = 0,
     progress: Callable[[Progress], None] | None = None,
     stop: Callable[[], bool] | None = None,
+    found: Callable[[Attempt], None] | None = None,
 ) -> Plan:
     """The best schedule found for a model on so many ranks, within a memory limit; `PlanError` where nothing fits.
 
@@ -229,7 +230,8 @@ def plan(
     - `split`: whether the backward may be split;
     - `seconds`: how long to search, after all named schedules have been timed;
     - `jitter`: how much times vary when robustness is measured; of candidates within `near` the most robust is taken;
-    - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned.
+    - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned;
+    - `found` is called with each `Attempt` as it is made.
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
@@ -251,6 +253,7 @@ def plan(
         in_bytes=is_in_bytes(profile, memory_limit),
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
+        found=found or (lambda attempt: None),
     )
     explorer = Explorer(request)
     explorer.run()

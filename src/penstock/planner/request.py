@@ -61,6 +61,8 @@ class Request:
     """Whether sizes are bytes."""
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
+    found: Callable[[Any], None] = lambda attempt: None
+    """Told of each `Attempt` when it is made."""
 
     @property
     def searches(self) -> bool:

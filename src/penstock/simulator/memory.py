@@ -140,6 +140,5 @@ def is_sharded(timeline: Timeline) -> bool:
 
 def _static(timeline: Timeline) -> list[float]:
     """What each rank keeps throughout: shards where the program shards, else its stages' parameters."""
-    name = "shard" if is_sharded(timeline) else "parameters"
-    kept = timeline.costs.per_stage(name, timeline.table.stages)
-    return [sum(kept[stage] for stage in timeline.table.placement.stages_of(rank)) for rank in range(timeline.ranks)]
+    kept: list[float] = timeline.of_ranks("shard" if is_sharded(timeline) else "parameters").tolist()
+    return kept

@@ -102,8 +102,13 @@ class Timeline:
     @cached_property
     def optimizer(self) -> Floats:
         """How long each rank's optimizer takes."""
-        taken = self.costs.per_stage("optimizer", self.table.stages)
-        return np.array([sum(taken[stage] for stage in self.table.placement.stages_of(rank)) for rank in range(self.ranks)])
+        return self.of_ranks("optimizer")
+
+    def of_ranks(self, name: str) -> Floats:
+        """What a cost of the stages comes to on each rank."""
+        copies = self.table.placement.copies
+        values = np.tile(self.costs.per_stage(name, self.table.stages), len(copies))
+        return np.asarray(np.bincount(np.ravel(copies), weights=values, minlength=self.ranks), dtype=np.float64)
 
     @cached_property
     def finished(self) -> Floats:

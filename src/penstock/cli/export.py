@@ -1,0 +1,52 @@
+"""`penstock export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.documents import MemoryLimit, PerSource, Sources
+from penstock.cli.options import CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, file_or_stdout
+
+
+def export(
+    sources: Sources,
+    *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    costs: CostsText = None,
+    per: PerSource = None,
+    memory_limit: MemoryLimit = None,
+    lower: Lower = False,
+    fsdp: Fsdp = False,
+    merge_backward: MergeBackward = False,
+    receive: Receive = None,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="The .html file to write; else stdout.")
+    ] = None,
+) -> None:
+    """Write the studio's page with schedules in it: one file that works offline.
+
+    The page times, explains and compares what is in it by itself, also under other costs; only other schedules need 'penstock studio'.
+    A file with mistakes is shown with the verifier's findings in their places.
+
+    \b
+    Examples:
+      penstock export zbv -p 8 -m 32 -o zbv.html
+      penstock export zbv 1f1b -p 8 -m 32 --costs "f=1,i=1,w=1,latency=0.1" -o compare.html
+      penstock export predicted.json measured.json -o run.html
+    """
+    from penstock.cli.documents import shown
+    from penstock.cli.output import emit, write
+    from penstock.cli.timed import check_output, recipe
+    from penstock.studio.page import page
+
+    check_output(output, (".html", ".htm"))
+    how = recipe(lower, fsdp, merge_backward, receive)
+    text = page(shown(sources, how, ranks=ranks, microbatches=microbatches, costs=costs, per=per, memory_limit=memory_limit))
+    if output is None:
+        emit([text])
+    else:
+        write(output, text)

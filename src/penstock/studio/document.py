@@ -1,0 +1,154 @@
+"""What the page draws: a schedule or program with its timing graph, as plain data.
+
+The page times the graph itself under whatever costs it is given, so that a document holds no times but measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.errors import ScheduleError
+from penstock.ir.costs import Costs
+from penstock.ir.json_form import FORMAT
+from penstock.ir.kind import Kind
+from penstock.ir.program import Program
+from penstock.ir.rows import Rows
+from penstock.ir.table import Table
+from penstock.simulator.flat import Flat
+from penstock.simulator.simulate import simulate
+from penstock.simulator.timeline import Timeline
+from penstock.studio.columns import real, small, whole
+from penstock.verifier.finding import Finding
+
+VERSION = 1
+MOST_FINDINGS = 1000
+"""In one document: a table that is wrong everywhere is not shown cell by cell."""
+FEW = 100_000
+"""Actions that are timed sooner than numba is loaded."""
+
+Document = dict[str, Any]
+Limit = float | Sequence[float] | None
+
+_GRAPH = ("need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot")
+_TIMES = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
+
+
+def document(
+    table: Table,
+    costs: Costs | None = None,
+    *,
+    source: dict[str, Any],
+    memory_limit: Limit = None,
+    findings: Iterable[Finding] = (),
+    depends_on_costs: bool = False,
+    units: tuple[str, str] = ("", ""),
+) -> Document:
+    """A table as the page reads it; one that cannot run is drawn as a grid with the findings in their places."""
+    costs = Costs() if costs is None else costs
+    costs.check(table.stages, table.microbatches)
+    found = list(findings)
+    return {
+        "format": FORMAT,
+        "type": "view",
+        "version": VERSION,
+        "title": title_of(table),
+        "source": source,
+        "depends_on_costs": depends_on_costs,
+        "ranks": table.ranks,
+        "stages": table.stages,
+        "microbatches": table.microbatches,
+        "copies": [list(copy) for copy in table.placement.copies],
+        "lowered": table.lowered,
+        "table": _about(table),
+        "kinds": [kind.name for kind in Kind],
+        "entries": _entries(table.rows),
+        **_structure(table, costs, any(found)),
+        "costs": costs.to_json(),
+        "units": dict(zip(("time", "size"), units, strict=True)),
+        "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
+        "measured": None,
+        "findings": [_said(finding) for finding in found[:MOST_FINDINGS]],
+        "num_findings": len(found),
+    }
+
+
+def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limit: Limit = None, **options: Any) -> Document:
+    """A timeline as the page reads it: its times too where they were measured."""
+    made = document(timeline.table, timeline.costs, source=source, memory_limit=memory_limit, **options)
+    if timeline.source != "simulated" and made["timed"]:
+        made["measured"] = {"source": timeline.source, **{name: real(getattr(timeline, name)) for name in _TIMES}}
+    return made
+
+
+def title_of(table: Table) -> str:
+    """One line: the name, ranks and microbatches."""
+    name = table.name or type(table).__name__.lower()
+    ranks, microbatches = table.ranks, table.microbatches
+    return f"{name}, {ranks} rank{'s'[: ranks != 1]}, {microbatches} microbatch{'es' if microbatches != 1 else ''}"
+
+
+def _about(table: Table) -> dict[str, Any]:
+    """What a file of the table holds besides its rows."""
+    made: dict[str, Any] = {
+        "type": "program" if isinstance(table, Program) else "schedule",
+        "name": table.name,
+        "placement": table.placement.kind,
+        "edges": [list(edge) for edge in table.graph.edges],
+    }
+    if isinstance(table, Program):
+        made |= {"passes": table.passes, "buffers": None if table.buffers is None else table.buffers.to_json()}
+    return made
+
+
+def _entries(rows: Rows) -> dict[str, Any]:
+    return {
+        "kind": small(rows.kind),
+        "stage": whole(rows.stage),
+        "microbatch": whole(rows.microbatch),
+        "peer": whole(rows.peer),
+        "at": whole(np.append(np.flatnonzero(rows.heads), len(rows.codes))),
+    }
+
+
+def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
+    """The timing graph, or the rows' bounds alone where nothing can be timed."""
+    if suspect and not _runs(table, costs):
+        return {"timed": False, "graph": {"bounds": whole(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
+    flat = Flat(table)
+    graph, messages, group = flat.graph(), flat.messages, table.rows.group
+    before, after = (group[column] for column in table.links.local)
+    pairs = np.unique(np.stack((after, before)), axis=1)
+    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
+    columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
+    return {
+        "timed": True,
+        "graph": {"bounds": whole(graph.bounds), **columns, "collective": small(graph.collective)},
+        "local": {"after": whole(pairs[0]), "before": whole(pairs[1])},
+        "messages": ends,
+        "channels": [[source, target, kind.name] for source, target, kind in messages.channels],
+    }
+
+
+def _runs(table: Table, costs: Costs) -> bool:
+    """Whether every rank gets to its end."""
+    inside = (table.rows.stage < table.stages) & (table.rows.microbatch < table.microbatches)
+    try:
+        simulate(table, costs, engine="plain" if len(table.rows.codes) < FEW else "auto")
+    except ScheduleError:
+        return False
+    return bool(inside.all())
+
+
+def _said(finding: Finding) -> dict[str, Any]:
+    return {
+        "rule": finding.rule,
+        "severity": finding.severity.name.lower(),
+        "rank": finding.rank,
+        "step": finding.step,
+        "action": finding.action,
+        "message": finding.message,
+        "remedy": finding.remedy,
+    }

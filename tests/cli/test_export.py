@@ -1,0 +1,110 @@
+"""`penstock export`, and what it shares with `penstock studio`."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+import penstock as ps
+from penstock.ir.csv_form import csv_text
+from penstock.simulator.simulate import simulate
+from penstock.studio.document import document
+from penstock.studio.page import source
+
+
+def documents(text: str) -> list:
+    """The documents in a page, as the page reads them."""
+    (found,) = re.findall(r'<script type="application/json" id="penstock-documents">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found)
+
+
+@pytest.fixture
+def export(run, tmp_path):
+    def export(*args: object) -> list:
+        result = run("export", *args, "-o", tmp_path / "page.html")
+        assert (result.code, result.out, result.err) == (0, "", "")
+        return documents((tmp_path / "page.html").read_text(encoding="utf-8"))
+
+    return export
+
+
+def test_one_schedule_in_one_file(export, tmp_path):
+    (made,) = export("zbv", "-p", 8, "-m", 32, "--costs", "f=2,latency=0.5", "--memory-limit", "12")
+    said = {"kind": "schedule", "name": "zbv", "ranks": 8, "microbatches": 32, "chunks": 2, "options": {}, "lower": False, "fsdp": False}
+    wanted = document(ps.schedule("zbv", 8, 32), ps.Costs(f=2, latency=0.5), source=said, memory_limit=12.0)
+    assert made == json.loads(json.dumps(wanted))
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    start, end = source().split("null</script>", 1)
+    assert text.startswith(start)
+    assert text.endswith(end)
+
+
+def test_several_share_the_work_of_a_rank(export):
+    made = export("zbv", "1f1b", "interleaved-1f1b{chunks=4}", "-p", 4, "-m", 8)
+    assert [each["costs"].get("f", 1.0) for each in made] == [0.5, 1.0, 0.25]
+    assert made[2]["source"]["chunks"] == 4
+    assert [each["costs"] for each in export("zbv", "1f1b", "--per", "stage")] == [{}, {}]
+
+
+def test_lowered_and_sharded(export):
+    (made,) = export("1f1b", "--fsdp")
+    assert (made["source"]["lower"], made["source"]["fsdp"]) == (True, True)
+    assert made["entries"] == json.loads(json.dumps(document(ps.lower(ps.schedule("1f1b", 4, 8), fsdp=True), source={})))["entries"]
+
+
+def test_files_of_every_kind(export, tmp_path):
+    schedule = ps.schedule("1f1b", 2, 3)
+    (tmp_path / "good.csv").write_text(csv_text(schedule))
+    (tmp_path / "bad.csv").write_text(csv_text(schedule).replace("1F1", "", 1))
+    simulate(ps.lower(schedule), ps.Costs(f=3)).save(tmp_path / "timeline.json")
+    profile = ps.Profile([ps.Layer(f=1, i=1, w=1)] * 4)
+    plan = ps.plan(profile, ranks=2, microbatches=2, seconds=0)
+    plan.save(tmp_path / "plan.json")
+    names = ["good.csv", "bad.csv", "timeline.json", "plan.json"]
+    good, bad, timeline, planned = export(*(tmp_path / name for name in names))
+    assert (good["timed"], good["num_findings"]) == (True, 0)
+    assert (bad["timed"], bad["num_findings"] > 0) == (False, True)
+    assert timeline["costs"] == {"f": 3.0}
+    assert (planned["source"]["name"], planned["costs"]) == (plan.name, json.loads(json.dumps(plan.costs.to_json())))
+
+
+def test_costs_for_a_file(export, tmp_path):
+    ps.schedule("zbv", 2, 3).to_csv(tmp_path / "zbv.csv")
+    (made,) = export(tmp_path / "zbv.csv", "--costs", "f=2", "--memory-limit", "3")
+    assert (made["costs"], made["memory_limit"]) == ({"f": 2.0}, 3.0)
+
+
+def test_names_in_files_cannot_end_the_script(export, tmp_path):
+    data = ps.schedule("1f1b", 2, 2).to_json() | {"name": "</script><script>alert(1)</script>\u2028"}
+    (tmp_path / "x.json").write_text(json.dumps(data))
+    (made,) = export(tmp_path / "x.json")
+    assert made["table"]["name"] == data["name"]
+    assert "<script>alert" not in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+def test_to_stdout(run):
+    result = run("export", "gpipe", "-p", 2, "-m", 2)
+    assert (result.code, len(documents(result.out))) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["zbw"], "did you mean 'zbv'"),
+        (["nowhere.csv"], "there is no file nowhere.csv"),
+        (["zbv", "-o", "x.svg"], "not one of .html, .htm"),
+        (["zbv", "--memory-limit", "much"], "--memory-limit"),
+        (["zbv", "-p", "512", "-m", "4096"], "more than the studio takes"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(refused, args, said):
+    assert said in refused(2, "export", *args)
+
+
+def test_a_file_that_is_none_is_refused(refused, tmp_path):
+    (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
+    assert "not a text file" in refused(1, "export", tmp_path / "x.csv")
+    (tmp_path / "x.json").write_text('{"type": "other"}')
+    assert "not a schedule, a program, a timeline or a plan" in refused(1, "export", tmp_path / "x.json")

@@ -1,0 +1,203 @@
+"""The page against the library: the same times to the last bit, the same memory, gaps, path and files, on anything drawn."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+import penstock as ps
+from penstock.draw.trace import trace
+from penstock.errors import ScheduleError
+from penstock.ir import json_form
+from penstock.ir.costs import CONTENTION, Costs
+from penstock.ir.csv_form import csv_text
+from penstock.ir.program import Program
+from penstock.ir.table import Table
+from penstock.simulator import timeline_json
+from penstock.simulator.flat import Flat
+from penstock.simulator.simulate import simulate
+from penstock.simulator.timeline import Timeline
+from penstock.studio.document import document, timeline_document
+from simulator.draws import contentions, costs, programs, real_costs, tables
+from studio.page import Page
+
+SOURCE = {"kind": "file", "name": "drawn"}
+COLUMNS = {
+    "start": "start",
+    "end": "end",
+    "depart": "depart",
+    "arrive": "arrive",
+    "collectiveStart": "collective_start",
+    "collectiveEnd": "collective_end",
+    "heldBy": "held_by",
+    "optimizer": "optimizer",
+}
+drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+
+
+def asked(page: Page, document: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
+    """What the page makes of a document that went through JSON text."""
+    return page.ask(json.loads(json.dumps(document)), None if costs is None else costs.to_json())
+
+
+def check(timeline: Timeline, said: dict[str, Any]) -> None:
+    """Everything that the page says of a timeline."""
+    assert "error" not in said, said
+    for name, ours in COLUMNS.items():
+        assert said["timing"][name] == getattr(timeline, ours).tolist(), name
+    check_memory(timeline, said["memory"])
+    check_gaps(timeline, said["gaps"])
+    assert [(s["what"], s["rank"], s["action"], s["start"], s["end"]) for s in said["path"]] == [
+        (s.what, s.rank, None if s.action is None else str(s.action), s.start, s.end) for s in timeline.critical_path
+    ]
+    check_numbers(timeline, said["numbers"])
+    check_files(timeline, said)
+    check_links(timeline.table, said)
+
+
+def check_memory(timeline: Timeline, said: list[dict[str, Any]]) -> None:
+    for rank, theirs in enumerate(said):
+        ours = timeline.memory(rank)
+        assert (theirs["fixed"], theirs["peak"], theirs["peakTime"]) == (ours.static, ours.peak, ours.peak_time)
+        assert theirs["times"] == ours.times.tolist()
+        assert theirs["total"] == ours.total.tolist()
+        assert theirs["held"] == {name: values.tolist() for name, values in ours.held.items()}
+
+
+def check_gaps(timeline: Timeline, said: list[list[dict[str, Any]]]) -> None:
+    for rank, theirs in enumerate(said):
+        ours = timeline.gaps(rank)
+        assert [(g["start"], g["end"], g["cause"], g["action"], g["rank"]) for g in theirs] == [
+            (g.start, g.end, g.cause, None if g.action is None else str(g.action), g.rank) for g in ours
+        ]
+        assert [g["text"] for g in theirs] == [str(g).split(": ", 1)[1] for g in ours]
+
+
+def check_numbers(timeline: Timeline, said: dict[str, Any]) -> None:
+    assert said["makespan"] == timeline.makespan
+    assert said["bubble"] == timeline.bubble
+    assert said["spanBubble"] == timeline.span_bubble
+    assert said["peaks"] == timeline.peak_memory
+    assert said["messages"] == timeline.num_messages
+    assert said["bytes"] == timeline.flat.sizes(timeline.costs).sum()
+    assert said["busy"] == timeline.busy.tolist()
+    assert said["idle"] == {"overhead": 0.0, **timeline.idle_by_cause}
+
+
+def check_files(timeline: Timeline, said: dict[str, Any]) -> None:
+    table = timeline.table
+    assert said["csv"] == csv_text(table)
+    assert said["json"] == json_form.encode(table)
+    again = timeline_json.decode(said["timeline"])
+    assert again.table == table
+    assert again.costs == timeline.costs
+    assert said["timeline"] == timeline.to_json()
+    theirs, ours = said["trace"], json.loads(json.dumps(trace(timeline)))
+    assert theirs["traceEvents"] == ours["traceEvents"]
+    assert theirs["otherData"] == ours["otherData"]
+
+
+def check_links(table: Table, said: dict[str, Any]) -> None:
+    """What an action needs and unblocks, from the rules themselves."""
+    rows, links = table.rows, table.links
+    pairs = {(int(rows.group[a]), int(rows.group[b])) for part in (links.local, links.data) for a, b in zip(*part, strict=True)}
+    needed = {(link["node"], node) for node, found in enumerate(said["needs"]) for link in found}
+    unblocked = {(node, link["node"]) for node, found in enumerate(said["unblocks"]) for link in found}
+    assert needed == unblocked == pairs
+    assert said["actions"] == [str(action) for row in table for action in row]
+
+
+def simulated(table: Table, costs: Costs) -> Timeline:
+    try:
+        return simulate(table, costs, engine="plain")
+    except ScheduleError:  # too few slots
+        assume(False)
+        raise
+
+
+@pytest.mark.slow
+@drawn
+@given(table=tables, data=st.data())
+def test_anything_that_runs_is_the_same(page: Page, table: Table, data: st.DataObject) -> None:
+    chosen = data.draw(costs(table.stages, table.microbatches, contention=data.draw(contentions)))
+    timeline = simulated(table, chosen)
+    check(timeline, asked(page, document(table, source=SOURCE), chosen))
+
+
+@pytest.mark.slow
+@drawn
+@given(table=tables, seed=st.integers(0, 1 << 32), contention=contentions)
+def test_real_numbers_are_added_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
+    chosen = real_costs(table.stages, table.microbatches, Random(seed), contention)
+    timeline = simulated(table, chosen)
+    check(timeline, asked(page, document(table, chosen, source=SOURCE), chosen))
+
+
+@pytest.mark.slow
+@drawn
+@given(program=programs(), seed=st.integers(0, 1 << 32))
+def test_measured_times_are_explained_the_same(page: Page, program: Program, seed: int) -> None:
+    random = Random(seed)
+    chosen = real_costs(program.stages, program.microbatches, random, "independent")
+    timeline = measured(simulated(program, chosen), np.random.default_rng(seed))
+    said = asked(page, timeline_document(timeline, source=SOURCE), None)
+    check(timeline, said)
+
+
+def measured(timeline: Timeline, chance: np.random.Generator) -> Timeline:
+    """Times as a run might have them: everything later by half and a little, which may be next to nothing or a lot."""
+    little = chance.choice([0.002, 0.03, 0.3])
+
+    def later(times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return np.where(times < 0, times, times * 1.5 + chance.uniform(0, little, len(times)))
+
+    columns = [getattr(timeline, name) for name in ("start", "end", "depart", "arrive", "collective_start", "collective_end")]
+    times = [later(column) for column in columns]
+    for start, end in zip(times[::2], times[1::2], strict=True):
+        np.maximum(start, end, out=end)
+    return Timeline(timeline.table, timeline.costs, *times, source="measured")
+
+
+@pytest.mark.parametrize("contention", CONTENTION)
+@pytest.mark.parametrize("lowered", [False, True])
+def test_a_schedule_of_many_ranks_is_the_same(page: Page, lowered: bool, contention: str) -> None:
+    """Sums of many numbers are taken in halves, which few ranks do not show."""
+    schedule = ps.schedule("dualpipe-v", 10, 22)
+    table = ps.lower(schedule, fsdp=True) if lowered else schedule
+    timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
+    said = asked(page, document(table, source=SOURCE), timeline.costs)
+    check(timeline, said)
+
+
+def test_three_actions_together_are_added_as_the_library_adds_them(page: Page) -> None:
+    rows = [["0F0", "0F1", "(0F2;0B0;0F3)OVERLAP_F_B", "(0B1;0B2;0B3)OVERLAP_F_B"]]
+    table = ps.Schedule.from_actions(rows, ps.Placement.linear(1))
+    for seed in range(20):
+        chosen = real_costs(1, 4, Random(seed), "independent")
+        check(simulate(table, chosen), asked(page, document(table, source=SOURCE), chosen))
+
+
+def test_collectives_that_wait_for_each_other_are_on_the_path(page: Page) -> None:
+    passes = ps.PassList.parse("shard{lookahead=3},reduce-grad,send-receive,buffers")
+    table = passes.apply(ps.schedule("interleaved-1f1b", 2, 4))
+    timeline = simulate(table, Costs(reduce=[10.0, 11.0, 12.0, 13.0], unshard=100.0))
+    assert [step.what for step in timeline.critical_path].count("collective") > 1
+    check(timeline, asked(page, document(table, source=SOURCE), timeline.costs))
+
+
+def test_a_document_without_its_costs_has_the_default_ones(page: Page) -> None:
+    table = ps.schedule("zbv", 4, 8)
+    check(simulate(table), asked(page, document(table, source=SOURCE), Costs()))
+
+
+def test_forward_alone_holds_no_activations(page: Page) -> None:
+    table = ps.Schedule.from_actions([["0F0", "0F1"], ["1F0", "1F1"]], ps.Placement.linear(2))
+    timeline = simulate(table, Costs(output=2.0, latency=0.5))
+    assert Flat(table).num_nodes == 4
+    check(timeline, asked(page, document(table, source=SOURCE), timeline.costs))

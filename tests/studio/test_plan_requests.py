@@ -1,0 +1,173 @@
+"""Plans over the server: candidates as they come, one at a time, ended when asked to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import pytest
+from starlette.testclient import TestClient
+
+import penstock as ps
+from penstock.errors import BusyError
+from penstock.planner.plan_file import decode
+from penstock.simulator.timeline import Timeline
+from penstock.studio.jobs import GRACE, Jobs
+from penstock.studio.server import application
+from studio.page import Page
+
+LAYER = {"f": 5, "i": 7, "w": 3, "activation": 1, "weight_stash": 0.5, "parameters": 2}
+BODY = {"profile": {"layers": [{**LAYER, "count": 8}], "latency": 0.5}, "ranks": 2, "microbatches": 4, "memory_limit": 40, "seconds": 0}
+ENDLESS = {**BODY, "profile": {"layers": [{**LAYER, "count": 32}]}, "ranks": 8, "microbatches": 64, "seconds": 600}
+LONG = 300.0
+"""Seconds that nothing here takes unless it hangs."""
+
+
+def started(client: TestClient, body: dict) -> str:
+    response = client.post("/api/plan", json=body)
+    assert response.status_code == 200, response.text
+    return response.json()["job"]
+
+
+def events(client: TestClient, job: str) -> list[tuple[str, dict]]:
+    """Every event until the last."""
+    response = client.get(f"/api/plan/{job}/events")
+    assert response.headers["content-type"].startswith("text/event-stream")
+    blocks = [block.splitlines() for block in response.text.split("\n\n") if block and not block.startswith(":")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]
+
+
+def of(name: str, told: list[tuple[str, dict]]) -> list[dict]:
+    return [data for each, data in told if each == name]
+
+
+@pytest.fixture(scope="module")
+def own() -> Iterator[TestClient]:
+    """A server of which nobody asks for another plan: it keeps the last alone."""
+    with TestClient(application(), base_url="http://127.0.0.1:8765") as found:
+        found.app.state.studio.worker.seconds = LONG  # type: ignore[attr-defined]
+        yield found
+
+
+@pytest.fixture(scope="module")
+def finished(own: TestClient) -> tuple[str, list[tuple[str, dict]]]:
+    job = started(own, BODY)
+    return job, events(own, job)
+
+
+@pytest.fixture(scope="module")
+def wanted() -> ps.Plan:
+    return ps.plan(ps.Profile.from_json(BODY["profile"]), ranks=2, microbatches=4, memory_limit=40, seconds=0)
+
+
+def test_every_candidate_is_told_as_the_plan_reports_it(finished, wanted: ps.Plan):
+    told = of("candidate", finished[1])
+    assert [each["index"] for each in told] == list(range(len(told)))
+    tried = [each for each in wanted.alternatives if each.placement]
+    assert [(each["name"], each["makespan"], each["memory"], each["fits"]) for each in told] == [
+        (each.name, each.objective, each.peak, each.fits) for each in tried
+    ]
+
+
+def test_the_end_names_the_best(finished, wanted: ps.Plan):
+    name, last = finished[1][-1]
+    assert (name, last["name"], last["makespan"], last["report"]) == ("done", wanted.name, wanted.objective, wanted.report())
+    assert of("candidate", finished[1])[last["best"]]["makespan"] == wanted.objective
+
+
+def test_the_plan_can_be_saved(own: TestClient, finished, wanted: ps.Plan):
+    assert decode(own.get(f"/api/plan/{finished[0]}").json()) == wanted
+
+
+def test_every_candidate_that_was_timed_opens_with_its_makespan(own: TestClient, page: Page, finished):
+    for each in of("candidate", finished[1]):
+        response = own.get(f"/api/plan/{finished[0]}/candidates/{each['index']}")
+        assert response.status_code == (200 if each["document"] else 404)
+        if each["document"]:
+            made = response.json()
+            numbers = page.ask(made, made["costs"])["numbers"]
+            assert (numbers["makespan"], numbers["peaks"][each["memory_rank"]]) == (each["makespan"], each["memory"])
+            assert made["memory_limit"] == 40
+
+
+def test_what_is_not_there_is_not_found(own: TestClient, finished):
+    for path in ("/api/plan/other", "/api/plan/other/events", "/api/plan/other/candidates/0", f"/api/plan/{finished[0]}/candidates/999999"):
+        response = own.get(path)
+        assert response.status_code == 404
+        assert "there is no" in response.json()["error"]
+
+
+def test_a_limit_that_nothing_fits_fails_in_words(client: TestClient):
+    job = started(client, {**BODY, "memory_limit": 1})
+    name, last = events(client, job)[-1]
+    assert name == "failed"
+    assert "1" in last["error"]
+    assert client.get(f"/api/plan/{job}").status_code == 404
+
+
+def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
+    job = started(client, ENDLESS)
+    again = client.post("/api/plan", json=BODY)
+    assert (again.status_code, "cancel it first" in again.json()["error"]) == (409, True)
+    running = client.app.state.studio.jobs.get(job)  # type: ignore[attr-defined]
+    told, _ = running.after(0, LONG)
+    assert told
+    assert client.delete(f"/api/plan/{job}").json() == {"cancelled": True}
+    assert client.delete(f"/api/plan/{job}").json() == {"cancelled": False}
+    name, last = events(client, job)[-1]
+    assert (name, last["cancelled"]) == ("done", True)
+    running.process.join(LONG)
+    assert not running.process.is_alive()
+    client.delete(f"/api/plan/{started(client, BODY)}")  # there is room for the next
+
+
+def test_a_plan_that_takes_too_long_is_ended():
+    jobs = Jobs()
+    job = jobs.get(jobs.start(ENDLESS, seconds=-GRACE))
+    while not job.ended:
+        job.after(len(job.events), LONG)
+    assert "took longer than it may" in job.events[-1].data["error"]
+    jobs.close()
+    assert not job.process.is_alive()
+
+
+def test_closing_ends_what_runs():
+    jobs = Jobs()
+    job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
+    with pytest.raises(BusyError):
+        jobs.start(ENDLESS, seconds=LONG)
+    jobs.close()
+    assert (job.ended, job.process.is_alive()) == (True, False)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"profile": None}, "give one model"),
+        ({"transformer": {}}, "give one model"),
+        ({"profile": {"layers": [{**LAYER, "count": 10**12}]}}, "1,000,000,000,000 layers are more than the studio takes"),
+        ({"profile": {"layers": [{"f": 1}]}}, "a layer needs 'i'"),
+        ({"profile": None, "transformer": {"layers": 10**9}}, "1,000,000,000 layers are more than the studio takes"),
+        ({"profile": None, "transformer": {"layers": 2}}, "hidden"),
+        ({"ranks": 64}, "8 layers are too few for 64 ranks"),
+        ({"ranks": 10**20}, "ranks must be a whole number"),
+        ({"microbatches": 10**6}, "more than the studio takes, 200,000"),
+        ({"microbatches": None}, "give either microbatches= or batch="),
+        ({"memory_limit": -1}, "memory_limit"),
+        ({"memory_limit": [1, 2, 3]}, "3 values for 2 ranks"),
+        ({"seconds": 1e9}, "the studio searches for at most 600"),
+        ({"schedules": ["nope"]}, "there is no schedule 'nope'"),
+        ({"schedules": [1]}, "must be a list of names"),
+    ],
+)
+def test_a_bad_plan_is_refused_before_it_is_started(client: TestClient, change, said):
+    response = client.post("/api/plan", json={**BODY, **change})
+    assert response.status_code == 400
+    assert said in response.json()["error"]
+
+
+def test_a_plan_file_opens_as_what_it_predicts(client: TestClient, page: Page, wanted: ps.Plan):
+    made = client.post("/api/open", json={"name": "plan.json", "content": json.dumps(wanted.to_json())}).json()
+    predicted: Timeline = wanted.predicted
+    assert made["source"] == {"kind": "plan", "name": wanted.name, "file": "plan.json"}
+    assert page.ask(made, made["costs"])["timing"]["end"] == predicted.end.tolist()

@@ -1,0 +1,234 @@
+"""The server's answers, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from starlette.testclient import TestClient
+
+import penstock as ps
+from penstock.ir.csv_form import csv_text
+from penstock.schedules.registry import algorithms
+from penstock.simulator.simulate import simulate
+from penstock.studio import server
+from penstock.studio.document import document
+from penstock.studio.limits import MOST_ACTIONS
+from studio.page import Page
+
+VIEW = {"schedule": "zbv", "ranks": 4, "microbatches": 8}
+
+
+def refusal(response) -> str:
+    """The message of a request that was refused."""
+    assert 400 <= response.status_code < 500
+    assert list(response.json()) == ["error"]
+    return response.json()["error"]
+
+
+def opened(client: TestClient, name: str, content: str):
+    return client.post("/api/open", json={"name": name, "content": content})
+
+
+def as_sent(made: dict) -> dict:
+    return json.loads(json.dumps(made))
+
+
+# The page and the schedules -------------------------------------------------------------------------------------------
+
+
+def test_the_page_says_that_there_is_a_server(client):
+    response = client.get("/")
+    assert response.headers["content-type"].startswith("text/html")
+    assert '<script type="application/json" id="penstock-documents" data-server>null</script>' in response.text
+
+
+def test_every_schedule_is_listed_with_its_options(client):
+    found = {each["name"]: each for each in client.get("/api/schedules").json()}
+    assert set(found) == set(algorithms())
+    assert found["interleaved-1f1b"]["options"] == [{"name": "group_size", "type": "int", "default": None}]
+    assert found["hanayo"]["chunks"] == {"default": 2, "fixed": False, "step": 2}
+    assert [name for name, each in found.items() if each["depends_on_costs"]] == ["zb-auto"]
+    assert [each["name"] for each in found["zb-auto"]["options"]] == ["memory_limit"]
+
+
+@pytest.mark.parametrize("name", sorted(algorithms()))
+def test_every_schedule_can_be_seen_and_timed(client, page: Page, name):
+    ranks = 1 if name == "data-parallel" else 4
+    response = client.post("/api/view", json={"schedule": name, "ranks": ranks, "microbatches": 6})
+    assert response.status_code == 200
+    said = page.ask(response.json(), {})
+    assert said["numbers"]["makespan"] == simulate(ps.schedule(name, ranks, 6)).makespan
+
+
+# Schedules by name ----------------------------------------------------------------------------------------------------
+
+
+def test_a_view_is_the_document_of_the_schedule(client):
+    costs = {"f": 2.0, "latency": 0.5, "activation": [1.0] * 8}
+    got = client.post("/api/view", json={**VIEW, "costs": costs, "memory_limit": 9}).json()
+    source = {"kind": "schedule", "name": "zbv", "ranks": 4, "microbatches": 8, "chunks": 2, "options": {}, "lower": False, "fsdp": False}
+    assert got == as_sent(document(ps.schedule("zbv", 4, 8), ps.Costs(**costs), source=source, memory_limit=9.0))
+
+
+def test_lowered_views_have_sends_and_receives(client):
+    got = client.post("/api/view", json={**VIEW, "fsdp": True}).json()
+    assert (got["lowered"], got["table"]["type"]) == (True, "program")
+    assert got["entries"] == as_sent(document(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True), source={}))["entries"]
+
+
+def test_orders_that_are_made_for_costs_and_memory_are_told_them(client):
+    body = {"schedule": "zb-auto", "ranks": 4, "microbatches": 8, "costs": {"f": 2.0, "i": 2.0}, "memory_limit": 6}
+    got = client.post("/api/view", json=body).json()
+    wanted = ps.schedule("zb-auto", 4, 8, costs=ps.Costs(f=2, i=2), memory_limit=6)
+    assert got["depends_on_costs"]
+    assert got["entries"] == as_sent(document(wanted, source={}))["entries"]
+    other = client.post("/api/view", json={**body, "memory_limit": 2}).json()
+    assert other["entries"] != got["entries"]
+
+
+def test_options_reach_the_schedule(client):
+    body = {"schedule": "interleaved-1f1b", "ranks": 4, "microbatches": 16, "chunks": 3, "options": {"group_size": 8}}
+    wanted = document(ps.schedule("interleaved-1f1b", 4, 16, chunks=3, group_size=8), source={})
+    assert client.post("/api/view", json=body).json()["entries"] == as_sent(wanted)["entries"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"schedule": "zbw"}, "did you mean 'zbv'"),
+        ({"ranks": 0}, "ranks must be from 1"),
+        ({"ranks": "4"}, "'ranks' must be a whole number, got text"),
+        ({"ranks": True}, "'ranks' must be a whole number"),
+        ({"microbatches": 10**30}, "microbatches must be from 1"),
+        ({"microbatches": 1 << 20}, f"more than the studio takes, {MOST_ACTIONS:,}"),
+        ({"chunks": 3}, "places 2 stages on each rank"),
+        ({"options": {"group_size": 2}}, "has no option 'group_size'"),
+        ({"options": {"graph": 1}}, "has no option 'graph'"),
+        ({"costs": {"f": -1}}, "f must be a finite number of at least 0"),
+        ({"costs": {"f": [1, 2]}}, "f has 2 values for 8 stages"),
+        ({"costs": {"g": 1}}, "there is no cost 'g'"),
+        ({"memory_limit": [1, 2]}, "memory_limit has 2 values for 4 ranks"),
+        ({"memory_limit": "40 apples"}, "is not a size"),
+        ({"rank": 4}, "there is no field 'rank'"),
+    ],
+)
+def test_a_bad_view_is_refused_in_words(client, change, said):
+    assert said in refusal(client.post("/api/view", json={**VIEW, **change}))
+
+
+def test_what_is_missing_is_named(client):
+    assert "'ranks' is missing" in refusal(client.post("/api/view", json={"schedule": "zbv", "microbatches": 2}))
+
+
+# Files ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_csv_file_is_opened(client):
+    schedule = ps.schedule("1f1b", 4, 8)
+    got = opened(client, "mine.csv", csv_text(schedule)).json()
+    assert (got["timed"], got["findings"], got["title"]) == (True, [], "mine, 4 ranks, 8 microbatches")
+    assert got["entries"] == as_sent(document(schedule, source={}))["entries"]
+    assert opened(client, "mine.csv", "\ufeff" + csv_text(schedule)).json() == got
+
+
+def test_a_lowered_csv_file_is_a_program(client):
+    got = opened(client, "program.csv", csv_text(ps.lower(ps.schedule("zbv", 4, 8)))).json()
+    assert (got["timed"], got["lowered"]) == (True, True)
+
+
+def test_a_bad_file_has_its_findings_in_their_places(client, page: Page):
+    rows = [line.split(",") for line in csv_text(ps.lower(ps.schedule("1f1b", 2, 2))).splitlines()]
+    rows[1].remove("1RECV_F0")
+    got = opened(client, "bad.csv", "\n".join(map(",".join, rows))).json()
+    assert not got["timed"]
+    assert {finding["rank"] for finding in got["findings"]} == {1}
+    assert got["num_findings"] == len(got["findings"])
+    said = page.ask(got, None)
+    assert said["actions"] == [cell for row in rows for cell in row]
+    for finding in got["findings"]:
+        assert finding["action"] == "1RECV_F0"
+        assert said["actions"][len(rows[0]) + finding["step"]] == "1F0"  # where it was
+
+
+def test_timelines_schedules_and_programs_are_opened(client, page: Page):
+    timeline = simulate(ps.schedule("zbv", 2, 4), ps.Costs(latency=0.25))
+    got = opened(client, "t.json", json.dumps(timeline.to_json())).json()
+    assert (got["source"]["kind"], got["measured"], got["costs"]) == ("file", None, {"latency": 0.25})
+    for table in (ps.schedule("zbv", 2, 4), ps.lower(ps.schedule("zbv", 2, 4))):
+        said = page.ask(opened(client, "t.json", json.dumps(table.to_json())).json(), {})
+        assert said["json"] == as_sent(table.to_json())
+
+
+def test_a_measured_timeline_brings_its_times(client, page: Page):
+    data = simulate(ps.lower(ps.schedule("1f1b", 2, 2))).to_json() | {"source": "measured"}
+    got = opened(client, "run.json", json.dumps(data)).json()
+    assert (got["source"], got["units"]) == ({"kind": "measured", "name": "run.json"}, {"time": "s", "size": ""})
+    assert page.ask(got, None)["timing"]["end"] == data["end"]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("", "the file is empty"),
+        ("0F0,zap\n", "'zap' is not an action"),
+        ("{}", "not a schedule, a program, a timeline or a plan"),
+        ("[1, 2", "not a JSON file"),
+        ('{"type": "view"}', "not a schedule, a program, a timeline or a plan"),
+        ('{"type": "schedule"}', "not a Penstock schedule"),
+        ('{"type": "plan", "x": NaN}', "NaN is not a number"),
+        ("[" * 100_000, "not a JSON file"),
+        ("65000F0\n", "cannot belong to a file of only 1 compute actions"),
+    ],
+)
+def test_what_is_no_file_of_ours_is_refused(client, content, said):
+    assert said in refusal(opened(client, "x", content))
+
+
+def test_counts_in_files_are_limited_before_anything_is_made_of_them(client):
+    made = ps.schedule("gpipe", 2, 2).to_json()
+    huge = {**made, "placement": {"kind": "linear", "ranks": 10**12, "copies": [[0, 1]]}}
+    assert "1,000,000,000,000 ranks are more than the studio takes" in refusal(opened(client, "x.json", json.dumps(huge)))
+    wide = {**made, "microbatches": (1 << 24), "placement": {"kind": "custom", "ranks": 2, "copies": [[0, 1] * 200]}, "edges": []}
+    assert "400 stages of 16,777,216 microbatches" in refusal(opened(client, "x.json", json.dumps(wide)))
+
+
+# Requests -------------------------------------------------------------------------------------------------------------
+
+
+def test_addresses_and_methods_that_are_none(client):
+    assert "nothing at this address" in refusal(client.get("/etc/passwd"))
+    assert "nothing at this address" in refusal(client.get("/api/plan/x/candidates/-1"))
+    assert "does not take such a request" in refusal(client.get("/api/view"))
+    assert client.get("/api/view").headers["allow"] == "POST"
+
+
+def test_bodies_that_are_no_json(client):
+    headers = {"content-type": "application/json"}
+    assert "not a JSON file" in refusal(client.post("/api/view", content=b"{", headers=headers))
+    assert "not UTF-8" in refusal(client.post("/api/view", content=b"\xff", headers=headers))
+    assert "must be an object, got a list" in refusal(client.post("/api/view", json=[]))
+    other = client.post("/api/view", content=b"{}", headers={"content-type": "text/plain"})
+    assert (other.status_code, "application/json" in refusal(other)) == (415, True)
+
+
+def test_a_body_is_read_no_further_than_it_may_be_long(client, monkeypatch):
+    monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
+
+    response = client.post("/api/view", json={**VIEW, "schedule": "x" * (2 << 20)})
+    assert (response.status_code, refusal(response)) == (413, "the request is larger than 1 MiB")
+
+
+def test_answers_may_not_be_framed_cached_or_run_as_something_else(client):
+    for response in (
+        client.get("/"),
+        client.get("/api/schedules"),
+        client.get("/nowhere"),
+        client.get("/", headers={"host": "evil.example"}),
+    ):
+        policy = response.headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "http" not in policy
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["cache-control"] == "no-store"
+        assert "access-control-allow-origin" not in response.headers

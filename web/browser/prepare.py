@@ -1,0 +1,70 @@
+"""What the browser tests need: exported pages, files to open, and the figures that the page must show."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import penstock as ps
+from penstock.cli.main import main
+from penstock.ir.csv_form import read_csv
+from penstock.verifier.verify import check
+
+PAGES = {
+    "zbv.html": ("zbv", "-p", "4", "-m", "8"),
+    "three.html": ("zbv", "1f1b", "gpipe", "-p", "4", "-m", "8"),
+    "large.html": ("zbv", "-p", "64", "-m", "280"),
+}
+BAD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1B0\n"
+SKEWED = [1.0, 1.0, 1.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def figures(timeline: Any) -> dict[str, float]:
+    peak = max(timeline.peak_memory)
+    return {"makespan": timeline.makespan, "bubble": timeline.bubble, "peak": peak, "messages": timeline.num_messages}
+
+
+def expected(bad: Path) -> dict[str, Any]:
+    """The library's own figures."""
+    zbv = ps.schedule("zbv", ranks=4, microbatches=8)
+    chunked = ps.schedule("interleaved-1f1b", ranks=4, microbatches=8, chunks=4)
+    half, slow = ps.Costs(f=0.5, i=0.5, w=0.5, activation=0.5), ps.Costs(i=2.0)
+    auto = ps.schedule("zb-auto", ranks=4, microbatches=8, costs=slow)
+    timed = {
+        "zbv": ps.simulate(zbv),
+        "moved": ps.simulate(zbv, ps.Costs(f=1.5, latency=0.25)),
+        "skewed": ps.simulate(zbv, ps.Costs(f=[1.5 * each for each in SKEWED], i=SKEWED, w=SKEWED, latency=0.25)),
+        "half": ps.simulate(zbv, half),
+        "1f1b": ps.simulate(ps.schedule("1f1b", ranks=4, microbatches=8)),
+        "chunked": ps.simulate(chunked),
+        "sharded": ps.simulate(ps.lower(chunked, fsdp=True)),
+        "auto": ps.simulate(auto, slow),
+    }
+    found = [
+        {"rule": each.rule, "rank": each.rank, "step": each.step, "message": each.message} for each in check(read_csv(bad, strict=False))
+    ]
+    return {**{name: figures(timeline) for name, timeline in timed.items()}, "findings": found}
+
+
+def measured() -> dict[str, Any]:
+    """A run in which everything takes a quarter more than predicted."""
+    timeline = ps.simulate(ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8)), ps.Costs(latency=0.1)).to_json()
+    for name in ("start", "end", "depart", "arrive", "collective_start", "collective_end"):
+        timeline[name] = [time if time < 0 else 1.25 * time for time in timeline[name]]
+    return {**timeline, "source": "measured"}
+
+
+def prepare(folder: Path) -> None:
+    for name, args in PAGES.items():
+        if main(["export", *args, "-o", str(folder / name)]):
+            sys.exit(f"{name} cannot be exported")
+    (folder / "bad.csv").write_text(BAD)
+    (folder / "garbage.csv").write_text("hello,world\n")
+    (folder / "measured.json").write_text(json.dumps(measured()))
+    (folder / "expected.json").write_text(json.dumps(expected(folder / "bad.csv")))
+
+
+if __name__ == "__main__":
+    prepare(Path(sys.argv[1]))

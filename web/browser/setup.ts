@@ -1,0 +1,56 @@
+// Starts what the browser tests look at: the real server, and pages that were exported by the command.
+import { spawn, type ChildProcess } from "node:child_process";
+import { mkdtempSync, rmSync } from "node:fs";
+import { tmpdir } from "node:os";
+import { join } from "node:path";
+import type { TestProject } from "vitest/node";
+import { python, run } from "./penstock.ts";
+
+declare module "vitest" {
+  interface ProvidedContext {
+    /** Where the server listens. */
+    studio: string;
+    /** A folder with the exported pages and the files to open. */
+    folder: string;
+  }
+}
+
+const LIMIT = 120_000;
+
+export default async function setup(project: TestProject): Promise<() => void> {
+  const folder = mkdtempSync(join(tmpdir(), "penstock-page-"));
+  const server = spawn(python(), ["-m", "penstock", "studio", "--port", "0", "--no-open"], { stdio: ["ignore", "pipe", "pipe"] });
+  const address = listening(server);
+  address.catch(() => undefined); // said below, if nothing else went wrong first
+  const end = (): void => {
+    server.kill("SIGINT");
+    rmSync(folder, { recursive: true });
+  };
+  try {
+    run("prepare.py", folder);
+    project.provide("studio", await address);
+    project.provide("folder", folder);
+  } catch (error) {
+    end();
+    throw error;
+  }
+  return end;
+}
+
+/** The address that the server says it listens at. */
+function listening(server: ChildProcess): Promise<string> {
+  return new Promise((done, failed) => {
+    let said = "";
+    const timer = setTimeout(() => failed(new Error(`the server does not start: ${said}`)), LIMIT);
+    const read = (part: Buffer): void => {
+      said += part.toString();
+      const found = /http:\/\/[^\s/]+:\d+\//.exec(said);
+      if (!found) return;
+      clearTimeout(timer);
+      done(found[0]);
+    };
+    server.stdout!.on("data", read);
+    server.stderr!.on("data", read);
+    server.on("exit", (code) => failed(new Error(`the server ended with ${code}: ${said}`)));
+  });
+}

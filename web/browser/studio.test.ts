@@ -1,0 +1,166 @@
+import { readFileSync } from "node:fs";
+import { join } from "node:path";
+import type { Page } from "playwright-core";
+import { expect, inject, test } from "vitest";
+import { addressed, drawn, read, tile, until, untilTile } from "./page.ts";
+import { expected } from "./penstock.ts";
+import { Session } from "./session.ts";
+
+const folder = inject("folder");
+const wanted = expected(folder);
+const address = inject("studio");
+const session = new Session();
+
+async function show(hash = "", options = {}): Promise<Page> {
+  const page = await session.open(address + hash, options);
+  await drawn(page);
+  return page;
+}
+
+async function showPlan(options = {}): Promise<Page> {
+  const page = await session.open(`${address}#tab=plan`, options);
+  await page.getByRole("button", { name: "Plan", exact: true }).waitFor();
+  return page;
+}
+
+test("a schedule is chosen, changed and kept in the address", async () => {
+  const page = await show();
+  await page.getByLabel("Name").selectOption("gpipe");
+  await page.getByText("gpipe, 8 ranks, 16 microbatches").first().waitFor();
+  await page.getByRole("textbox", { name: "Ranks" }).fill("4");
+  await page.getByRole("textbox", { name: "Ranks" }).press("Enter");
+  await page.getByText("gpipe, 4 ranks, 16 microbatches").first().waitFor();
+  await page.getByRole("textbox", { name: "Microbatches" }).fill("6");
+  await page.getByRole("textbox", { name: "Microbatches" }).press("Enter");
+  await untilTile(page, "Makespan", (6 + 4 - 1) * 3);
+  await addressed(page, "s=gpipe", "p=4", "m=6");
+  await page.reload();
+  await untilTile(page, "Makespan", (6 + 4 - 1) * 3);
+});
+
+test("chunks and the form of the program are chosen", async () => {
+  const page = await show("#s=interleaved-1f1b&p=4&m=8");
+  await page.getByRole("textbox", { name: "Chunks a rank" }).fill("4");
+  await page.getByRole("textbox", { name: "Chunks a rank" }).press("Enter");
+  await untilTile(page, "Makespan", wanted.chunked.makespan);
+  await page.getByLabel("As a").selectOption("sharded");
+  await page.locator(".legend").getByText("collectives").waitFor();
+  await untilTile(page, "Makespan", wanted.sharded.makespan);
+});
+
+test("two schedules stand on one axis with a table of differences", async () => {
+  const page = await show("#s=zbv&p=4&m=8");
+  await page.getByTestId("compare").selectOption("1f1b");
+  const table = page.getByTestId("figures");
+  await table.locator("thead").getByText("1f1b, 4 ranks").waitFor();
+  const ratio = wanted["1f1b"].makespan / wanted.half.makespan; // of the same work
+  const cells = await table.getByRole("row", { name: /^makespan/ }).getByRole("cell").allInnerTexts();
+  expect(Number(cells[1]) / Number(cells[0])).toBeCloseTo(ratio, 3);
+  expect(Number(cells[2].replace(/[+%]/g, ""))).toBeCloseTo(100 * (ratio - 1), 0);
+  await addressed(page, "vs=1f1b");
+  await page.getByRole("button", { name: "Stop" }).click();
+  await page.getByRole("heading", { name: "Numbers" }).waitFor();
+});
+
+test("an order that depends on costs is asked from the server", async () => {
+  const page = await show("#s=zb-auto&p=4&m=8");
+  await Promise.all([
+    page.waitForResponse((response) => response.url().endsWith("/api/view") && (response.request().postData() ?? "").includes('"i":2')),
+    page.getByRole("slider", { name: "I", exact: true }).fill("2"),
+  ]);
+  await page.getByText("the studio makes it anew").waitFor();
+  await untilTile(page, "Makespan", wanted.auto.makespan);
+});
+
+test("a refusal of the server is shown in its words", async () => {
+  const page = await show("#s=zbv&p=4&m=8");
+  await page.getByRole("textbox", { name: "Microbatches" }).fill("900000");
+  await page.getByRole("textbox", { name: "Microbatches" }).press("Enter");
+  await page.getByTestId("notice").getByText("more than the studio takes").waitFor();
+  expect(await tile(page, "Messages")).toBe(wanted.zbv.messages);
+});
+
+test("a bad CSV shows the verifier's findings at their places", async () => {
+  const page = await show();
+  await page.getByTestId("file").setInputFiles(join(folder, "bad.csv"));
+  const findings = page.getByTestId("findings");
+  await findings.waitFor();
+  const said = await findings.getByRole("listitem").allInnerTexts();
+  expect(said.length).toBe(wanted.findings.length);
+  wanted.findings.forEach(({ rule, rank, step, message }, k) => {
+    for (const part of [rule, `rank ${rank}, step ${step}`, message]) expect(said[k]).toContain(part);
+  });
+  await findings.getByRole("button").first().click();
+  await page.getByTestId("details").getByText(wanted.findings[0].message).waitFor();
+  expect(await page.getByTestId("tile-Makespan").count()).toBe(0);
+  await addressed(page, "file=bad.csv");
+  await page.reload();
+  await page.getByTestId("findings").waitFor();
+});
+
+test("a dropped file is opened, and what is no schedule is refused", async () => {
+  const page = await show();
+  const drop = async (name: string, content: string): Promise<void> => {
+    const data = await page.evaluateHandle(([file, text]) => {
+      const made = new DataTransfer();
+      made.items.add(new File([text], file));
+      return made;
+    }, [name, content]);
+    await page.dispatchEvent("body", "dragover", { dataTransfer: data });
+    await page.dispatchEvent("body", "drop", { dataTransfer: data });
+  };
+  await drop("own.csv", "0F0,0F1,,,0B0,0B1\n,1F0,1F1,1B0,1B1\n");
+  await page.getByText("own, 2 ranks, 2 microbatches").first().waitFor();
+  await drop("garbage.csv", readFileSync(join(folder, "garbage.csv"), "utf8"));
+  await page.getByTestId("notice").getByText("garbage.csv").waitFor();
+  expect(await page.title()).toContain("own, 2 ranks");
+});
+
+test("a measured run stands below its prediction", async () => {
+  const page = await show();
+  await page.getByTestId("file").setInputFiles(join(folder, "measured.json"));
+  const table = page.getByTestId("figures");
+  await table.locator("thead").getByText("predicted").waitFor();
+  const cells = await table.getByRole("row", { name: /^makespan/ }).getByRole("cell").allInnerTexts();
+  const number = (text: string): number => Number(text.replace(/[^0-9.]/g, ""));
+  expect(number(cells[1]) / number(cells[0])).toBeCloseTo(1.25, 2);
+  await page.getByTestId("lateness").getByText("They part at").waitFor();
+  await page.getByTestId("lateness").getByRole("button").first().click();
+  await until(page, (handle) => handle.state.selected?.panel === 1);
+});
+
+test("a plan's candidates appear, can be opened, and the plan can be cancelled", async () => {
+  const page = await showPlan();
+  await page.getByRole("radio", { name: "profile" }).click();
+  await page.getByLabel(/A profile as JSON/).fill(JSON.stringify({ layers: [{ f: 1, i: 1, w: 1, activation: 1, count: 8 }], latency: 0.1 }));
+  await page.getByLabel("Ranks").fill("2");
+  await page.getByLabel("Microbatches").fill("4");
+  await page.getByLabel("Memory a rank").fill("30");
+  await page.getByLabel("Seconds to search").fill("60");
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByTestId("candidate").nth(3).waitFor();
+  const cancel = page.getByRole("button", { name: "Cancel" });
+  if (await cancel.isVisible()) await cancel.click();
+  await page.getByTestId("plan-status").getByText(/^(cancelled|done), /).waitFor();
+  expect(await page.getByTestId("candidate").count()).toBeGreaterThan(3);
+  await page.getByTestId("candidate").first().press("Enter");
+  await page.getByTestId("timeline").waitFor();
+  await drawn(page);
+  expect(await page.title()).toContain("candidate 0");
+  expect(await read(page, (handle) => handle.state.tab)).toBe("timeline");
+});
+
+test("mistakes in what is to be planned are named", async () => {
+  const page = await showPlan();
+  await page.getByLabel("Ranks").fill("none");
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByRole("alert").getByText("ranks must be a whole number").waitFor();
+  await page.getByLabel("Ranks").fill("4000");
+  await page.getByRole("button", { name: "Plan", exact: true }).click();
+  await page.getByRole("alert").getByText("too few for 4000 ranks").waitFor();
+});
+
+test.each([1280, 390])("at %i pixels the plan fits the page", async (width) => {
+  const page = await showPlan({ viewport: { width, height: 844 } });
+  expect(await page.evaluate(() => document.documentElement.scrollWidth)).toBeLessThanOrEqual(width);
+});

@@ -1,0 +1,69 @@
+import type { Costs, PerAction, PerStage } from "./types.ts";
+
+export class CostsError extends Error {}
+
+const DEFAULTS: Costs = {
+  f: 1,
+  i: 1,
+  w: 1,
+  b: null,
+  latency: 0,
+  activation: 1,
+  weight_stash: 0,
+  overlap: 1,
+  output: 0,
+  bandwidth: null,
+  contention: "independent",
+  parameters: 0,
+  shard: 0,
+  unshard: 0,
+  reduce: 0,
+  optimizer: 0,
+};
+
+/** Costs in which everything takes one and messages take nothing. */
+export function defaultCosts(): Costs {
+  return { ...DEFAULTS };
+}
+
+/** Costs with the fields that were left out; refuses names that are none. */
+export function fullCosts(given: Partial<Costs>): Costs {
+  for (const name of Object.keys(given)) if (!(name in DEFAULTS)) throw new CostsError(`there is no cost ${name}`);
+  return { ...DEFAULTS, ...given };
+}
+
+/** The fields that differ from their defaults, as files hold them. */
+export function plainCosts(costs: Costs): Partial<Costs> {
+  const kept = Object.entries(costs).filter(([name, value]) => value !== DEFAULTS[name as keyof Costs]);
+  return Object.fromEntries(kept) as Partial<Costs>;
+}
+
+/** The value of every stage. */
+export function perStage(value: PerStage, stages: number, name: string): Float64Array {
+  if (Array.isArray(value) && value.length !== stages) throw wrong(name, value.length, stages, "stages");
+  return Float64Array.from({ length: stages }, (_, stage) => (Array.isArray(value) ? value[stage] : value));
+}
+
+/** The value of every stage and microbatch: that of stage s and microbatch m stands at s * microbatches + m. */
+export function perAction(value: PerAction, stages: number, microbatches: number, name: string): Float64Array {
+  const made = new Float64Array(stages * microbatches);
+  if (!Array.isArray(value)) return made.fill(value);
+  if (value.length !== stages) throw wrong(name, value.length, stages, "stages");
+  value.forEach((row, stage) => {
+    if (!Array.isArray(row)) made.fill(row, stage * microbatches, (stage + 1) * microbatches);
+    else if (row.length !== microbatches) throw wrong(`${name}[${stage}]`, row.length, microbatches, "microbatches");
+    else made.set(row, stage * microbatches);
+  });
+  return made;
+}
+
+/** The full backward: its own value, or the sum of its halves. */
+export function backward(costs: Costs, stages: number, microbatches: number): Float64Array {
+  if (costs.b !== null) return perAction(costs.b, stages, microbatches, "b");
+  const [i, w] = [perAction(costs.i, stages, microbatches, "i"), perAction(costs.w, stages, microbatches, "w")];
+  return i.map((value, at) => value + w[at]);
+}
+
+function wrong(name: string, got: number, wanted: number, what: string): CostsError {
+  return new CostsError(`${name} has ${got} values for ${wanted} ${what}: give one number or one each`);
+}

@@ -1,0 +1,65 @@
+import { backward, perAction, perStage } from "./costs.ts";
+import { B, F, I, REDUCE_GRAD, UNSHARD, W } from "./kinds.ts";
+import { pairwiseSum } from "./sums.ts";
+import type { Costs, View } from "./types.ts";
+
+export interface Durations {
+  node: Float64Array;
+  message: Float64Array;
+  collective: Float64Array;
+}
+
+/** How long every node, message and collective takes. */
+export function durationsOf(view: View, costs: Costs): Durations {
+  return { node: nodeDurations(view, costs), message: travelTimes(view, costs), collective: collectiveDurations(view, costs) };
+}
+
+function nodeDurations(view: View, costs: Costs): Float64Array {
+  const { entries, stages, microbatches, nodes } = view;
+  const taken = new Float64Array(entries.kind.length);
+  const tables: Float64Array[] = [];
+  tables[F] = perAction(costs.f, stages, microbatches, "f");
+  tables[B] = backward(costs, stages, microbatches);
+  tables[I] = perAction(costs.i, stages, microbatches, "i");
+  tables[W] = perAction(costs.w, stages, microbatches, "w");
+  for (let e = 0; e < taken.length; e++) {
+    const kind = entries.kind[e];
+    if (kind <= W) taken[e] = tables[kind][entries.stage[e] * microbatches + entries.microbatch[e]];
+  }
+  if (nodes === taken.length) return taken;
+  const made = new Float64Array(nodes);
+  for (let n = 0; n < nodes; n++) {
+    const [low, high] = [entries.at[n], entries.at[n + 1]];
+    made[n] = high - low === 1 ? taken[low] : (taken[low] + pairwiseSum(taken, low + 1, high)) * costs.overlap;
+  }
+  return made;
+}
+
+function collectiveDurations(view: View, costs: Costs): Float64Array {
+  const { entries, stages, nodes } = view;
+  const [unshard, reduce] = [perStage(costs.unshard, stages, "unshard"), perStage(costs.reduce, stages, "reduce")];
+  const made = new Float64Array(nodes);
+  for (let n = 0; n < nodes; n++) {
+    const [kind, stage] = [entries.kind[entries.at[n]], entries.stage[entries.at[n]]];
+    if (kind === UNSHARD) made[n] = unshard[stage];
+    else if (kind === REDUCE_GRAD) made[n] = reduce[stage];
+  }
+  return made;
+}
+
+/** The size of each message: what the lower stage of its edge puts out. */
+export function messageSizes(view: View, costs: Costs): Float64Array {
+  const { entries, messages, stages, microbatches } = view;
+  const output = perAction(costs.output, stages, microbatches, "output");
+  return Float64Array.from(messages.before, (before, k) => {
+    const after = messages.after[k];
+    const lower = entries.kind[after] === F ? before : after;
+    return output[entries.stage[lower] * microbatches + entries.microbatch[before]];
+  });
+}
+
+function travelTimes(view: View, costs: Costs): Float64Array {
+  const { latency, bandwidth } = costs;
+  if (bandwidth === null) return new Float64Array(view.messages.before.length).fill(latency);
+  return messageSizes(view, costs).map((size) => latency + size / bandwidth);
+}

@@ -1,0 +1,14 @@
+export { CostsError, defaultCosts, fullCosts, perAction, perStage, plainCosts } from "./costs.ts";
+export { DocumentError, readDocument } from "./document.ts";
+export { messageSizes } from "./durations.ts";
+export { begunOf, busyOf, computes, finishedOf, makespanOf, numbersOf, optimizerOf } from "./figures.ts";
+export { stepsOf, toCsv, toTableJson, toTimelineJson } from "./files.ts";
+export { gapsOf, gapText } from "./gaps.ts";
+export * as kinds from "./kinds.ts";
+export { type Link, needsOf, unblocksOf } from "./links.ts";
+export { memoryOf } from "./memory.ts";
+export { criticalPath } from "./path.ts";
+export { actionText, entryText } from "./text.ts";
+export { measuredTiming, timeView, TimingError } from "./timing.ts";
+export { toTrace } from "./trace.ts";
+export * from "./types.ts";

@@ -1,0 +1,18 @@
+// The numbers of the kinds of action, as packed arrays hold them.
+export const F = 0;
+export const B = 1;
+export const I = 2;
+export const W = 3;
+export const SEND_F = 4;
+export const RECV_F = 5;
+export const SEND_B = 6;
+export const RECV_B = 7;
+export const UNSHARD = 8;
+export const RESHARD = 9;
+export const REDUCE_GRAD = 10;
+
+export const isCompute = (kind: number): boolean => kind <= W;
+export const isSend = (kind: number): boolean => kind === SEND_F || kind === SEND_B;
+export const isReceive = (kind: number): boolean => kind === RECV_F || kind === RECV_B;
+/** Whether an action of this kind belongs to one microbatch; the others belong to a whole stage. */
+export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B;

@@ -1,0 +1,127 @@
+import { perAction, perStage } from "./costs.ts";
+import { messageSizes } from "./durations.ts";
+import { indexOfMost, ofRanks } from "./figures.ts";
+import { B, F, I, RESHARD, UNSHARD, W } from "./kinds.ts";
+import { CATEGORIES } from "./types.ts";
+import type { Category, Costs, Curve, Memory, Timing, View } from "./types.ts";
+
+/** Changes of what the ranks hold: when, in which place among equals, by how much, and of what. */
+class Changes {
+  readonly time: Float64Array;
+  readonly place: Float64Array;
+  readonly size: Float64Array;
+  readonly category: Int8Array;
+  private readonly ofRank: number[][];
+  private count = 0;
+
+  constructor(ranks: number, most: number) {
+    [this.time, this.place, this.size] = [new Float64Array(most), new Float64Array(most), new Float64Array(most)];
+    this.category = new Int8Array(most);
+    this.ofRank = Array.from({ length: ranks }, () => []);
+  }
+
+  add(rank: number, category: number, time: number, place: number, size: number): void {
+    const change = this.count++;
+    this.ofRank[rank].push(change);
+    this.time[change] = time;
+    this.place[change] = place;
+    this.size[change] = size;
+    this.category[change] = category;
+  }
+
+  /** At the start or the end of a node; at one time in the order of the row, and an action's end gives before it takes. */
+  at(rank: number, category: number, node: number, time: number, size: number, after: boolean): void {
+    this.add(rank, category, time, node * 4 + (after ? 2 : 0) + (size > 0 ? 1 : 0), size);
+  }
+
+  /** The changes of a rank in order. They come in a few runs that are sorted already, which the sort makes use of. */
+  sorted(rank: number): number[] {
+    const { time, place } = this;
+    return this.ofRank[rank].sort((one, other) => time[one] - time[other] || place[one] - place[other]);
+  }
+}
+
+const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
+
+/**
+ * What each rank holds over time: an activation from the start of F to the end of I or B, which leaves the weight stash that
+ * the end of W frees; a received message from its receive (in a schedule, its arrival) to the end of what uses it; parameters
+ * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time.
+ */
+export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
+  const changes = new Changes(view.ranks, 2 * (view.entries.kind.length + view.messages.before.length));
+  addActivations(view, timing, costs, changes);
+  addStashes(view, timing, costs, changes);
+  addReceived(view, timing, costs, changes);
+  addParameters(view, timing, costs, changes);
+  const sharded = view.entries.kind.some((kind) => kind === UNSHARD || kind === RESHARD);
+  const fixed = sharded ? ofRanks(view, costs.shard, "shard") : ofRanks(view, costs.parameters, "parameters");
+  return { ranks: Array.from(fixed, (kept, rank) => curveOf(changes, rank, kept)) };
+}
+
+function each(view: View, kinds: number[], use: (entry: number, node: number, rank: number) => void): void {
+  const { kind, node } = view.entries;
+  const wanted = view.kinds.map((_, number) => kinds.includes(number));
+  for (let entry = 0; entry < kind.length; entry++) {
+    if (wanted[kind[entry]]) use(entry, node[entry], view.graph.rank[node[entry]]);
+  }
+}
+
+function sizesOf(view: View, costs: Costs, name: "activation" | "weight_stash"): (entry: number) => number {
+  const { stage, microbatch } = view.entries;
+  const table = perAction(costs[name], view.stages, view.microbatches, name);
+  return (entry) => table[stage[entry] * view.microbatches + microbatch[entry]];
+}
+
+function addActivations(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  if (!view.entries.kind.some((kind) => kind === B || kind === I || kind === W)) return;
+  const size = sizesOf(view, costs, "activation");
+  each(view, [F], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.start[node], size(entry), false));
+  each(view, [B, I], (entry, node, rank) => changes.at(rank, ACTIVATIONS, node, timing.end[node], -size(entry), true));
+}
+
+function addStashes(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  const size = sizesOf(view, costs, "weight_stash");
+  each(view, [I], (entry, node, rank) => changes.at(rank, STASH, node, timing.end[node], size(entry), true));
+  each(view, [W], (entry, node, rank) => changes.at(rank, STASH, node, timing.end[node], -size(entry), true));
+}
+
+function addReceived(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  const { graph, messages, lowered } = view;
+  const sizes = messageSizes(view, costs);
+  sizes.forEach((size, k) => {
+    const time = lowered ? timing.start[graph.receive[k]] : timing.arrive[k];
+    const place = lowered ? graph.receive[k] * 4 : graph.user[k] * 4 - 1;
+    changes.add(messages.target[k], RECEIVED, time, place, size);
+  });
+  sizes.forEach((size, k) => changes.at(messages.target[k], RECEIVED, graph.user[k], timing.end[graph.user[k]], -size, true));
+}
+
+function addParameters(view: View, timing: Timing, costs: Costs, changes: Changes): void {
+  const size = perStage(costs.parameters, view.stages, "parameters");
+  const of = (entry: number) => size[view.entries.stage[entry]];
+  each(view, [UNSHARD], (entry, node, rank) => changes.at(rank, PARAMETERS, node, timing.collectiveStart[node], of(entry), false));
+  each(view, [RESHARD], (entry, node, rank) => changes.at(rank, PARAMETERS, node, timing.end[node], -of(entry), true));
+}
+
+function curveOf(changes: Changes, rank: number, fixed: number): Curve {
+  const order = changes.sorted(rank);
+  const count = order.length;
+  const columns = CATEGORIES.map(() => new Float64Array(count));
+  const [first, second, third, fourth] = columns;
+  const now = new Float64Array(CATEGORIES.length);
+  const [times, total] = [new Float64Array(count), new Float64Array(count)];
+  for (let k = 0; k < count; k++) {
+    const change = order[k];
+    now[changes.category[change]] += changes.size[change];
+    times[k] = changes.time[change];
+    first[k] = now[0];
+    second[k] = now[1];
+    third[k] = now[2];
+    fourth[k] = now[3];
+    total[k] = now[0] + now[1] + now[2] + now[3];
+  }
+  const most = indexOfMost(total);
+  const held = Object.fromEntries(CATEGORIES.map((name, category) => [name, columns[category]])) as Record<Category, Float64Array>;
+  return { times, held, total, fixed, peak: fixed + (count ? Math.max(0, total[most]) : 0), peakTime: count ? times[most] : 0 };
+}

@@ -1,0 +1,153 @@
+import type { Durations } from "./durations.ts";
+import { RankHeap } from "./heap.ts";
+import type { Contention, Graph, Timing, View } from "./types.ts";
+
+/** The links that each message occupies while it travels; the same twice where it is one. */
+export interface Links {
+  one: Int32Array;
+  other: Int32Array;
+  count: number;
+}
+
+/** A link for each way of a pair of ranks, or one for each rank. */
+export function linksOf(view: View, contention: Contention): Links {
+  const { source, target } = view.messages;
+  if (contention === "rank") return { one: source, other: target, count: view.ranks };
+  const numbers = new Map<number, number>();
+  const one = source.map((from, k) => {
+    const key = from * view.ranks + target[k];
+    if (!numbers.has(key)) numbers.set(key, numbers.size);
+    return numbers.get(key) as number;
+  });
+  return { one, other: one, count: numbers.size };
+}
+
+const TRYING = 0;
+const RUNNING = 1;
+const WAITING = 2;
+
+/**
+ * Time a graph whose links several channels share: first come, first served, and lower ranks first at the same time.
+ * Gives the node that each rank came to, its end where nothing hangs.
+ */
+export function runShared(graph: Graph, takes: Durations, times: Timing, links: Links): Int32Array {
+  return new SharedRun(graph, takes, times, links).run();
+}
+
+class SharedRun {
+  private readonly ranks: number;
+  private readonly at: Int32Array;
+  private readonly now: Float64Array;
+  private readonly lane: Float64Array;
+  private readonly free: Float64Array;
+  private readonly lastOn: Int32Array;
+  private readonly state: Int8Array;
+  private readonly heap: RankHeap;
+
+  constructor(
+    private readonly graph: Graph,
+    private readonly takes: Durations,
+    private readonly times: Timing,
+    private readonly links: Links,
+  ) {
+    this.ranks = graph.bounds.length - 1;
+    this.at = graph.bounds.slice(0, this.ranks);
+    this.now = new Float64Array(this.ranks);
+    this.lane = new Float64Array(this.ranks);
+    this.free = new Float64Array(links.count);
+    this.lastOn = new Int32Array(links.count).fill(-1);
+    this.state = new Int8Array(this.ranks);
+    this.heap = new RankHeap(this.now);
+  }
+
+  run(): Int32Array {
+    for (let rank = 0; rank < this.ranks; rank++) this.heap.push(rank);
+    while (this.heap.size) {
+      const rank = this.heap.pop();
+      if (this.state[rank] === RUNNING) this.finish(rank);
+      if (this.at[rank] < this.graph.bounds[rank + 1]) this.tryNext(rank);
+    }
+    return this.at;
+  }
+
+  /** The rank's node has ended: start its collective, send its messages, wake who waits for them. */
+  private finish(rank: number): void {
+    const { graph, times, takes } = this;
+    const node = this.at[rank];
+    const clock = this.now[rank];
+    if (graph.collective[node]) {
+      times.collectiveStart[node] = clock > this.lane[rank] ? clock : this.lane[rank];
+      this.lane[rank] = times.collectiveStart[node] + takes.collective[node];
+      times.collectiveEnd[node] = this.lane[rank];
+    }
+    this.at[rank] = node + 1;
+    for (let message = graph.send_at[node]; message < graph.send_at[node + 1]; message++) {
+      this.send(message, clock);
+      const other = graph.rank[graph.user[message]];
+      if (this.at[other] === graph.user[message]) this.wake(other, clock);
+    }
+    if (graph.received[node] >= 0) this.wake(graph.rank[graph.sender[graph.received[node]]], clock);
+    this.state[rank] = TRYING;
+  }
+
+  private send(message: number, clock: number): void {
+    const ways = [this.links.one[message], this.links.other[message]];
+    let begin = clock;
+    for (const way of ways) {
+      if (this.free[way] > begin) {
+        begin = this.free[way];
+        this.times.heldBy[message] = this.lastOn[way];
+      }
+    }
+    this.times.depart[message] = begin;
+    begin += this.takes.message[message];
+    this.times.arrive[message] = begin;
+    for (const way of ways) {
+      this.free[way] = begin;
+      this.lastOn[way] = message;
+    }
+  }
+
+  private wake(rank: number, clock: number): void {
+    if (this.state[rank] !== WAITING) return;
+    this.state[rank] = TRYING;
+    if (this.now[rank] < clock) this.now[rank] = clock;
+    this.heap.push(rank);
+  }
+
+  /** Begin the rank's next node if all it waits for is known, else wait for another rank. */
+  private tryNext(rank: number): void {
+    const node = this.at[rank];
+    const begin = this.beginOf(node, this.now[rank]);
+    if (begin < 0) {
+      this.state[rank] = WAITING;
+      return;
+    }
+    this.times.start[node] = begin;
+    this.times.end[node] = begin + this.takes.node[node];
+    this.now[rank] = this.times.end[node];
+    this.state[rank] = RUNNING;
+    this.heap.push(rank);
+  }
+
+  private beginOf(node: number, clock: number): number {
+    const { graph, times } = this;
+    let begin = clock;
+    for (let k = graph.need_at[node]; k < graph.need_at[node + 1]; k++) {
+      const arrival = times.arrive[graph.need[k]];
+      if (arrival < 0) return -1;
+      if (arrival > begin) begin = arrival;
+    }
+    for (let k = graph.gather_at[node]; k < graph.gather_at[node + 1]; k++) {
+      if (times.collectiveEnd[graph.gather[k]] > begin) begin = times.collectiveEnd[graph.gather[k]];
+    }
+    for (let message = graph.send_at[node]; message < graph.send_at[node + 1]; message++) {
+      const earlier = graph.slot[message];
+      if (earlier < 0) continue;
+      const taken = times.start[graph.receive[earlier]];
+      if (taken < 0) return -1;
+      begin = Math.max(begin, taken, times.arrive[earlier]);
+    }
+    return begin;
+  }
+}

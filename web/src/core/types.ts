@@ -1,0 +1,197 @@
+// What a document holds once it is read, and what follows from it. A node is one action of one rank (an overlapped action
+// is one node with several entries); a message is what crosses from one rank to another.
+
+export type PerAction = number | (number | number[])[];
+export type PerStage = number | number[];
+export type Contention = "independent" | "pair" | "rank";
+
+/** What actions take, hold and send: one number, one a stage, or one a stage and microbatch. */
+export interface Costs {
+  f: PerAction;
+  i: PerAction;
+  w: PerAction;
+  /** Full backward; i + w where it is null. */
+  b: PerAction | null;
+  latency: number;
+  activation: PerAction;
+  weight_stash: PerAction;
+  overlap: number;
+  output: PerAction;
+  bandwidth: number | null;
+  contention: Contention;
+  parameters: PerStage;
+  shard: PerStage;
+  unshard: PerStage;
+  reduce: PerStage;
+  optimizer: PerStage;
+}
+
+export interface Source {
+  kind: "schedule" | "file" | "plan" | "measured";
+  name: string;
+  ranks?: number;
+  microbatches?: number;
+  chunks?: number;
+  options?: Record<string, unknown>;
+  lower?: boolean;
+  [other: string]: unknown;
+}
+
+export interface Finding {
+  rule: string;
+  severity: "hang" | "wrong" | "memory" | "untidy";
+  rank: number;
+  step: number;
+  action: string;
+  message: string;
+  remedy: string;
+}
+
+export interface Graph {
+  /** Each rank's first node, and the number of nodes. */
+  bounds: Int32Array;
+  /** The rank of each node. */
+  rank: Int32Array;
+  need_at: Int32Array;
+  need: Int32Array;
+  send_at: Int32Array;
+  gather_at: Int32Array;
+  gather: Int32Array;
+  received: Int32Array;
+  sender: Int32Array;
+  user: Int32Array;
+  receive: Int32Array;
+  slot: Int32Array;
+  collective: Int8Array;
+}
+
+export interface Entries {
+  kind: Int8Array;
+  stage: Int32Array;
+  microbatch: Int32Array;
+  /** The stage at the other end of a message that skips stages, else -1. */
+  peer: Int32Array;
+  /** Node n is made of the entries from at[n] up to at[n + 1]. */
+  at: Int32Array;
+  /** The node of each entry. */
+  node: Int32Array;
+}
+
+export interface Messages {
+  /** Entries: what sends it, what uses it, what computes it. */
+  before: Int32Array;
+  after: Int32Array;
+  maker: Int32Array;
+  /** Ranks. */
+  source: Int32Array;
+  target: Int32Array;
+  channel: Int32Array;
+}
+
+/** From rank, to rank, and the kind of its sends: SEND_F activations, SEND_B gradients. */
+export type Channel = [from: number, to: number, kind: string];
+
+export interface TableInfo {
+  type: "schedule" | "program";
+  name: string;
+  placement: string;
+  edges: [number, number][];
+  passes?: string;
+  buffers?: unknown;
+}
+
+export interface View {
+  title: string;
+  source: Source;
+  dependsOnCosts: boolean;
+  ranks: number;
+  stages: number;
+  microbatches: number;
+  copies: number[][];
+  lowered: boolean;
+  table: TableInfo;
+  kinds: string[];
+  entries: Entries;
+  nodes: number;
+  graph: Graph;
+  /** Pairs of nodes of one rank: before must come before after. Sorted by after. */
+  local: { before: Int32Array; after: Int32Array };
+  messages: Messages;
+  channels: Channel[];
+  costs: Costs;
+  /** What times and sizes are counted in, as "s" and "B"; empty where nothing is said. */
+  units: { time: string; size: string };
+  memoryLimit: number | number[] | null;
+  measured: Timing | null;
+  findings: Finding[];
+  numFindings: number;
+  /** False where the order cannot run: there is a grid and findings, and no times. */
+  timed: boolean;
+}
+
+/** When everything happens: a value a node or a message, -1 for collectives that are none. */
+export interface Timing {
+  start: Float64Array;
+  end: Float64Array;
+  depart: Float64Array;
+  arrive: Float64Array;
+  collectiveStart: Float64Array;
+  collectiveEnd: Float64Array;
+  /** For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared. */
+  heldBy: Int32Array;
+  /** "simulated", or what was measured. */
+  source: string;
+  /** How long each rank's optimizer takes. */
+  optimizer: Float64Array;
+}
+
+export type Cause = "fill" | "waiting" | "communication" | "memory" | "drain" | "overhead";
+
+export interface Gap {
+  start: number;
+  end: number;
+  cause: Cause;
+  /** The text of the action that was waited for, and its rank. */
+  action: string | null;
+  rank: number | null;
+}
+
+export interface PathStep {
+  what: "action" | "message" | "collective" | "optimizer";
+  rank: number;
+  action: string | null;
+  start: number;
+  end: number;
+  /** The node of an action or collective, the message of a message, -1 for the optimizer. */
+  index: number;
+}
+
+export const CATEGORIES = ["activations", "weight stash", "receive buffers", "parameters"] as const;
+export type Category = (typeof CATEGORIES)[number];
+
+/** From times[k] on the rank holds held[category][k], on top of what it always keeps. */
+export interface Curve {
+  times: Float64Array;
+  held: Record<Category, Float64Array>;
+  total: Float64Array;
+  fixed: number;
+  peak: number;
+  peakTime: number;
+}
+
+export interface Memory {
+  ranks: Curve[];
+}
+
+export interface Numbers {
+  makespan: number;
+  bubble: number;
+  spanBubble: number;
+  peaks: number[];
+  peak: number;
+  messages: number;
+  /** The size of all messages together. */
+  bytes: number;
+  idle: Record<Cause, number>;
+  busy: number[];
+}

@@ -1,0 +1,65 @@
+import type { View } from "../core/types.ts";
+import { structureOf } from "../state/structure.ts";
+import { chunkFill, hex, inkOn, microbatchFill, rgb, TONES } from "./colours.ts";
+
+export type ColourBy = "kind" | "microbatch";
+
+const RECEIVE = "#bbbbbb";
+
+/** The colour of each entry of a view. */
+export class Fills {
+  private readonly table: string[];
+  private readonly inks = new Map<string, string>();
+  private readonly parts = new Map<string, number[]>();
+  private readonly sum = [0, 0, 0];
+  private weight = 0;
+
+  constructor(
+    private readonly view: View,
+    private readonly by: ColourBy,
+  ) {
+    this.table = by === "kind" ? kindTable(view) : Array.from({ length: view.microbatches }, (_, m) => microbatchFill(m, view.microbatches));
+  }
+
+  of(entry: number): string {
+    const { kind, stage, microbatch } = this.view.entries;
+    if (kind[entry] > 3) return otherFill(this.view.kinds[kind[entry]]);
+    if (this.by === "microbatch") return this.table[microbatch[entry]] ?? TONES.STEP.fill;
+    const { chunk, chunks } = structureOf(this.view);
+    return this.table[kind[entry] * chunks + (chunk[microbatch[entry] % chunk.length]?.[stage[entry]] ?? 0)];
+  }
+
+  /** Adds a colour with a weight, for what is too small to be drawn by itself. */
+  add(entry: number, weight: number): void {
+    const fill = this.of(entry);
+    let parts = this.parts.get(fill);
+    if (!parts) this.parts.set(fill, (parts = rgb(fill)));
+    for (let k = 0; k < 3; k++) this.sum[k] += weight * parts[k];
+    this.weight += weight;
+  }
+
+  /** The mean of what was added, in steps that neighbours often share. */
+  mean(): string {
+    const { sum, weight } = this;
+    const made = hex(sum.map((each) => (weight ? Math.min(255, Math.round(each / weight / 8) * 8) : 128)));
+    sum.fill(0);
+    this.weight = 0;
+    return made;
+  }
+
+  inkOn(fill: string): string {
+    let ink = this.inks.get(fill);
+    if (!ink) this.inks.set(fill, (ink = inkOn(fill)));
+    return ink;
+  }
+}
+
+function kindTable(view: View): string[] {
+  const { chunks } = structureOf(view);
+  return ["F", "B", "I", "W"].flatMap((kind) => Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks)));
+}
+
+function otherFill(kind: string): string {
+  if (kind.startsWith("SEND")) return TONES.SEND.fill;
+  return kind.startsWith("RECV") ? RECEIVE : TONES.SHARD.fill;
+}

@@ -1,0 +1,131 @@
+import type { Shown } from "../state/shown.ts";
+import { paintAxis } from "./axis.ts";
+import type { Paper } from "./colours.ts";
+import { Fills, type ColourBy } from "./fills.ts";
+import type { Layout, Row } from "./layout.ts";
+import { memoryTop, paintMemory, type Limit } from "./memory.ts";
+import type { Pen } from "./pen.ts";
+import { paintCompute, paintLanes } from "./rows.ts";
+import { percent, toX, type Scale } from "./span.ts";
+import { findingSpan } from "./target.ts";
+
+/** Everything that a picture is made from. */
+export interface Scene {
+  panels: Shown[];
+  layout: Layout;
+  scale: Scale;
+  paper: Paper;
+  colourBy: ColourBy;
+  limit: Limit;
+  /** Whether figures and memory are drawn too; they take longer than the rest. */
+  whole: boolean;
+  /** How far the content is scrolled, and how much of it shows, in pixels. */
+  scroll: number;
+  visible: number;
+}
+
+/** What depends on views and colours alone; kept from picture to picture. */
+const fillsOf = new WeakMap<Shown["view"], Map<ColourBy, Fills>>();
+
+export function fills(shown: Shown, by: ColourBy): Fills {
+  let known = fillsOf.get(shown.view);
+  if (!known) fillsOf.set(shown.view, (known = new Map()));
+  let found = known.get(by);
+  if (!found) known.set(by, (found = new Fills(shown.view, by)));
+  return found;
+}
+
+/** The whole picture but what is pointed at. */
+export function paintScene(pen: Pen, scene: Scene): void {
+  const { layout, paper, scale } = scene;
+  pen.rect(0, 0, layout.width, layout.axis + scene.visible, paper.paper);
+  pen.clip(0, layout.axis, layout.width, scene.visible, () => {
+    shifted(pen, scene, (moved) => paintPanels(moved, scene));
+  });
+  const grid = scene.panels.some((each) => !each.timed);
+  paintAxis(pen, layout, scale, paper, grid ? "step" : axisTitle(scene), grid);
+}
+
+function axisTitle(scene: Scene): string {
+  const unit = scene.panels[0]?.view.units.time;
+  return unit ? `time, ${unit}` : "time";
+}
+
+/** A pen whose content begins below the axis and is scrolled. */
+export function shifted(pen: Pen, scene: Scene, body: (pen: Pen) => void): void {
+  body(shiftedPen(pen, scene.layout.axis - scene.scroll));
+}
+
+function paintPanels(pen: Pen, scene: Scene): void {
+  const top = scene.whole ? memoryTop(scene.panels, scene.limit) : 0;
+  scene.layout.panels.forEach((place, panel) => {
+    const shown = scene.panels[panel];
+    if (scene.panels.length > 1) paintTitle(pen, scene, panel);
+    for (const row of place.rows.filter((each) => isVisible(scene, each))) {
+      paintLabel(pen, scene, row);
+      pen.clip(scene.scale.left, row.top - 2, scene.scale.width, row.height + 4, () => {
+        pen.rect(scene.scale.left, row.compute.top, scene.scale.width, row.compute.height, scene.paper.idle);
+        paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy));
+        if (shown.timed) paintLanes(pen, shown, row, scene.scale, scene.paper);
+        if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top);
+      });
+      paintFindings(pen, scene, row);
+    }
+  });
+}
+
+function isVisible(scene: Scene, row: Row): boolean {
+  return row.top + row.height > scene.scroll && row.top < scene.scroll + scene.visible;
+}
+
+function paintTitle(pen: Pen, scene: Scene, panel: number): void {
+  const { paper, layout } = scene;
+  const shown = scene.panels[panel];
+  const top = layout.panels[panel].top;
+  pen.rect(0, top, layout.width, 22, paper.band);
+  pen.text(10, top + 11.5, shown.label, { fill: paper.ink, size: 12, bold: true });
+  if (!shown.timed || !scene.whole || layout.width < 560) return;
+  const { makespan, bubble, peak } = shown.numbers;
+  const said = `makespan ${shown.time(makespan)} · bubble ${percent(bubble)} · peak ${shown.size(peak)}`;
+  pen.text(layout.width - 10, top + 11.5, said, { fill: paper.soft, size: 11, align: "right" });
+}
+
+function paintLabel(pen: Pen, scene: Scene, row: Row): void {
+  const { paper, layout } = scene;
+  const size = Math.min(12, Math.max(9, row.compute.height * 0.6));
+  const text = layout.gutter < 60 ? `r${row.rank}` : `rank ${row.rank}`;
+  pen.text(10, row.compute.top + row.compute.height / 2, text, { fill: paper.ink, size });
+  if (row.memory && row.memory.height >= 18 && layout.gutter >= 60) {
+    pen.text(10, row.memory.top + row.memory.height / 2, "memory", { fill: paper.soft, size: 10 });
+  }
+}
+
+/** A frame around each place at which the verifier found something; dashed where nothing stands. */
+function paintFindings(pen: Pen, scene: Scene, row: Row): void {
+  const shown = scene.panels[row.panel];
+  for (const finding of shown.view.findings.filter((each) => each.rank === row.rank)) {
+    const [from, to] = findingSpan(shown, finding.rank, finding.step);
+    const x = Math.max(toX(scene.scale, from), scene.scale.left);
+    const end = toX(scene.scale, to);
+    if (end < scene.scale.left || x > scene.scale.left + scene.scale.width) continue;
+    const { bounds } = shown.view.graph;
+    const missing = finding.step >= bounds[row.rank + 1] - bounds[row.rank];
+    pen.frame(x, row.compute.top - 1, Math.max(3, end - x), row.compute.height + 2, scene.paper.alarm, 2, missing);
+    pen.dot(Math.max(x, scene.scale.left + 4), row.compute.top - 1, 4, scene.paper.alarm, scene.paper.paper);
+  }
+}
+
+function shiftedPen(pen: Pen, by: number): Pen {
+  const moved = (points: number[]): number[] => points.map((value, k) => (k % 2 ? value + by : value));
+  return {
+    rect: (x, y, width, height, fill, alpha) => pen.rect(x, y + by, width, height, fill, alpha),
+    frame: (x, y, width, height, stroke, thickness, dashed) => pen.frame(x, y + by, width, height, stroke, thickness, dashed),
+    line: (points, stroke, thickness, dashed) => pen.line(moved(points), stroke, thickness, dashed),
+    area: (points, fill) => pen.area(moved(points), fill),
+    curve: (from, to, stroke, thickness) => pen.curve([from[0], from[1] + by], [to[0], to[1] + by], stroke, thickness),
+    tip: (x, y, fill) => pen.tip(x, y + by, fill),
+    dot: (x, y, radius, fill, stroke) => pen.dot(x, y + by, radius, fill, stroke),
+    text: (x, y, text, style) => pen.text(x, y + by, text, style),
+    clip: (x, y, width, height, body) => pen.clip(x, y + by, width, height, body),
+  };
+}

@@ -1,0 +1,33 @@
+import { useEffect, useState } from "preact/hooks";
+import { sizeText } from "../draw/span.ts";
+import type { Loader } from "../state/loader.ts";
+import { readSize } from "../state/sizes.ts";
+import { useStudio } from "../state/studio.ts";
+import { Field } from "./fields.tsx";
+
+/** The memory limit: a number, or a size like 40GiB. */
+export function Limit({ loader }: { loader: Loader }) {
+  const studio = useStudio();
+  const limit = studio.limit.value;
+  const [text, setText] = useState("");
+  useEffect(() => setText(limit === null ? "" : String(limit)), [limit]);
+  const given = studio.first.value?.memoryLimit ?? null;
+  const usual = Array.isArray(given) ? "one a rank" : given === null ? "none" : sizeText(given, studio.first.value?.units.size ?? "");
+  const commit = (): void => {
+    const read = text.trim() === "" ? null : readSize(text);
+    if (read === undefined) {
+      studio.say(`${text} is not a size: write a number, or one like 40GiB`, "error");
+      return setText(limit === null ? "" : String(limit));
+    }
+    if (read === limit) return;
+    studio.limit.value = read;
+    const named = studio.choice.value;
+    const info = studio.schedules.value.find((each) => each.name === named?.schedule);
+    if (named && info?.options.some((option) => option.name === "memory_limit")) void loader.choose(named);
+  };
+  return (
+    <Field label="Memory limit">
+      <input value={text} placeholder={usual} onInput={(event) => setText(event.currentTarget.value)} onBlur={commit} onKeyDown={(event) => event.key === "Enter" && commit()} />
+    </Field>
+  );
+}

@@ -1,0 +1,171 @@
+import { figure, percent, signed } from "../draw/span.ts";
+import { firstParting, latenessOfRanks, lengthsByWork } from "../state/lateness.ts";
+import type { Shown } from "../state/shown.ts";
+import { useStudio } from "../state/studio.ts";
+import { CAUSES } from "../state/words.ts";
+import type { Cause } from "../core/index.ts";
+import { change, idle, size, time } from "./Tiles.tsx";
+
+interface Figure {
+  name: string;
+  of: (shown: Shown) => number;
+  text: (value: number, shown: Shown) => string;
+  share?: boolean;
+}
+
+const FIGURES: Figure[] = [
+  { name: "makespan", of: (shown) => shown.numbers.makespan, text: time },
+  { name: "bubble", of: (shown) => shown.numbers.bubble, text: percent, share: true },
+  { name: "bubble of the longest span", of: (shown) => shown.numbers.spanBubble, text: percent, share: true },
+  { name: "peak memory", of: (shown) => shown.numbers.peak, text: size },
+  { name: "messages", of: (shown) => shown.numbers.messages, text: figure },
+  { name: "size of all messages", of: (shown) => shown.numbers.bytes, text: size },
+  { name: "idle, all ranks", of: idle, text: time },
+];
+
+/** Every figure as a table: of one timeline, or of two and their difference. */
+export function NumbersCard() {
+  const studio = useStudio();
+  const panels = studio.rested.value;
+  if (!panels.length || panels.some((shown) => !shown.timed)) return null;
+  return (
+    <section class="card numbers" aria-labelledby="numbers-title">
+      <h2 id="numbers-title">{panels.length > 1 ? "Differences" : "Numbers"}</h2>
+      <div class="wide">
+        <FigureTable panels={panels} />
+      </div>
+      <h3>{panels.length > 1 ? "Peak memory and idle time, rank by rank" : "Rank by rank"}</h3>
+      <div class="wide">{panels.length > 1 ? <RankDifferences panels={panels} /> : <RankTable shown={panels[0]} />}</div>
+      {panels.length > 1 && panels[1].measured && panels[0].view === panels[1].view && <Lateness panels={panels} />}
+    </section>
+  );
+}
+
+function FigureTable({ panels }: { panels: Shown[] }) {
+  const causes = (Object.keys(CAUSES) as Cause[]).filter((cause) => panels.some((shown) => shown.numbers.idle[cause] > 0));
+  const rows: Figure[] = [...FIGURES, ...causes.map((cause) => ({ name: `idle: ${CAUSES[cause]}`, of: (shown: Shown) => shown.numbers.idle[cause], text: time }))];
+  return (
+    <table data-testid="figures">
+      <caption class="unseen">Figures</caption>
+      <thead>
+        <tr>
+          <th scope="col">figure</th>
+          {panels.map((shown) => <th key={shown.label} scope="col">{panels.length > 1 ? shown.label : "value"}</th>)}
+          {panels.length > 1 && <th scope="col">difference</th>}
+        </tr>
+      </thead>
+      <tbody>
+        {rows.map(({ name, of, text, share }) => (
+          <tr key={name}>
+            <th scope="row">{name}</th>
+            {panels.map((shown, k) => <td key={k}>{text(of(shown), shown)}</td>)}
+            {panels.length > 1 && <td>{change(of(panels[0]), of(panels[1]), !share)}</td>}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function RankTable({ shown }: { shown: Shown }) {
+  const { numbers, memory, view } = shown;
+  return (
+    <table data-testid="ranks">
+      <caption class="unseen">Rank by rank</caption>
+      <thead>
+        <tr>
+          {["rank", "stages", "busy", "idle", "peak memory", "at"].map((name) => <th key={name} scope="col">{name}</th>)}
+        </tr>
+      </thead>
+      <tbody>
+        {numbers.busy.map((busy, rank) => (
+          <tr key={rank}>
+            <th scope="row">{rank}</th>
+            <td>{stagesOf(view.copies, rank)}</td>
+            <td>{shown.time(busy)}</td>
+            <td>{percent(numbers.makespan ? 1 - busy / numbers.makespan : 0)}</td>
+            <td>{shown.size(numbers.peaks[rank])}</td>
+            <td>{shown.time(memory.ranks[rank].peakTime)}</td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function stagesOf(copies: number[][], rank: number): string {
+  const found = copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : [])));
+  return found.length > 6 ? `${found.slice(0, 5).join(", ")}, …` : found.join(", ");
+}
+
+function RankDifferences({ panels }: { panels: Shown[] }) {
+  const ranks = Math.max(...panels.map((shown) => shown.view.ranks));
+  const peak = (shown: Shown, rank: number): number => shown.numbers.peaks[rank] ?? NaN;
+  const share = (shown: Shown, rank: number): number => 1 - shown.numbers.busy[rank] / shown.numbers.makespan;
+  return (
+    <table>
+      <caption class="unseen">Peak memory and idle time, rank by rank</caption>
+      <thead>
+        <tr>
+          <th scope="col">rank</th>
+          {panels.map((_, k) => <th key={k} scope="col">peak, {k ? "below" : "above"}</th>)}
+          <th scope="col">difference</th>
+          {panels.map((_, k) => <th key={k} scope="col">idle, {k ? "below" : "above"}</th>)}
+        </tr>
+      </thead>
+      <tbody>
+        {Array.from({ length: ranks }, (_, rank) => (
+          <tr key={rank}>
+            <th scope="row">{rank}</th>
+            {panels.map((shown, k) => <td key={k}>{rank < shown.view.ranks ? shown.size(peak(shown, rank)) : "–"}</td>)}
+            <td>{Number.isFinite(peak(panels[0], rank) + peak(panels[1], rank)) ? change(peak(panels[0], rank), peak(panels[1], rank)) : "–"}</td>
+            {panels.map((shown, k) => <td key={k}>{rank < shown.view.ranks ? percent(share(shown, rank)) : "–"}</td>)}
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+const FEW = 8;
+
+/** Where a measured run parts from its prediction, and which work takes longer. */
+function Lateness({ panels: [predicted, measured] }: { panels: Shown[] }) {
+  const studio = useStudio();
+  const parting = firstParting(predicted, measured);
+  const late = latenessOfRanks(predicted, measured);
+  return (
+    <div data-testid="lateness">
+      <h3>Predicted against measured</h3>
+      {parting ? (
+        <p>
+          They part at{" "}
+          <button class="plain" onClick={() => (studio.selected.value = { what: "action", panel: 1, index: parting.node })}>{parting.action}</button>{" "}
+          on rank {parting.rank}, which ends {measured.time(Math.abs(parting.late))} {parting.late > 0 ? "later" : "earlier"} than predicted.
+        </p>
+      ) : (
+        <p>Every action ends within a hundredth of the makespan of where it was predicted to end.</p>
+      )}
+      <p class="quiet">Ranks end late by: {late.map((each, rank) => `${rank}: ${signed(each, measured.time)}`).join(", ")}</p>
+      <div class="wide">
+        <table>
+          <caption class="unseen">What actions take in the mean, by stage and kind</caption>
+          <thead>
+            <tr>{["work", "count", "predicted", "measured", "difference"].map((name) => <th key={name} scope="col">{name}</th>)}</tr>
+          </thead>
+          <tbody>
+            {lengthsByWork(predicted, measured).slice(0, FEW).map((each) => (
+              <tr key={each.name}>
+                <th scope="row">{each.name}</th>
+                <td>{each.count}</td>
+                <td>{measured.time(each.predicted)}</td>
+                <td>{measured.time(each.measured)}</td>
+                <td>{change(each.predicted, each.measured)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </div>
+  );
+}

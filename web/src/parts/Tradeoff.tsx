@@ -1,0 +1,139 @@
+import { scaleLinear, scaleLog } from "d3-scale";
+import { useLayoutEffect, useRef, useState } from "preact/hooks";
+import { sizeText, timeText } from "../draw/span.ts";
+import { TONES } from "../draw/colours.ts";
+import type { Candidate } from "../state/api.ts";
+import type { PlanState } from "../state/plan.ts";
+
+const MARGIN = { left: 74, right: 20, top: 18, bottom: 46 };
+const HIGHEST = 440;
+const SLOWEST = 2;
+export const PLACEMENTS: Record<string, string> = {
+  linear: TONES.F.fill,
+  looped: TONES.I.fill,
+  v: TONES.W.fill,
+  wave: "#cc79a7",
+  bidirectional: TONES.B.fill,
+};
+
+/** The candidates that were timed and are not far too slow to be of use. */
+export function plotted(candidates: Candidate[]): Candidate[] {
+  const timed = candidates.filter((each) => each.makespan !== null && each.memory !== null);
+  const fastest = Math.min(...timed.map((each) => each.makespan!));
+  return timed.filter((each) => each.makespan! <= SLOWEST * fastest);
+}
+
+function domain(values: number[]): [number, number] {
+  const [low, high] = [Math.min(...values), Math.max(...values)];
+  const room = (high - low || high || 1) * 0.07;
+  return [Math.max(low - room, low > 0 ? low * 0.5 : 0), high + room];
+}
+
+/** The width of an element, kept up to date. */
+function useWidth() {
+  const holder = useRef<HTMLDivElement>(null);
+  const [width, setWidth] = useState(760);
+  useLayoutEffect(() => {
+    const measure = (): void => setWidth(Math.max(280, holder.current!.clientWidth));
+    const observer = new ResizeObserver(measure);
+    observer.observe(holder.current!);
+    measure();
+    return () => observer.disconnect();
+  }, []);
+  return { holder, width };
+}
+
+/** Pixels from one size on the axis to the next, at least. */
+const APART = 66;
+
+/** Round sizes; those in bytes are round in the multiple that they are told in. `width` is that of the axis. */
+export function sizeTicks(low: number, high: number, unit: string, width: number): number[] {
+  const power = unit === "B" && high > 1 ? Math.floor(Math.log2(high) / 10) : 0;
+  const whole = 2 ** (10 * power);
+  const made = (isWide(low, high) ? scaleLog : scaleLinear)([low / whole, high / whole], [0, width]);
+  let last = -Infinity;
+  return made
+    .ticks(isWide(low, high) ? 20 : Math.max(2, Math.floor(width / (1.4 * APART))))
+    .filter((value) => made(value) - last >= APART && ((last = made(value)), true))
+    .map((value) => value * whole);
+}
+
+/** Whether a logarithmic axis shows more. */
+function isWide(low: number, high: number): boolean {
+  return low > 0 && high > 6 * low;
+}
+
+/** Time against memory: a mark a candidate, filled where it fits. */
+export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Candidate) => void }) {
+  const { holder, width } = useWidth();
+  const height = Math.round(Math.min(HIGHEST, Math.max(260, width * 0.7)));
+  const shown = plotted(plan.candidates.value);
+  const { time, size } = plan.units.value;
+  const limit = plan.limit.value;
+  const memories = shown.map((each) => each.memory!);
+  const [low, high] = shown.length ? domain(limit === null ? memories : [...memories, limit]) : [0, 1];
+  const x = (isWide(low, high) ? scaleLog : scaleLinear)([low, high], [MARGIN.left, width - MARGIN.right]);
+  const y = scaleLinear(shown.length ? domain(shown.map((each) => each.makespan!)) : [0, 1], [height - MARGIN.bottom, MARGIN.top]);
+  const best = plan.best.value;
+  return (
+    <div ref={holder}>
+      <svg class="tradeoff" width={width} height={height} viewBox={`0 0 ${width} ${height}`} role="group" aria-label="Time against memory, a mark a candidate" data-testid="tradeoff">
+        {y.ticks(6).map((value) => (
+          <g key={value}>
+            <line class="grid" x1={MARGIN.left} x2={width - MARGIN.right} y1={y(value)} y2={y(value)} />
+            <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeText(value, time)}</text>
+          </g>
+        ))}
+        {sizeTicks(low, high, size, width - MARGIN.left - MARGIN.right).map((value) => (
+          <text key={value} class="tick" x={x(value)} y={height - MARGIN.bottom + 18} text-anchor="middle">{sizeText(value, size)}</text>
+        ))}
+        <line class="axis" x1={MARGIN.left} x2={width - MARGIN.right} y1={height - MARGIN.bottom} y2={height - MARGIN.bottom} />
+        <text class="title" x={(MARGIN.left + width - MARGIN.right) / 2} y={height - 8} text-anchor="middle">peak memory of the fullest rank</text>
+        <text class="title" transform={`translate(14 ${height / 2}) rotate(-90)`} text-anchor="middle">time</text>
+        {limit !== null && shown.length > 0 && (
+          <g>
+            <line class="limit" x1={x(limit)} x2={x(limit)} y1={MARGIN.top} y2={height - MARGIN.bottom} />
+            <text class="limit-text" x={x(limit) - 6} y={MARGIN.top + 10} text-anchor="end">limit {sizeText(limit, size)}</text>
+          </g>
+        )}
+        {shown.map((each) => (
+          <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} width={width} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
+        ))}
+      </svg>
+    </div>
+  );
+}
+
+function labelOf(each: Candidate, plan: PlanState): string {
+  const { time, size } = plan.units.value;
+  return `${each.name}: time ${timeText(each.makespan!, time)}, memory ${sizeText(each.memory!, size)}${each.fits ? "" : ", does not fit"}`;
+}
+
+interface MarkProps {
+  candidate: Candidate;
+  x: number;
+  y: number;
+  /** Of the whole plot. */
+  width: number;
+  best: boolean;
+  label: string;
+  open: (candidate: Candidate) => void;
+}
+
+function Mark({ candidate, x, y, width, best, label, open }: MarkProps) {
+  const colour = PLACEMENTS[String(candidate.placement)] ?? TONES.STEP.fill;
+  const press = (event: KeyboardEvent): void => {
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      open(candidate);
+    }
+  };
+  return (
+    <g class={best ? "mark best" : "mark"} role="button" tabindex={0} aria-label={label} onClick={() => open(candidate)} onKeyDown={press} data-testid="candidate">
+      <title>{label}</title>
+      <circle class="reach" cx={x} cy={y} r={12} />
+      <circle cx={x} cy={y} r={best ? 8 : 5.5} fill={candidate.fits ? colour : "none"} stroke={colour} stroke-width={candidate.fits ? 1 : 1.5} />
+      {best && <text class="best-text" x={x} y={y - 13} text-anchor={x > width - 120 ? "end" : x < MARGIN.left + 60 ? "start" : "middle"}>{candidate.name}</text>}
+    </g>
+  );
+}

@@ -1,0 +1,81 @@
+import type { Costs, PerAction, View } from "../core/index.ts";
+
+/** What the sliders change: factors on the costs of a view, and the latency itself. */
+export interface Adjust {
+  f: number;
+  i: number;
+  w: number;
+  /** The full backward, where it has a cost of its own. */
+  b: number;
+  /** Null leaves what the view has. */
+  latency: number | null;
+  /** Factors on single stages' times. */
+  skew: Record<number, number>;
+}
+
+export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: {} };
+
+const TIMES = ["f", "i", "w", "b"] as const;
+/** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
+const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
+
+export function isUnchanged(adjust: Adjust): boolean {
+  return TIMES.every((name) => adjust[name] === 1) && adjust.latency === null && Object.keys(adjust.skew).length === 0;
+}
+
+/** A view's costs with the sliders applied; the skew is told in stages of a model cut into `cuts`. */
+export function adjusted(view: View, adjust: Adjust, cuts: number = view.stages): Costs {
+  const factors = stageFactors(adjust.skew, cuts, view.stages);
+  const made: Costs = { ...view.costs, latency: adjust.latency ?? view.costs.latency };
+  for (const name of TIMES) {
+    const value = view.costs[name];
+    if (value !== null) made[name] = times(value, adjust[name], factors);
+  }
+  return made;
+}
+
+/** One factor a stage, or null where none differs. Where the model is cut otherwise, each stage has the mean of what it covers. */
+export function stageFactors(skew: Record<number, number>, cuts: number, stages: number): number[] | null {
+  const given = Object.entries(skew).filter(([stage, factor]) => Number(stage) < cuts && factor !== 1);
+  if (!given.length) return null;
+  const whole = Array.from({ length: cuts }, (_, stage) => skew[stage] ?? 1);
+  return Array.from({ length: stages }, (_, stage) => mean(whole, (stage * cuts) / stages, ((stage + 1) * cuts) / stages));
+}
+
+function mean(values: number[], from: number, to: number): number {
+  if (to - from === 1 && Number.isInteger(from)) return values[from];
+  let sum = 0;
+  for (let k = Math.floor(from); k < to; k++) sum += (Math.min(k + 1, to) - Math.max(k, from)) * values[k];
+  return sum / (to - from);
+}
+
+function times(value: PerAction, factor: number, factors: number[] | null): PerAction {
+  if (factors === null && factor === 1) return value;
+  if (factors === null) return multiplied(value, factor);
+  return factors.map((each, stage) => multiplied(Array.isArray(value) ? value[stage] : value, factor * each) as number | number[]);
+}
+
+function multiplied(value: PerAction, factor: number): PerAction {
+  return Array.isArray(value) ? value.map((each) => multiplied(each, factor) as number | number[]) : value * factor;
+}
+
+/** The same model cut into more or fewer stages a rank: single numbers that grow with a stage are divided among them. */
+export function shared(costs: Partial<Costs>, share: number): Partial<Costs> {
+  const made: Record<string, unknown> = { ...costs };
+  for (const name of OF_A_STAGE) {
+    const value = costs[name];
+    if (typeof value === "number") made[name] = value * share;
+  }
+  return made as Partial<Costs>;
+}
+
+/** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */
+export function isUniform(costs: Costs): boolean {
+  return OF_A_STAGE.every((name) => !Array.isArray(costs[name])) && !Array.isArray(costs.output);
+}
+
+/** The middle of a cost over all stages, for a slider to show. */
+export function meanOf(value: PerAction): number {
+  if (!Array.isArray(value)) return value;
+  return value.reduce<number>((sum, each) => sum + meanOf(each), 0) / Math.max(1, value.length);
+}

@@ -1,0 +1,204 @@
+import { batch } from "@preact/signals";
+import { fullCosts, plainCosts, readDocument, type Costs, type Source, type View } from "../core/index.ts";
+import { adjusted, isUniform, isUnchanged, shared } from "./adjust.ts";
+import * as api from "./api.ts";
+import { pack, unpack } from "./packed.ts";
+import type { Studio } from "./studio.ts";
+import { decodeLink, type Choice, type LinkState, type Option, type Other } from "./url.ts";
+
+export const START: Choice = { schedule: "zbv", ranks: 8, microbatches: 16, chunks: null, options: {}, form: "schedule" };
+const PATIENCE = 250;
+
+/** Brings views into the studio: from the page itself, from the server, from files. */
+export class Loader {
+  private running: AbortController | null = null;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(private readonly studio: Studio) {}
+
+  /** What the page opens with. */
+  async start(embedded: unknown[] | null, hash: string): Promise<void> {
+    const link = decodeLink(hash);
+    this.studio.dress(link);
+    await this.guarded(async () => {
+      if (embedded?.length) {
+        const given = this.studio.given.value.length ? this.studio.given.value : embedded.map(readDocument);
+        this.studio.given.value = given;
+        const [above, below] = link.given ?? [0, 1];
+        this.show(given[above] ?? given[0], given[below] ?? null, null);
+        this.takeSources(this.studio.first.value!, given[below]);
+        this.studio.dress(link);
+      }
+      if (!this.studio.offline) await this.startServed(link, Boolean(embedded?.length));
+    });
+    this.studio.selectSpot(link.selected);
+  }
+
+  /** A link says what to load; without one, what the page was opened with stands. */
+  private async startServed(link: LinkState, given: boolean): Promise<void> {
+    const asked = api.schedules().then((found) => (this.studio.schedules.value = found));
+    if (link.file) this.show(await api.openFile(link.file.name, await unpack(link.file.content)), null, link.file);
+    else if (link.first || !given) await this.load(link.first ?? START, link.second);
+    await asked;
+  }
+
+  /** Controls begin at what the documents were made from. */
+  private takeSources(first: View, second: View | undefined): void {
+    if (this.studio.offline || first.source.kind !== "schedule") return;
+    const { source, ranks, microbatches } = first;
+    const form = source.fsdp ? "sharded" : source.lower ? "program" : "schedule";
+    batch(() => {
+      this.studio.choice.value = { ...named(source), ranks, microbatches, form };
+      this.studio.other.value = second?.source.kind === "schedule" ? named(second.source) : null;
+      this.studio.costs.value = isUniform(first.costs) ? plainCosts(first.costs) : {};
+    });
+  }
+
+  /** Shows a schedule, and another below it. */
+  async load(choice: Choice, other: Other | null): Promise<void> {
+    const signal = this.begin();
+    const { limit } = this.studio;
+    const first = await api.makeView(choice, this.studio.costs.value, limit.value, signal);
+    const second = other ? await this.besides(first, { ...choice, ...other }, signal) : null;
+    batch(() => {
+      this.studio.choice.value = choice;
+      this.studio.other.value = other;
+      this.studio.file.value = null;
+      this.studio.show(first, second);
+    });
+    this.reorderSoon();
+  }
+
+  /** A schedule below another, of the same model: what a rank does is divided among its stages. */
+  private async besides(first: View, choice: Choice, signal: AbortSignal): Promise<View> {
+    const found = await api.makeView(choice, this.studio.costs.value, this.studio.limit.value, signal);
+    return { ...found, costs: sameModel(first, found) };
+  }
+
+  /** The controls changed; the last change counts. */
+  choose(choice: Choice, other: Other | null = this.studio.other.value): Promise<void> {
+    return this.guarded(() => this.load(choice, other));
+  }
+
+  async compareWith(other: Other | null): Promise<void> {
+    const { choice, first } = this.studio;
+    await this.guarded(async () => {
+      const view = first.value;
+      if (!view) return;
+      if (other === null) return this.clearSecond(view);
+      const own = choice.value ?? { schedule: "", ranks: view.ranks, microbatches: view.microbatches, chunks: null, options: {}, form: view.lowered ? "program" : "schedule" };
+      const second = await this.besides(view, { ...own, ...other }, this.begin());
+      batch(() => {
+        this.studio.other.value = other;
+        this.studio.show(view, second);
+      });
+      this.reorderSoon();
+    });
+  }
+
+  private clearSecond(view: View): void {
+    batch(() => {
+      this.studio.other.value = null;
+      this.studio.show(view, null);
+    });
+  }
+
+  /** Opens a file in place of what is shown, or below it. */
+  async open(file: File, below = false): Promise<void> {
+    await this.guarded(async () => {
+      const content = await file.text();
+      const view = await this.read(file.name, content);
+      const { first } = this.studio;
+      if (below && first.value) return this.show(first.value, view, this.studio.file.value);
+      const packed = await pack(content);
+      this.show(view, null, packed === null ? null : { name: file.name, content: packed });
+    });
+  }
+
+  /** Documents are read here; everything else is asked from the server. */
+  private async read(name: string, content: string): Promise<View> {
+    const ours = documentIn(content);
+    if (ours !== null) return readDocument(ours);
+    if (this.studio.offline) {
+      throw new api.ApiError(`${name} has to be read by the studio: run \`penstock studio\` and open it there. This page is a file and opens saved views only.`);
+    }
+    return api.openFile(name, content);
+  }
+
+  show(view: View, second: View | null, file: { name: string; content: string } | null): void {
+    batch(() => {
+      if (view !== this.studio.first.value) this.studio.choice.value = null;
+      this.studio.other.value = null;
+      this.studio.file.value = file;
+      this.studio.tab.value = "timeline";
+      this.studio.setSpan(0, 1);
+      this.studio.show(view, second);
+    });
+  }
+
+  /** Asks for orders that depend on costs again, when the sliders have come to rest. */
+  reorderSoon(): void {
+    clearTimeout(this.timer);
+    const { first, second } = this.studio;
+    const views = [first.peek(), second.peek()];
+    if (this.studio.offline || !views.some((view) => view?.dependsOnCosts)) return;
+    this.timer = setTimeout(() => void this.guarded(() => this.reorder()), PATIENCE);
+  }
+
+  private async reorder(): Promise<void> {
+    const { first, second, choice, other, adjust } = this.studio;
+    const [view, below, own] = [first.value, second.value, choice.value];
+    if (!view || !own || (isUnchanged(adjust.value) && !below)) return;
+    const signal = this.begin();
+    const again = async (old: View, wanted: Choice): Promise<View> => {
+      if (!old.dependsOnCosts) return old;
+      const costs = plainCosts(adjusted(old, adjust.value, view.stages));
+      return { ...(await api.makeView(wanted, costs, this.studio.limit.value, signal)), costs: old.costs };
+    };
+    const made = await again(view, own);
+    this.studio.show(made, below && other.value ? await again(below, { ...own, ...other.value }) : below);
+  }
+
+  private begin(): AbortSignal {
+    this.running?.abort();
+    this.running = new AbortController();
+    return this.running.signal;
+  }
+
+  /** Runs a body and says what went wrong; what another request has overtaken is nobody's business. */
+  async guarded(body: () => Promise<void>): Promise<void> {
+    const { studio } = this;
+    studio.busy.value++;
+    try {
+      await body();
+      if (studio.notice.value?.kind === "error") studio.notice.value = null;
+    } catch (error) {
+      if (!(error instanceof DOMException && error.name === "AbortError")) studio.say((error as Error).message, "error");
+    } finally {
+      studio.busy.value--;
+    }
+  }
+}
+
+/** A document's source as the controls have it. */
+function named(source: Source): Other {
+  return { schedule: source.name, chunks: source.chunks ?? null, options: (source.options ?? {}) as Record<string, Option> };
+}
+
+/** The first one's costs for the second; each keeps its own where they are given stage by stage and the stages differ. */
+export function sameModel(first: View, second: View): Costs {
+  if (first.stages === second.stages && first.microbatches === second.microbatches) return first.costs;
+  if (!isUniform(first.costs)) return second.costs;
+  const share = first.stages / first.ranks / (second.stages / second.ranks);
+  return fullCosts(shared(first.costs, share));
+}
+
+function documentIn(content: string): unknown {
+  if (!content.trimStart().startsWith("{")) return null;
+  try {
+    const data = JSON.parse(content) as { format?: unknown; type?: unknown };
+    return data.format === "penstock" && data.type === "view" ? data : null;
+  } catch {
+    return null;
+  }
+}

@@ -1,0 +1,171 @@
+import { batch, computed, signal } from "@preact/signals";
+import * as api from "./api.ts";
+import type { Candidate } from "./api.ts";
+
+export interface Progress {
+  phase: string;
+  done: number;
+  total: number;
+  what: string;
+}
+
+export interface Result {
+  best: number | null;
+  cancelled: boolean;
+  bound?: number | null;
+  gap?: number | null;
+  report?: string;
+  units?: { time: string; size: string };
+}
+
+export type PlanStatus = "idle" | "running" | "done" | "failed";
+
+/** The fields of a transformer, as the form has them. */
+export interface Shape {
+  layers: string;
+  hidden: string;
+  heads: string;
+  kv_heads: string;
+  ffn: string;
+  sequence: string;
+  vocabulary: string;
+  microbatch: string;
+  tflops: string;
+  bandwidth: string;
+  latency: string;
+  gated: boolean;
+}
+
+export const SHAPE: Shape = {
+  layers: "32",
+  hidden: "4096",
+  heads: "32",
+  kv_heads: "",
+  ffn: "11008",
+  sequence: "4096",
+  vocabulary: "32000",
+  microbatch: "1",
+  tflops: "400",
+  bandwidth: "50GB",
+  latency: "10",
+  gated: true,
+};
+
+/** What is to be planned, as the form has it. */
+export interface Wanted {
+  model: "transformer" | "profile";
+  shape: Shape;
+  profile: string;
+  ranks: string;
+  microbatches: string;
+  limit: string;
+  seconds: string;
+}
+
+const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
+
+/** A plan that is being made: its candidates arrive one by one. */
+export class PlanState {
+  readonly wanted = signal<Wanted>(USUAL);
+  readonly job = signal<string | null>(null);
+  readonly status = signal<PlanStatus>("idle");
+  readonly candidates = signal<Candidate[]>([]);
+  readonly progress = signal<Progress | null>(null);
+  readonly result = signal<Result | null>(null);
+  readonly error = signal<string | null>(null);
+  readonly limit = signal<number | null>(null);
+  /** The units of what is asked for: times and sizes. */
+  readonly units = signal({ time: "", size: "" });
+
+  /** The best so far of those that fit. */
+  readonly best = computed(() => {
+    const fitting = this.candidates.value.filter((each) => each.fits && each.makespan !== null);
+    return fitting.reduce<Candidate | null>((best, each) => (best === null || each.makespan! < best.makespan! ? each : best), null);
+  });
+
+  async start(request: unknown, limit: number | null, units: { time: string; size: string }): Promise<void> {
+    batch(() => {
+      this.status.value = "running";
+      this.candidates.value = [];
+      this.progress.value = null;
+      this.result.value = null;
+      this.error.value = null;
+      this.limit.value = limit;
+      this.units.value = units;
+    });
+    try {
+      this.job.value = await api.startPlan(request);
+      this.listen(this.job.value);
+    } catch (error) {
+      this.fail((error as Error).message);
+    }
+  }
+
+  /** Candidates come in bursts; a burst is shown at once. */
+  private listen(job: string): void {
+    const events = api.planEvents(job);
+    const waiting: Candidate[] = [];
+    const flush = (): void => {
+      if (waiting.length) this.candidates.value = [...this.candidates.value, ...waiting.splice(0)];
+    };
+    const timer = setInterval(flush, 100);
+    const end = (): void => {
+      clearInterval(timer);
+      flush();
+      events.close();
+    };
+    const on = <Data>(name: string, body: (data: Data) => void): void =>
+      events.addEventListener(name, (event) => body(JSON.parse((event as MessageEvent<string>).data) as Data));
+    on<Candidate>("candidate", (found) => waiting.push(found));
+    on<Progress>("progress", (progress) => (this.progress.value = progress));
+    on<Result>("done", (result) => {
+      end();
+      batch(() => {
+        this.result.value = result;
+        this.status.value = "done";
+        if (result.units) this.units.value = result.units;
+      });
+    });
+    on<{ error: string }>("failed", ({ error }) => {
+      end();
+      this.fail(error);
+    });
+    events.onerror = () => {
+      end();
+      if (this.status.value === "running") this.fail("The studio stopped answering. Is `penstock studio` still running?");
+    };
+  }
+
+  private fail(message: string): void {
+    this.error.value = message;
+    this.status.value = "failed";
+  }
+
+  async cancel(): Promise<void> {
+    if (this.job.value) await api.cancelPlan(this.job.value);
+  }
+}
+
+/** A transformer as the server reads it; throws what is wrong with a field. */
+export function transformerOf(shape: Shape): Record<string, unknown> {
+  const made: Record<string, unknown> = { gated: shape.gated, flops: positive("TFLOP/s", shape.tflops) * 1e12 };
+  for (const name of ["layers", "hidden", "heads", "sequence", "vocabulary"] as const) made[name] = whole(name, shape[name]);
+  for (const name of ["kv_heads", "ffn"] as const) if (shape[name].trim()) made[name] = whole(name.replace("_", " "), shape[name]);
+  const sizes = shape.microbatch.split(",").map((text) => whole("samples a microbatch", text));
+  made.microbatch = sizes.length === 1 ? sizes[0] : sizes;
+  if (shape.bandwidth.trim()) made.bandwidth = shape.bandwidth.trim();
+  if (shape.latency.trim()) made.latency = positive("latency", shape.latency, true) * 1e-6;
+  return made;
+}
+
+export function whole(name: string, text: string): number {
+  const value = Number(text);
+  if (text.trim() === "" || !Number.isInteger(value) || value < 1) throw new Error(`${name} must be a whole number of at least 1, got ${text || "nothing"}`);
+  return value;
+}
+
+function positive(name: string, text: string, zero = false): number {
+  const value = Number(text);
+  if (text.trim() === "" || !Number.isFinite(value) || value < 0 || (!zero && value === 0)) throw new Error(`${name} must be a number above 0, got ${text || "nothing"}`);
+  return value;
+}

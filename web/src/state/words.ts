@@ -1,0 +1,175 @@
+import { actionText, entryText, gapText, type Gap, type PerAction } from "../core/index.ts";
+import { optimizerSpan } from "../draw/rows.ts";
+import type { Target } from "../draw/target.ts";
+import { lastAt } from "../draw/visible.ts";
+import type { Shown } from "./shown.ts";
+import { makerOf } from "./related.ts";
+
+export type Fact = [name: string, value: string];
+
+/** Something on screen in words. */
+export interface Said {
+  title: string;
+  what: string;
+  facts: Fact[];
+}
+
+const KINDS: Record<string, string> = {
+  F: "forward",
+  B: "full backward",
+  I: "backward for the input",
+  W: "backward for the weights",
+  SEND_F: "send of an activation",
+  RECV_F: "receive of an activation",
+  SEND_B: "send of a gradient",
+  RECV_B: "receive of a gradient",
+  UNSHARD: "gather of parameters",
+  RESHARD: "freeing of parameters",
+  REDUCE_GRAD: "reduction of gradients",
+};
+
+export const CAUSES: Record<Gap["cause"], string> = {
+  fill: "filling the pipeline",
+  waiting: "waiting for another rank",
+  communication: "waiting for a message",
+  memory: "waiting for a free slot",
+  drain: "draining the pipeline",
+  overhead: "overhead",
+};
+
+/** A target in words, for the tooltip, the card and the screen reader. */
+export function describe(shown: Shown, target: Target): Said {
+  switch (target.what) {
+    case "action":
+      return describeAction(shown, target.index);
+    case "message":
+      return describeMessage(shown, target.index);
+    case "collective":
+      return describeCollective(shown, target.index);
+    case "finding":
+      return describeFinding(shown, target.index);
+    case "optimizer":
+      return describeOptimizer(shown, target.rank);
+    case "gap":
+      return describeGap(shown, target.rank, target.time);
+    case "memory":
+      return describeMemory(shown, target.rank, target.time);
+  }
+}
+
+export function sentence(said: Said): string {
+  return `${said.title}, ${said.what}. ${said.facts.map(([name, value]) => `${name} ${value}`).join(", ")}.`;
+}
+
+function times(shown: Shown, start: number, end: number): Fact[] {
+  return [["start", shown.time(start)], ["end", shown.time(end)], ["takes", shown.time(end - start)]];
+}
+
+function describeAction(shown: Shown, node: number): Said {
+  const { view, timing } = shown;
+  const { at, kind, stage, microbatch } = view.entries;
+  const parts = Array.from({ length: at[node + 1] - at[node] }, (_, k) => at[node] + k);
+  const rank = view.graph.rank[node];
+  const facts: Fact[] = [
+    ["rank", String(rank)],
+    ["stage", parts.map((entry) => stage[entry]).join(" & ")],
+    ["microbatch", parts.map((entry) => microbatch[entry]).join(" & ")],
+  ];
+  if (shown.timed) facts.push(...times(shown, timing.start[node], timing.end[node]), ...heldBy(shown, parts), ...sentBy(shown, node));
+  else facts.push(["step", String(node - view.graph.bounds[rank])]);
+  const what = parts.map((entry) => KINDS[view.kinds[kind[entry]]]).join(" together with ");
+  return { title: parts.length > 1 ? parts.map((entry) => entryText(view, entry)).join(" & ") : actionText(view, node), what, facts };
+}
+
+function heldBy(shown: Shown, parts: number[]): Fact[] {
+  const { entries, kinds } = shown.view;
+  const size = (name: "activation" | "weight_stash", entry: number): number =>
+    valueAt(shown.costs[name], entries.stage[entry], entries.microbatch[entry]);
+  return parts.flatMap((entry): Fact[] => {
+    const kind = kinds[entries.kind[entry]];
+    if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))]];
+    if (kind === "B") return [["frees", shown.size(size("activation", entry))]];
+    if (kind === "I") return [["frees", shown.size(size("activation", entry))], ["keeps for W", shown.size(size("weight_stash", entry))]];
+    return kind === "W" ? [["frees", shown.size(size("weight_stash", entry))]] : [];
+  });
+}
+
+function sentBy(shown: Shown, node: number): Fact[] {
+  const { send_at } = shown.view.graph;
+  let sum = 0;
+  for (let message = send_at[node]; message < send_at[node + 1]; message++) sum += shown.sizes[message];
+  return sum > 0 ? [["sends", shown.size(sum)]] : [];
+}
+
+export function valueAt(value: PerAction, stage: number, microbatch: number): number {
+  if (!Array.isArray(value)) return value;
+  const row = value[stage];
+  return Array.isArray(row) ? row[microbatch] : row;
+}
+
+function describeMessage(shown: Shown, message: number): Said {
+  const { view, timing } = shown;
+  const { source, target, after, channel } = view.messages;
+  const carries = view.channels[channel[message]][2] === "SEND_F" ? "activations" : "gradients";
+  const made = timing.end[makerOf(view, message)];
+  const waited = timing.depart[message] - made;
+  return {
+    title: `message of ${entryText(view, view.messages.maker[message])}`,
+    what: `${carries} from rank ${source[message]} to rank ${target[message]}`,
+    facts: [
+      ["leaves", shown.time(timing.depart[message])],
+      ["arrives", shown.time(timing.arrive[message])],
+      ["travels", shown.time(timing.arrive[message] - timing.depart[message])],
+      ...(waited > 0 ? [["waited for its link", shown.time(waited)] as Fact] : []),
+      ["size", shown.size(shown.sizes[message])],
+      ["used by", entryText(view, after[message])],
+    ],
+  };
+}
+
+function describeCollective(shown: Shown, node: number): Said {
+  const { view, timing } = shown;
+  return {
+    title: actionText(view, node),
+    what: KINDS[view.kinds[view.entries.kind[view.entries.at[node]]]],
+    facts: [["rank", String(view.graph.rank[node])], ...times(shown, timing.collectiveStart[node], timing.collectiveEnd[node])],
+  };
+}
+
+function describeFinding(shown: Shown, index: number): Said {
+  const finding = shown.view.findings[index];
+  return {
+    title: finding.action || finding.rule,
+    what: `${finding.message}. ${finding.remedy}`,
+    facts: [["rule", finding.rule], ["rank", String(finding.rank)], ["step", String(finding.step)]],
+  };
+}
+
+function describeOptimizer(shown: Shown, rank: number): Said {
+  const { start, end } = optimizerSpan(shown, rank);
+  return { title: "optimizer's step", what: "after everything else on its rank", facts: [["rank", String(rank)], ...times(shown, start, end)] };
+}
+
+function describeGap(shown: Shown, rank: number, time: number): Said {
+  const gap = shown.gapAt(rank, time);
+  if (!gap) return { title: "idle", what: "", facts: [] };
+  return {
+    title: `idle: ${CAUSES[gap.cause]}`,
+    what: gapText(gap),
+    facts: [["rank", String(rank)], ["from", shown.time(gap.start)], ["to", shown.time(gap.end)], ["lasts", shown.time(gap.end - gap.start)]],
+  };
+}
+
+function describeMemory(shown: Shown, rank: number, time: number): Said {
+  const curve = shown.memory.ranks[rank];
+  const place = lastAt(curve.times, time);
+  const used = Object.entries(curve.held).filter(([, held]) => place >= 0 && held[place] !== 0);
+  const parts = used.map(([name, held]): Fact => [name, shown.size(held[place])]);
+  const fixed: Fact[] = curve.fixed > 0 ? [["always", shown.size(curve.fixed)]] : [];
+  const total = curve.fixed + (place < 0 ? 0 : curve.total[place]);
+  return {
+    title: `rank ${rank} holds ${shown.size(total)}`,
+    what: `at ${shown.time(time)}; its peak is ${shown.size(curve.peak)} at ${shown.time(curve.peakTime)}`,
+    facts: [...fixed, ...parts],
+  };
+}

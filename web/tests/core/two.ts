@@ -1,0 +1,47 @@
+// The smallest pipeline, written by hand: two ranks, one microbatch, 0F0 -> 1F0 -> 1B0 -> 0B0.
+
+export function two(changes: Record<string, unknown> = {}): Record<string, unknown> {
+  return {
+    format: "penstock",
+    type: "view",
+    version: 1,
+    title: "two",
+    source: { kind: "file", name: "two.csv" },
+    depends_on_costs: false,
+    ranks: 2,
+    stages: 2,
+    microbatches: 1,
+    copies: [[0, 1]],
+    lowered: false,
+    table: { type: "schedule", name: "two", placement: "linear", edges: [[0, 1]] },
+    kinds: ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B"],
+    entries: { kind: [0, 1, 0, 1], stage: [0, 0, 1, 1], microbatch: [0, 0, 0, 0], peer: [-1, -1, -1, -1], at: [0, 1, 2, 3, 4] },
+    timed: true,
+    graph: {
+      bounds: [0, 2, 4],
+      need_at: [0, 0, 1, 2, 2],
+      need: [1, 0],
+      send_at: [0, 1, 1, 1, 2],
+      gather_at: [0, 0, 0, 0, 0],
+      gather: [],
+      received: [-1, -1, -1, -1],
+      sender: [0, 3],
+      user: [2, 1],
+      receive: [-1, -1],
+      slot: [-1, -1],
+      collective: [0, 0, 0, 0],
+    },
+    local: { before: [0, 2], after: [1, 3] },
+    messages: { before: [0, 3], after: [2, 1], maker: [0, 3], source: [0, 1], target: [1, 0], channel: [0, 1] },
+    channels: [
+      [0, 1, "SEND_F"],
+      [1, 0, "SEND_B"],
+    ],
+    costs: { f: 2, latency: 0.5 },
+    memory_limit: 4,
+    measured: null,
+    findings: [],
+    num_findings: 0,
+    ...changes,
+  };
+}
