@@ -62,6 +62,10 @@ class UsageError(PenstockError, ValueError):
     """Arguments of a command that do not go together, or that name what is not there."""
 
 
+class ScriptError(PenstockError, ValueError):
+    """A training file that does not have what training needs."""
+
+
 class PlanError(PenstockError, ValueError):
     """Limits that no plan was found within; the message says by how much, where, and what would fit."""
 
