@@ -31,8 +31,11 @@ def load_function(source: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def load_script(source: str) -> Script:
-    """The training file that `FILE.py` or `MODULE` names, and after a colon the function that builds its model."""
+def load_script(source: str, folder: str = ".") -> Script:
+    """The training file that `FILE.py` or `MODULE` names, and after a colon the function that builds its model.
+
+    Ranks may run elsewhere than the command did: names are meant in its `folder`.
+    """
     from penstock.runtime.script import Script
 
     place, colon, name = source.rpartition(":")
@@ -40,18 +43,18 @@ def load_script(source: str) -> Script:
         place, name = source, "build"
     if not name.isidentifier() or not _is_place(place):
         raise UsageError(f"{source!r} is not a training file: name FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION")
-    return Script.of(place, vars(load_module(place)), name)
+    return Script.of(place, vars(load_module(place, folder)), name)
 
 
-def load_module(place: str) -> ModuleType:
+def load_module(place: str, folder: str = ".") -> ModuleType:
     """The file or module, run."""
-    path = Path(place)
+    path = Path(folder, place)
     if path.is_dir():
-        raise UsageError(f"{path} is a folder, not a file")
+        raise UsageError(f"{place} is a folder, not a file")
     if path.suffix == ".py" and not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"there is no file {place}")
     try:
-        return _run(path) if path.suffix == ".py" else _imported(place)
+        return _run(path) if path.suffix == ".py" else _imported(place, folder)
     except UsageError:
         raise
     except Exception as error:
@@ -62,9 +65,9 @@ def _is_place(place: str) -> bool:
     return Path(place).suffix == ".py" or Path(place).is_dir() or all(part.isidentifier() for part in place.split("."))
 
 
-def _imported(name: str) -> ModuleType:
+def _imported(name: str, folder: str) -> ModuleType:
     """The module of this name; the folder that the command runs in is looked into first."""
-    with _reachable(os.getcwd()):
+    with _reachable(os.path.abspath(folder)):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from penstock.cli.wish import Wish
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
+    from penstock.runtime.parity import Comparison
     from penstock.runtime.trainer import Moment, Trained
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
@@ -137,8 +139,8 @@ class Narrator:
             return
         self.head("Compare loss and gradients with the unpipelined model")
         for step, found in done.parity.items():
-            for line in str(found).splitlines():
-                self.say(f"step {step}, {line.partition(' (')[0]}")
+            for each in filter(None, (found.loop, found.batch)):
+                self.say(f"step {step}, {in_words(each)}")
 
     def differences(self, found: Differences, plan: Plan | None) -> None:
         from penstock.planner.units import Units
@@ -146,13 +148,22 @@ class Narrator:
         units = Units("s")
         self.head("Lay the measured over the predicted step")
         if found.scale != 1.0:
-            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {found.scale:.2f}, as the median action")
+            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {found.scale:.2f}, as the mean action took")
         both, bubble = found.makespan, found.bubble
         self.say(f"makespan {units.time(both.predicted)} predicted, {units.time(both.measured)} measured, the median of the last steps")
         self.say(f"bubble {bubble.predicted:.1%} predicted, {bubble.measured:.1%} measured")
 
     def saved(self, what: str, path: Path) -> None:
         self.out.print(f"\nThe {what} is in [bold]{path}[/bold]")
+
+
+def in_words(found: Comparison) -> str:
+    """How near a step is to the unpipelined model."""
+    from penstock.runtime.trainer import CLOSE
+
+    if found.exact or found.worst > CLOSE:
+        return str(found)
+    return f"{found.reference}: equal up to rounding, {found.worst:.1e} of the largest value"
 
 
 def candidates(plan: Plan, shown: int) -> Iterator[str]:
@@ -184,7 +195,7 @@ def sparkline(values: list[float], width: int = 32) -> str:
     means = [sum(part) / len(part) for part in parts if part] if len(values) > width else list(values)
     low, high = min(means), max(means)
     steps = ((value - low) / (high - low) * (len(BLOCKS) - 1) if high > low else 0.0 for value in means)
-    return "".join(BLOCKS[round(step)] for step in steps) if can_print(BLOCKS) and low == low else ""
+    return "".join(BLOCKS[round(step)] for step in steps) if can_print(BLOCKS) and not math.isnan(sum(means)) else ""
 
 
 def _without_memory(proof: Proof, plan: Plan) -> str:
@@ -200,12 +211,14 @@ def _without_memory(proof: Proof, plan: Plan) -> str:
 @contextmanager
 def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Moment], None]]:
     """A bar with the loss and its course."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Column
 
-    texts = [TextColumn("{task.fields[loss]}", style="bold"), TextColumn("{task.fields[what]}", style="dim")]
-    columns = [TextColumn("   "), BarColumn(bar_width=24), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), *texts]
+    loss, what = Column(no_wrap=True, min_width=10), Column(no_wrap=True, ratio=1)
+    texts = [TextColumn("{task.fields[loss]}", "bold", table_column=loss), TextColumn("{task.fields[what]}", "dim", table_column=what)]
+    columns = [BarColumn(bar_width=16), MofNCompleteColumn(table_column=Column(no_wrap=True)), TimeElapsedColumn(), *texts]
     losses: list[float] = []
-    with Progress(*columns, console=narrator.err, transient=True) as bar:
+    with Progress(*columns, console=narrator.err, transient=True, expand=True) as bar:
         task = bar.add_task("", total=steps, loss="", what="building the pipeline")
 
         def show(moment: Moment) -> None:
@@ -214,6 +227,6 @@ def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Momen
                 return
             losses.append(moment.loss)
             speed = f"{batch / moment.seconds:.0f} samples/s" if moment.seconds else ""
-            bar.update(task, completed=moment.step, loss=f"loss {moment.loss:.3f}", what=f"{sparkline(losses, 20)} {speed}")
+            bar.update(task, completed=moment.step, loss=f"loss {moment.loss:.3f}", what=f"{sparkline(losses, 12)} {speed}")
 
         yield show

@@ -32,9 +32,10 @@ class Session:
         self.proof: Proof | None = None
         self.trained: Trained | None = None
         self.first = True
-        self.load = partial(load_script, wish.source)
+        self.load = partial(load_script, wish.source, os.getcwd())
         self.load()  # says at once what is wrong with it
-        self.given = wish.loaded() if wish.is_file else None
+        self.how = wish.how()
+        self.given: Any = wish.loaded() if wish.is_file else None
         self.narrator = Narrator(quiet)
         self.begun = time.perf_counter()
 
@@ -79,9 +80,9 @@ class Session:
     def _planned(self, started: Crew) -> Plan:
         from penstock.runtime.profiled import measured
 
-        sizes, how = self.wish.sizes(started.ranks), self.wish.how()
+        sizes = self.wish.sizes(started.ranks)
         with self.narrator.measuring(sizes) as tell:
-            profile = started.run(measured, self.load, how, sizes, tell=tell)[0]
+            profile = started.run(measured, self.load, self.how, sizes, tell=tell)[0]
         self.narrator.profile(profile)
         found: Plan = started.once(lambda: self._search(profile, started.ranks))
         self.narrator.plan(found)
@@ -109,7 +110,7 @@ class Session:
 
         with self.narrator.training(self.wish.steps, self.wish.batch) as tell:
             what = self.table if self.plan is None else self.plan
-            self.trained = started.run(train, self.load, what, self.wish.how(), tell=tell)[0]
+            self.trained = started.run(train, self.load, what, self.how, tell=tell)[0]
 
     def _compare(self) -> None:
         assert self.trained is not None
@@ -126,8 +127,9 @@ class Session:
 
         if self.plan is None or self.trained is None or self.trained.timeline is None:
             return None
-        shared = self.trained.device == "cpu" and (os.cpu_count() or 1) < self.plan.placement.ranks
-        return differences(self.plan.predicted, self.trained.timeline, scale="auto" if shared else 1.0)
+        predicted, measured = self.plan.predicted, self.trained.timeline
+        shared = self.trained.device == "cpu" and (os.cpu_count() or 1) < predicted.ranks
+        return differences(predicted, measured, scale=float(measured.busy.sum() / predicted.busy.sum()) if shared else 1.0)
 
     @property
     def equal(self) -> bool:

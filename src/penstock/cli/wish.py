@@ -109,13 +109,10 @@ class Wish:
 
     def how(self) -> How:
         """What each rank is told."""
-        import torch.cuda as cuda
+        from penstock.runtime.trainer import How, known_device
 
-        from penstock.runtime.trainer import How
-
-        device = ("cuda" if cuda.is_available() else "cpu") if self.device == AUTO else self.device
         folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
-        return How(self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, device)
+        return How(self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, known_device(self.device))
 
 
 def _is_plan(path: Path) -> bool:

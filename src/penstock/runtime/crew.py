@@ -82,9 +82,9 @@ class _Joined(Crew):
                 mine = fn(), None
             except Exception as error:  # all are to know why there is nothing
                 mine = None, error
-        value, error = self.group.gather(self.group.rank, "once", mine, PATIENCE)[0]
-        if error is not None:
-            raise error
+        value, failed = self.group.gather(self.group.rank, "once", mine, PATIENCE)[0]
+        if failed is not None:
+            raise failed
         return value
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from penstock.errors import ScriptError, nearest
+from penstock.errors import PenstockError, ScriptError, nearest
 from penstock.runtime.partition import Layers
 
 LEARNING_RATE = 1e-3
 """Of AdamW, where a file has no optimizer of its own."""
-NAMES = ("build", "data", "optimizer", "scheduler", "split")
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,6 @@ class Model:
     sample: Any
     loss_fn: Callable[..., Any] | None = None
     target: Any = None
-
-    @property
-    def args(self) -> tuple[Any, ...]:
-        return self.sample if isinstance(self.sample, tuple) else (self.sample,)
 
 
 @dataclass(frozen=True)
@@ -68,7 +65,8 @@ class Script:
     def model(self, seed: int) -> Model:
         """The model, the same on every rank."""
         torch.manual_seed(seed)
-        made = self.build()
+        with self._blamed("build()"):
+            made = self.build()
         if not isinstance(made, tuple) or not 2 <= len(made) <= 4:
             what = f"a tuple of {len(made)}" if isinstance(made, tuple) else f"a {type(made).__name__}"
             raise ScriptError(f"build() of {self.source} returned {what}: return (layers, sample, loss_fn, target)")
@@ -84,7 +82,8 @@ class Script:
     def samples(self) -> Any:
         """The data."""
         assert self.data is not None
-        made = self.data()
+        with self._blamed("data()"):
+            made = self.data()
         if not hasattr(made, "__len__") or not hasattr(made, "__getitem__") or not len(made):
             raise ScriptError(f"data() of {self.source} returned a {type(made).__name__}: return what has a length and data[numbers]")
         return made
@@ -92,17 +91,31 @@ class Script:
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         if self.make_optimizer is None:
             return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
-        return self.make_optimizer(parameters)
+        with self._blamed("optimizer(parameters)"):
+            return self.make_optimizer(parameters)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
-        return None if self.make_scheduler is None else self.make_scheduler(optimizer)
+        with self._blamed("scheduler(optimizer)"):
+            return None if self.make_scheduler is None else self.make_scheduler(optimizer)
 
+    def batch(self, data: Any, numbers: torch.Tensor) -> tuple[tuple[Any, ...], Any]:
+        """The inputs and the target of some samples."""
+        with self._blamed("data()[numbers]"):
+            made = data[numbers]
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            what = f"{len(made)} parts" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
+            raise ScriptError(f"data()[numbers] of {self.source} gave {what}: give (inputs, target)")
+        inputs, target = made
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), target
 
-def batch_of(source: str, data: Any, numbers: torch.Tensor) -> tuple[tuple[Any, ...], Any]:
-    """The inputs and the target of some samples."""
-    made = data[numbers]
-    if not isinstance(made, (tuple, list)) or len(made) != 2:
-        what = f"{len(made)} parts" if isinstance(made, (tuple, list)) else f"a {type(made).__name__}"
-        raise ScriptError(f"data()[numbers] of {source} gave {what}: give (inputs, target)")
-    inputs, target = made
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), target
+    @contextmanager
+    def _blamed(self, what: str) -> Iterator[None]:
+        """Say where the file failed."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}, line {last.lineno}"
+            raise ScriptError(f"{what} of {self.source} failed: {type(error).__name__}: {error} ({where})") from error

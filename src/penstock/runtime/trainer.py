@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from penstock.errors import ScheduleError, nearest
 from penstock.runtime.checkpoint import Checkpoints
 from penstock.runtime.data_order import DataOrder
 from penstock.runtime.here import rank
 from penstock.runtime.parity import Parity
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.script import Script, batch_of
+from penstock.runtime.script import Script
 from penstock.simulator.timeline import Timeline
 
 CLOSE = 1e-4
@@ -51,6 +52,18 @@ class How:
         device = torch.device("cuda", rank() % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
+
+
+def known_device(name: str) -> str:
+    """The kind of device to train on; `auto` is a GPU if there is one."""
+    found = torch.cuda.is_available()
+    if name == "auto":
+        return "cuda" if found else "cpu"
+    if name not in ("cpu", "cuda"):
+        raise ScheduleError(f"device {name!r}: {nearest(name, ('auto', 'cpu', 'cuda'))}")
+    if name == "cuda" and not found:
+        raise ScheduleError("device 'cuda': torch finds no GPU here; take cpu")
+    return name
 
 
 @dataclass(frozen=True)
@@ -142,7 +155,7 @@ class _Run:
             self.tell(Moment(f"goes on from {found.path}", found.step))
 
     def _step(self, step: int) -> None:
-        inputs, target = self._on_device(batch_of(self.script.source, self.data, next(self.order)))
+        inputs, target = self._on_device(self.script.batch(self.data, next(self.order)))
         if self.how.check and step in (self.done.begun + 1, self.how.steps):
             self.tell(Moment("comparing with the unpipelined model", step - 1))
             self.done.parity[step] = self.pipe.parity(*inputs, target=target)
