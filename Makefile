@@ -25,7 +25,7 @@ test: $(DEV) lint  ## check style and types and run every test
 	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
-	$(BIN)/python -m pytest -q -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py

@@ -12,11 +12,20 @@ from hypothesis import HealthCheck, settings
 if TYPE_CHECKING:
     from penstock.runtime.workers import Workers
 
-settings.register_profile("penstock", deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+# The same examples every time, so that a change is judged by what it does; `--hypothesis-profile=hunt` draws other ones.
+settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("penstock"), max_examples=15)
+settings.register_profile("hunt", settings.get_profile("penstock"), derandomize=False, max_examples=300)
 settings.load_profile("penstock")
 
 ON_PROCESSES = re.compile(r"/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
 """Tests whose ranks are processes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if ON_PROCESSES.search(item.nodeid):
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.hookimpl(optionalhook=True)

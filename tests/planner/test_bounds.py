@@ -58,6 +58,7 @@ def test_no_schedule_beats_a_bound_within_its_own_memory(drawn: tuple[Schedule, 
     check(lower_bound(problem), objective)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(drawn=timed(), barrier=st.booleans())
 def test_nor_the_linear_program(drawn: tuple[Schedule, Costs], barrier: bool) -> None:
@@ -82,6 +83,7 @@ GOOD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("barrier", [True, False])
 @pytest.mark.parametrize(("name", "ranks", "microbatches"), GOOD)
 def test_good_schedules_stay_above(name: str, ranks: int, microbatches: int, barrier: bool) -> None:
@@ -178,6 +180,7 @@ TIGHT: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("placement", "microbatches", "costs", "limit"), TIGHT)
 def test_tight_memory_bounds_more_than_work_does(placement: Placement, microbatches: int, costs: dict[str, Any], limit: float) -> None:
     problem = Problem(placement, microbatches, Costs(**costs), (limit,) * placement.ranks)

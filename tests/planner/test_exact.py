@@ -40,6 +40,7 @@ def check_claims(problem: Problem, solved: Solved) -> None:
 # Against every order --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(problem=problems())
 def test_it_finds_the_best_of_all_orders_and_bounds_stay_below(problem: Problem) -> None:
@@ -65,6 +66,7 @@ def check_against_all_orders(problem: Problem) -> None:
         assert solved.objective == pytest.approx(best, rel=CLOSE)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=20)
 @given(problem=problems(output=True))
 def test_with_receive_buffers_its_bound_still_holds(problem: Problem) -> None:
@@ -78,6 +80,7 @@ def test_with_receive_buffers_its_bound_still_holds(problem: Problem) -> None:
         assert best == math.inf
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("contention", ["pair", "rank"])
 @pytest.mark.parametrize("barrier", [True, False])
 def test_with_shared_links_its_bound_still_holds(contention: str, barrier: bool) -> None:
@@ -117,6 +120,7 @@ def larger(draw: st.DrawFn) -> tuple[Problem, Schedule]:
     return Problem(schedule.placement, schedule.microbatches, costs, limit, barrier=draw(st.booleans())), schedule
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=8)
 @given(drawn=larger())
 def test_when_time_is_up_it_says_what_it_knows(drawn: tuple[Problem, Schedule]) -> None:

@@ -79,6 +79,7 @@ def moments_for(draw: st.DrawFn, placement: ps.Placement) -> list[Moment]:
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("everything", [True, False], ids=["all-cuts", "no-short-cut"])
 @given(data=st.data())
 @settings(max_examples=150)

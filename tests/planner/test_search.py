@@ -69,6 +69,7 @@ def test_it_is_never_worse_than_a_named_schedule(placement: Placement, limit: fl
     assert found.objective <= best_named(problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("placement", "limit", "uneven", "latency"),
     [
@@ -181,6 +182,7 @@ def test_a_start_may_not_split_where_that_is_not_allowed() -> None:
         search(replace(problem_of(Placement.linear(4), 8, 4.0), split=False), rounds=10, start=[ps.schedule("zb-h1", 4, 8)])
 
 
+@pytest.mark.slow
 def test_many_microbatches_are_sampled() -> None:
     problem = problem_of(Placement.v(4), 256, 3.0)
     sample = shortened(problem)

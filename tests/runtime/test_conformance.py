@@ -31,7 +31,7 @@ def test_the_zoo_is_there() -> None:
     assert {ranks for _, ranks in CASES} == {1, 2, 4}
 
 
-@pytest.mark.parametrize(("name", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "ranks"), [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == 4 else []) for case in CASES])
 @pytest.mark.parametrize("microbatches", COUNTS)
 def test_schedule_against_both_references(name: str, ranks: int, microbatches: int) -> None:
     schedule = _schedule(name, ranks, microbatches)

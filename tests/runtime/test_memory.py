@@ -237,6 +237,7 @@ def test_activations_go_with_their_backward(name: str) -> None:
     assert (checked["W"] > 0) == (name in SPLIT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_alive_after_a_step(name: str) -> None:

@@ -6,6 +6,7 @@ import copy
 import itertools
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,6 +94,7 @@ def _unpipelined(model: nn.ModuleList, schedule: Schedule, x: Tensor, y: Tensor)
     return Numbers(total, losses, gradients(model))
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.data())
 def test_random_model_and_schedule(data: st.DataObject) -> None:

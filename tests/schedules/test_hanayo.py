@@ -47,6 +47,7 @@ def test_one_wave_is_two_thirds_of_1f1b(p: int) -> None:
         assert 2 * bubble("1f1b", p, m, TIMES) == 6 * (p - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("w", [1, 2, 3])
 def test_longer_batches(w: int) -> None:
     """Never more idle time than 1f1b, whose one stage a rank takes as long as the 2w chunks here; and in its memory."""

@@ -118,7 +118,10 @@ class Workshop:
         return most
 
     def dispatch(self, rule: Rule, full: Flags, bound: float = math.inf) -> float:
-        """The objective of the order that a rule gives, -1 where there is none, infinite if above the bound; `made` has the order."""
+        """What the order that a rule gives takes, -1 where there is none, infinite if above the bound; `made` has the order.
+
+        With patience, a rank may have waited for a node that it then did not run: timed anew, the order may take less.
+        """
         given = rule._replace(base=self.given(rule.base), most=self.given(rule.most), ahead=self.given(rule.ahead))
         return float(self.loops.dispatch(self._known_shop(full), given, self._room, self.floor, bound))
 
