@@ -50,7 +50,7 @@ $(BASE): pyproject.toml | $(BIN)/python
 
 $(DEV): pyproject.toml | $(BIN)/python
 	$(PIP) install torch==2.13.0
-	$(PIP) install -e '.[dev]'
+	$(PIP) install -e '.[dev,release]'
 	@touch $(BASE) $@
 
 # DeepSpeed is built from source, so it gets an environment of its own on top of the tests', which stays as it is.

@@ -45,7 +45,7 @@ def test_make_alone_lists_the_targets():
     assert {"help", "setup", "demo", "test", "quick", "bench", "deepspeed"} <= {line.split()[1] for line in done.stdout.splitlines()}
 
 
-@pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev]'")])
+@pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev,release]'")])
 def test_torch_is_installed_first_and_in_the_version_that_is_tested(tmp_path, target, package):
     """What make would run where nothing is installed yet."""
     planned = subprocess.run(["make", "-n", f"VENV={tmp_path}/venv", target], capture_output=True, text=True, check=True, cwd=ROOT).stdout
