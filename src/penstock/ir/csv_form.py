@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from penstock.errors import ActionError, FileFormatError, ScheduleError
 from penstock.ir.action import Action, pack_action
 from penstock.ir.grid import Grid
 from penstock.ir.infer import Cells, infer_table
+from penstock.ir.reading import read_text
 from penstock.ir.table import Table
 
 
@@ -57,11 +59,10 @@ def write_whole(path: str | PathLike[str], text: str | bytes) -> None:
 def read_csv(path: str | PathLike[str], *, strict: bool = True) -> Table:
     """A schedule or program from a CSV file; `strict=False` leaves missing and repeated actions to the verifier."""
     file = os.fspath(path)
-    with open(path, newline="", encoding="utf-8-sig") as stream:
-        try:
-            rows = list(csv.reader(stream))
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise FileFormatError(file, f"not a CSV file: {error}") from None
+    try:
+        rows = list(csv.reader(StringIO(read_text(path, "CSV"), newline="")))
+    except csv.Error as error:
+        raise FileFormatError(file, f"not a CSV file: {error}") from None
     return infer_table(parse_rows(file, rows), strict=strict)
 
 

@@ -49,7 +49,7 @@ def crew(ranks: int | None) -> Iterator[Crew]:
         yield _Joined(group)
         return
     if ranks is None:
-        raise ScheduleError("how many ranks? Say so, or start them with torchrun")
+        raise ScheduleError("how many ranks are there to be? Say so with --ranks N, or start them with torchrun")
     with Workers(ranks) as workers:
         yield _Started(workers)
 
