@@ -101,11 +101,12 @@ def train(
     )
     files = {"save_plan": save_plan, "record": record, "report": report}
     _check_files(wish, files)
-    session = Session(wish, quiet=as_json)
+    session = None
     try:
+        session = Session(wish, quiet=as_json)
         session.run()
     except KeyboardInterrupt:
-        typer.echo(session.ended(), err=True)
+        typer.echo("interrupted before anything was started" if session is None else session.ended(), err=True)
         return INTERRUPTED
     if session.first:
         session.save(save_plan, record, report)
