@@ -24,14 +24,18 @@ _THEMED = {
     f": {GRID}": ": var(--grid)",
     f"stroke: {PAPER}": "stroke: var(--paper)",
 }
-_PAGE = """<!DOCTYPE html>
+HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="Penstock">
 <title>{title}</title>
-<style>
+"""
+"""How every page begins, up to its style."""
+_PAGE = (
+    HEAD
+    + """<style>
 :root {{ color-scheme: light dark; --ink: #222222; --faint: #666666; --idle: #ebebeb; --paper: #ffffff; --line: #dddddd; --grid: #eeeeee; }}
 @media (prefers-color-scheme: dark) {{
   :root {{ --ink: #e8e8e8; --faint: #a8a8a8; --idle: #33363c; --paper: #17191d; --line: #3c4048; --grid: #2b2e34; }}
@@ -54,6 +58,7 @@ p {{ margin: .3rem 0; }}
 </body>
 </html>
 """
+)
 
 
 def html(timelines: Sequence[Timeline], **options: Any) -> str:

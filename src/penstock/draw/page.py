@@ -7,21 +7,16 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING
 
-from penstock.draw.html import inline, row, section
+from penstock.draw.html import HEAD, inline, row, section
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from penstock.draw.differences import Part
 
-_PAGE = """<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="generator" content="Penstock">
-<title>{title}</title>
-<style>
+_PAGE = (
+    HEAD
+    + """<style>
 :root {{ color-scheme: light dark; --ink: #222222; --faint: #666666; --idle: #ebebeb; --paper: #ffffff; --line: #e2e4e8;
   --grid: #eeeeee; --back: #f5f6f8; --accent: #0b6e99; --good: #1a7f4b; --bad: #b2182b; }}
 @media (prefers-color-scheme: dark) {{
@@ -68,6 +63,7 @@ footer {{ color: var(--faint); font-size: .85rem; margin-top: 1.5rem; }}
 </body>
 </html>
 """
+)
 
 
 @dataclass(frozen=True)
