@@ -2,6 +2,7 @@
 prove the plan, train it on four processes, and show that the numbers are those of the unpipelined model.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ OPTIONS = ["--ranks", "4", "--schedule", "auto", "--batch", "32", "--memory-limi
 
 def main(more: list[str]) -> int:
     """Run `penstock train`, as the first line says; `more` options come after those of the demo and win."""
-    arguments = ["train", str(HERE / "gpt.py"), *OPTIONS, "--report", str(REPORT), *more]
+    arguments = ["train", os.path.relpath(HERE / "gpt.py"), *OPTIONS, "--report", str(REPORT), *more]
     print(f"$ penstock {' '.join(arguments)}\n", flush=True)
     sys.argv = ["penstock", *arguments]  # the report says what made it
     return command(arguments)

@@ -30,7 +30,7 @@ header p {{ color: var(--faint); margin: .25rem 0 0; max-width: 50rem; }}
 h1 {{ margin: 0; font-size: 1.9rem; line-height: 1.2; letter-spacing: -.01em; }}
 h2 {{ margin: 0 0 .5rem; font-size: 1.25rem; }}
 h3 {{ margin: 1.5rem 0 .4rem; font-size: 1rem; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); gap: .75rem; margin: 1.75rem 0; padding: 0; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1.75rem 0; padding: 0; }}
 .card {{ background: var(--paper); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem; }}
 .card dt {{ color: var(--faint); font-size: .85rem; }}
 .card dd {{ margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }}
