@@ -47,7 +47,7 @@ def train(
     batch: Annotated[int, typer.Option("--batch", metavar="N", parser=whole_number, help="Samples of a step.")] = 32,
     memory_limit: Annotated[
         str | None,
-        typer.Option("--memory-limit", metavar="SIZE", help="The most that a rank may hold, like 40GiB; with --schedule auto."),
+        typer.Option("--memory-limit", metavar="SIZE", help="The most that a rank may hold, like 40GiB; with --schedule auto or a NAME."),
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Let auto run forwards again where something fits only so.")] = False,
     seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long auto searches, after the named schedules.")] = 5.0,
@@ -55,8 +55,9 @@ def train(
         Path | None, typer.Option("--checkpoints", metavar="FOLDER", help="Save checkpoints there, and go on from the last one.")
     ] = None,
     every: Annotated[
-        int, typer.Option("--every", metavar="N", parser=whole_number, help="Steps between two checkpoints.  [default: one at the end]")
-    ] = 0,
+        int | None,
+        typer.Option("--every", metavar="N", parser=whole_number, help="Steps between two checkpoints.  [default: one at the end]"),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", parser=whole_number, help="Of the model, the data's order and dropout.")] = 0,
     device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda, or auto: cuda if there is one.")] = "auto",
     check: Annotated[
@@ -97,7 +98,7 @@ def train(
     from penstock.cli.wish import Wish
 
     wish = Wish(
-        source, ranks, schedule, microbatches, steps, batch, memory_limit, recompute, seconds, checkpoints, every, seed, device, check
+        source, ranks, schedule, microbatches, steps, batch, memory_limit, recompute, seconds, checkpoints, every or 0, seed, device, check
     )
     files = {"save_plan": save_plan, "record": record, "report": report}
     _check_files(wish, files)

@@ -169,8 +169,8 @@ class Session:
         done = self.trained
         assert done is not None
         if done.saved is not None:
-            yield f"checkpoint   {done.saved}"
-        yield f"took         {time.perf_counter() - self.begun:.0f} s in all"
+            yield f"\nThe last checkpoint is {done.saved}"
+        yield f"\nThe run took {time.perf_counter() - self.begun:.0f} s in all"
 
     def data(self) -> dict[str, Any]:
         """The results as plain data."""
