@@ -91,7 +91,7 @@ def gpt(shape: Shape) -> list[nn.Module]:
     for layer in layers:
         for module in layer.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=0.06)
     return layers
 
 
@@ -140,4 +140,4 @@ def data(shape: Shape | None = None, most: int = 1_000_000) -> Text:
 
 def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """For `penstock train`."""
-    return torch.optim.AdamW(parameters, lr=2e-3)
+    return torch.optim.AdamW(parameters, lr=3e-3)
