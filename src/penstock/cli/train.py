@@ -88,10 +88,10 @@ def train(
       penstock train examples/gpt.py --ranks 4 --schedule auto
       penstock train examples/gpt.py -p 4 --schedule zbv -m 8 --checkpoints run --every 50
       penstock train examples/gpt.py -p 4 --memory-limit 12MiB --check --report report.html
-    On one machine, and on each of two that share the folder of the checkpoints:
+      # under torchrun: on one machine, then on each of two that share the folder of the checkpoints
       torchrun --nproc-per-node 4 -m penstock train examples/gpt.py
-      torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 --max-restarts 3
-               -m penstock train examples/gpt.py --schedule auto --checkpoints /shared/run --every 50
+      torchrun --nnodes 2 --nproc-per-node 4 --rdzv-backend c10d --rdzv-endpoint HOST:29500 \\
+        -m penstock train examples/gpt.py --schedule auto --checkpoints /shared/run --every 50
     """
     from penstock.cli.output import deliver
     from penstock.cli.training import Session
