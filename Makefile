@@ -12,14 +12,14 @@ DEEPSPEED := .venv-deepspeed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick page bench docs deepspeed lint
+.PHONY: help setup demo test quick page bench paper docs deepspeed lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 setup: $(DEV)  ## create .venv and install everything that the tests need
 
-demo: $(BASE)  ## build, lower, prove and draw a zero-bubble schedule, and refuse a broken one
+demo: $(BASE)  ## measure, plan, prove and train a small GPT on 4 processes, and write demo/report.html
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV) lint page  ## check style and types and run every test
@@ -33,6 +33,9 @@ page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is 
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py
+
+paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
+	$(BIN)/python benchmarks/paper.py
 
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -49,14 +52,15 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or later is needed, {sys.executable} is {sys.version.split()[0]}: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
-# The demo needs no torch, so that it starts in seconds.
+# What the demo needs. torch comes first, so that it is the version that everything was tested with.
 $(BASE): pyproject.toml | $(BIN)/python
-	$(PIP) install -e .
+	$(PIP) install torch==2.13.0
+	$(PIP) install -e '.[torch,fast,solve,plot]'
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
 	$(PIP) install torch==2.13.0
-	$(PIP) install -e '.[dev]'
+	$(PIP) install -e '.[dev,release]'
 	@touch $(BASE) $@
 
 $(PAGE): web/package-lock.json

@@ -1,12 +1,16 @@
-"""A small GPT over bytes, as a list of layers: an embedding, blocks, a head.
+"""A small GPT over bytes, as a list of layers: an embedding, blocks, a head. It learns to write Python from Python's own library.
 
+penstock train examples/gpt.py --ranks 4 --schedule auto
 penstock profile examples/gpt.py:build -o p.json
 penstock plan --profile p.json --ranks 4 --batch 64
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +22,7 @@ class Shape:
     """How large the model is."""
 
     vocabulary: int = 256
-    context: int = 128
+    context: int = 64
     width: int = 128
     heads: int = 4
     blocks: int = 6
@@ -87,7 +91,7 @@ def gpt(shape: Shape) -> list[nn.Module]:
     for layer in layers:
         for module in layer.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=0.02)
+                nn.init.normal_(module.weight, std=0.06)
     return layers
 
 
@@ -101,3 +105,39 @@ def build(shape: Shape | None = None, batch: int = 4) -> tuple[list[nn.Module], 
     shape = shape or Shape()
     text = torch.randint(shape.vocabulary, (batch, shape.context + 1), generator=torch.Generator().manual_seed(0))
     return gpt(shape), text[:, :-1], loss, text[:, 1:]
+
+
+class Text:
+    """Pieces of a text, each with the bytes that come next."""
+
+    def __init__(self, text: bytes, context: int) -> None:
+        self.bytes = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self.context = context
+
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // self.context
+
+    def __getitem__(self, numbers: Tensor) -> tuple[Tensor, Tensor]:
+        places = numbers[:, None] * self.context + torch.arange(self.context + 1)
+        pieces = self.bytes[places].long()
+        return pieces[:, :-1], pieces[:, 1:]
+
+
+def library(most: int) -> bytes:
+    """The sources of Python's standard library, as every installation has them, up to so many bytes."""
+    found = bytearray()
+    for path in sorted(Path(os.__file__).parent.glob("*.py")):
+        found += path.read_bytes()
+        if len(found) >= most:
+            break
+    return bytes(found[:most])
+
+
+def data(shape: Shape | None = None, most: int = 1_000_000) -> Text:
+    """For `penstock train`: the samples."""
+    return Text(library(most), (shape or Shape()).context)
+
+
+def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """For `penstock train`."""
+    return torch.optim.AdamW(parameters, lr=3e-3)

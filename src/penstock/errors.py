@@ -70,6 +70,10 @@ class TooLongError(PenstockError, TimeoutError):
     """Work that was ended because it took longer than it may."""
 
 
+class ScriptError(PenstockError, ValueError):
+    """A training file that does not have what training needs."""
+
+
 class PlanError(PenstockError, ValueError):
     """Limits that no plan was found within; the message says by how much, where, and what would fit."""
 
@@ -115,4 +119,4 @@ def nearest(name: str, known: Iterable[str]) -> str:
     folded = {candidate.lower(): candidate for candidate in names}
     close = [folded[c] for c in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(repr(c) for c in close)}? " if close else ""
-    return f"{hint}known: {', '.join(names)}"
+    return f"{hint}known: {', '.join(names)}" if names else "there are none"

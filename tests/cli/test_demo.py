@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_demo_proves_and_refuses_without_torch():
-    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('examples/demo.py', run_name='__main__')"
+@pytest.mark.slow
+def test_the_demo_trains_and_reports(tmp_path):
+    """A short version, from the command's first line to the page."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--steps", "4", "--batch", "16", "--seconds", "0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=900)
+    assert done.returncode == 0, done.stderr
+    heads = re.findall(r"^\d\. (\w+)", done.stdout, flags=re.MULTILINE)
+    assert heads == ["Measure", "Plan", "Prove", "Train", "Compare", "Lay"]
+    assert "candidates fit" in done.stdout
+    assert re.search(r"peak memory: [\d.]+MiB of 15MiB allowed", done.stdout)
+    for step in (1, 4):
+        assert re.search(rf"step {step}, microbatch loop: equal (to the last bit|up to rounding)", done.stdout)
+    assert "step 4 of 4: loss" in done.stderr
+    assert f"The report is in {Path('demo') / 'report.html'}" in done.stdout
+    assert "<h2>Measured over predicted</h2>" in (tmp_path / "demo" / "report.html").read_text()
+
+
+def test_the_example_of_a_refusal_needs_no_torch():
+    code = "import runpy, sys; sys.modules['torch'] = None; runpy.run_path('examples/refused.py', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "zbv schedule: v placement, 4 ranks" in done.stdout
@@ -22,14 +43,11 @@ def test_the_demo_proves_and_refuses_without_torch():
 def test_make_alone_lists_the_targets():
     done = subprocess.run(["make", "--no-print-directory"], capture_output=True, text=True, check=True, cwd=ROOT)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    assert listed == ["help", "setup", "demo", "test", "quick", "page", "bench", "docs", "deepspeed"]
+    assert listed == ["help", "setup", "demo", "test", "quick", "page", "bench", "paper", "docs", "deepspeed"]
 
 
-def test_only_the_tests_need_torch(tmp_path):
-    def plan(target: str) -> str:
-        """What make would run where nothing is installed yet."""
-        return subprocess.run(["make", "-n", f"VENV={tmp_path}/venv", target], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
-    assert "install torch" not in plan("demo")
-    setup = plan("setup")
-    assert setup.index("install torch==") < setup.index("install -e '.[dev]'")
+@pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev,release]'")])
+def test_torch_is_installed_first_and_in_the_version_that_is_tested(tmp_path, target, package):
+    """What make would run where nothing is installed yet."""
+    planned = subprocess.run(["make", "-n", f"VENV={tmp_path}/venv", target], capture_output=True, text=True, check=True, cwd=ROOT).stdout
+    assert planned.index("install torch==2.13.0") < planned.index(f"install -e {package}")

@@ -16,6 +16,7 @@ from penstock.cli.profile import profile
 from penstock.cli.show import show
 from penstock.cli.simulate import simulate
 from penstock.cli.studio import studio
+from penstock.cli.train import train
 from penstock.cli.verify import verify
 
 # Plain help loads in a fraction of the time of Rich's, and reads the same in a pipe.
@@ -66,6 +67,7 @@ app.command("verify")(verify)
 app.command("simulate")(simulate)
 app.command("compare")(compare)
 app.command("plan")(plan)
+app.command("train")(train)
 app.command("profile")(profile)
 app.command("convert")(convert)
 app.command("studio")(studio)

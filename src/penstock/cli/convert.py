@@ -91,12 +91,13 @@ def _read(wanted: Wanted, form: Format | None) -> Table:
     from penstock.errors import FileFormatError
     from penstock.ir.csv_form import read_csv
     from penstock.ir.json_form import read_json
+    from penstock.ir.reading import read_text
     from penstock.passes.deepspeed_text import parse_streams, schedule_of
 
     wanted.refuse_shape()
     path = wanted.path()
     if form is Format.DEEPSPEED:
-        return schedule_of(parse_streams(path.read_text(encoding="utf-8"), wanted.source), wanted.source)
+        return schedule_of(parse_streams(read_text(path, "DeepSpeed"), wanted.source), wanted.source)
     table = read_json(path) if form is Format.JSON else read_csv(path)
     if form is not Format.JSON and table.lowered != (form is Format.LOWERED_CSV):
         raise FileFormatError(wanted.source, f"the file holds a {'lowered program' if table.lowered else 'schedule'}, not {form}")

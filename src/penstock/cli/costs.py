@@ -37,7 +37,9 @@ def read_costs(text: str) -> Costs:
     from penstock.ir.costs import Costs
 
     path = Path(text)
-    if path.suffix.lower() in _FILES or ("=" not in text and path.is_file()):
+    if path.suffix.lower() in _FILES or ("=" not in text and path.exists()):
+        if path.is_dir():
+            raise UsageError(f"--costs: {path} is a folder, not a file")
         if not path.is_file():
             raise UsageError(f"--costs: there is no file {path}")
         return Costs.load(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.errors import FileFormatError, PassError, PenstockError, PlanError, VerifyError
+from penstock.errors import CheckpointError, FileFormatError, PassError, PenstockError, PipelineError, PlanError, VerifyError
 
 GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
 
@@ -30,7 +30,7 @@ def _run(args: Sequence[str] | None) -> int:
         return _fail(_usage_message(error), USAGE)
     except typer.Abort:
         return INTERRUPTED
-    except (FileFormatError, PassError, PlanError, VerifyError) as error:
+    except (CheckpointError, FileFormatError, PassError, PipelineError, PlanError, VerifyError) as error:
         return _fail(str(error), FINDING)
     except PenstockError as error:
         return _fail(str(error), USAGE)

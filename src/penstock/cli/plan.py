@@ -103,6 +103,8 @@ def plan(
     check_output(figure, SUFFIXES)
     check_output(output, (".json",))
     limit = _limit(memory_limit)
+    if (microbatches is None) == (batch is None):
+        raise UsageError("give one of the two: --microbatches, or --batch with the samples of a whole step")
     model = _linked(_model(profile, transformer), latency, bandwidth)
     asked: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "memory_limit": limit, "recompute": recompute}
     asked |= {"barrier": barrier, "split": split, "seconds": seconds, "seed": seed, "schedules": _names(schedules)}
@@ -142,7 +144,9 @@ def _model(profile: Path | None, transformer: str | None) -> Profile:
         raise UsageError("give one model: --profile FILE or --transformer SIZES" + (", not both" if profile else ""))
     if profile is not None:
         if not profile.is_file():
-            raise UsageError(f"--profile: there is no file {profile}")
+            raise UsageError(
+                f"--profile: {profile} is a folder, not a file" if profile.is_dir() else f"--profile: there is no file {profile}"
+            )
         return Profile.load(profile)
     try:
         return Profile.transformer(**_fields(transformer or ""))

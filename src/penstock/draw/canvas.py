@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 INK, FAINT, PAPER, IDLE = "#222222", "#666666", "#ffffff", "#ebebeb"
 """Text, what stands behind it, the background, and idle time: `penstock.draw.html` gives these four another look in the dark."""
+GRID = "#eeeeee"
+"""The lines behind a plot."""
 POINTS = 72.0
 """Points an inch."""
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.canvas import FAINT, IDLE, INK, PAPER, rendered
+from penstock.draw.canvas import FAINT, GRID, IDLE, INK, PAPER, rendered
 from penstock.draw.differences import WORDS, Part, parts
 from penstock.draw.summary import shape_of, summary, title_of
 
@@ -21,19 +21,24 @@ _THEMED = {
     f": {INK}": ": var(--ink)",
     f": {FAINT}": ": var(--faint)",
     f": {IDLE}": ": var(--idle)",
+    f": {GRID}": ": var(--grid)",
     f"stroke: {PAPER}": "stroke: var(--paper)",
 }
-_PAGE = """<!DOCTYPE html>
+HEAD = """<!DOCTYPE html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="generator" content="Penstock">
 <title>{title}</title>
-<style>
-:root {{ color-scheme: light dark; --ink: #222222; --faint: #666666; --idle: #ebebeb; --paper: #ffffff; --line: #dddddd; }}
+"""
+"""How every page begins, up to its style."""
+_PAGE = (
+    HEAD
+    + """<style>
+:root {{ color-scheme: light dark; --ink: #222222; --faint: #666666; --idle: #ebebeb; --paper: #ffffff; --line: #dddddd; --grid: #eeeeee; }}
 @media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #e8e8e8; --faint: #a8a8a8; --idle: #33363c; --paper: #17191d; --line: #3c4048; }}
+  :root {{ --ink: #e8e8e8; --faint: #a8a8a8; --idle: #33363c; --paper: #17191d; --line: #3c4048; --grid: #2b2e34; }}
 }}
 body {{ margin: 2rem auto; padding: 0 1.5rem; max-width: 100rem; background: var(--paper); color: var(--ink);
   font: 1rem/1.5 system-ui, sans-serif; }}
@@ -53,6 +58,7 @@ p {{ margin: .3rem 0; }}
 </body>
 </html>
 """
+)
 
 
 def html(timelines: Sequence[Timeline], **options: Any) -> str:
@@ -72,17 +78,19 @@ def overlay_html(found: Sequence[Differences], **options: Any) -> str:
     body: list[str] = []
     for name, each in zip(names, found, strict=True):
         body.append(f"<h1>{escape(name)}</h1>")
-        body += [_part(part) for part in parts(each, options.get("unit"), options.get("words", WORDS))]
+        body += [section(part) for part in parts(each, options.get("unit"), options.get("words", WORDS))]
     return _page(", ".join(names), overlay(found, **options), "\n".join(body))
 
 
 def _page(title: str, drawn: Figure, body: str) -> str:
-    drawn.patch.set_visible(False)
-    return _PAGE.format(title=escape(title), figure=_inline(rendered(drawn, "svg").decode()), body=body)
+    return _PAGE.format(title=escape(title), figure=inline(drawn), body=body)
 
 
-def _inline(svg: str) -> str:
-    """The drawing without its file's header, in the page's colours."""
+def inline(drawn: Figure) -> str:
+    """The drawing as a part of a page, in the page's colours."""
+    for patch in (drawn.patch, *(axes.patch for axes in drawn.axes)):
+        patch.set_visible(False)
+    svg = rendered(drawn, "svg").decode()
     svg = svg[svg.index("<svg") :].strip()
     for said, themed in _THEMED.items():
         svg = svg.replace(said, themed)
@@ -93,19 +101,19 @@ def _table(timelines: Sequence[Timeline], names: Sequence[str], unit: str | None
     """A row a figure, a column a timeline."""
     columns = [dict(summary(timeline, unit)) for timeline in timelines]
     rows = list(dict.fromkeys(name for column in columns for name in column))
-    lines = [_row("th", ["", *names])]
-    lines += [_row("td", [name, *(column.get(name, "0") for column in columns)]) for name in rows]
+    lines = [row("th", ["", *names])]
+    lines += [row("td", [name, *(column.get(name, "0") for column in columns)]) for name in rows]
     return "<table>\n" + "\n".join(lines) + "\n</table>"
 
 
-def _part(part: Part) -> str:
+def section(part: Part) -> str:
     """A heading, a table and sentences."""
     lines = [f"<h2>{escape(part.title)}</h2>"]
     if part.rows:
-        lines += ["<table>", _row("th", part.header), *(_row("td", row) for row in part.rows), "</table>"]
+        lines += ["<table>", row("th", part.header), *(row("td", texts) for texts in part.rows), "</table>"]
     return "\n".join([*lines, *(f"<p>{escape(sentence)}</p>" for sentence in part.said)])
 
 
-def _row(cell: str, texts: Sequence[str]) -> str:
+def row(cell: str, texts: Sequence[str]) -> str:
     first, *rest = (escape(text) for text in texts)
     return f'<tr><th scope="row">{first}</th>' + "".join(f"<{cell}>{text}</{cell}>" for text in rest) + "</tr>"

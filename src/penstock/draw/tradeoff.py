@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import palette
-from penstock.draw.canvas import FAINT, INK, PAPER, POINTS, rendered, style, text_width
+from penstock.draw.canvas import FAINT, GRID, INK, PAPER, POINTS, rendered, style, text_width
 from penstock.draw.save import suffix_of
 from penstock.errors import UsageError
 from penstock.ir.csv_form import write_whole
@@ -72,7 +72,8 @@ class _Sheet:
         label = "peak memory of the fullest rank"
         if not self.plan.in_bytes:
             return 1.0, label
-        return 2.0**30, f"{label} (GiB)"
+        largest = max(each.peak or 0.0 for each in self.shown)
+        return (2.0**30, f"{label} (GiB)") if largest >= 2.0**30 else (2.0**20, f"{label} (MiB)")
 
     def _memory(self, each: Candidate) -> float:
         peak = each.peak or 0.0
@@ -112,7 +113,7 @@ class _Sheet:
         axes.set_xlabel(self.scale[1], fontsize=_TEXT)
         axes.set_ylabel(f"{what}{f' ({plan.profile.time_unit})' if plan.profile.time_unit else ''}", fontsize=_TEXT)
         axes.tick_params(labelsize=_SMALL, length=3, width=0.6)
-        axes.grid(color="#eeeeee", linewidth=0.6)
+        axes.grid(color=GRID, linewidth=0.6)
         axes.set_axisbelow(True)
         for side in ("top", "right"):
             axes.spines[side].set_visible(False)
@@ -132,6 +133,8 @@ class _Sheet:
             for fits in (True, False):
                 those = [each for each in self.shown if each.placement == kind and each.fits is fits]
                 points = [self._memory(each) for each in those], [self._time(each) for each in those]
+                if not those:
+                    continue
                 label = kind if fits or not any(each.placement == kind and each.fits for each in self.shown) else "_"
                 axes.scatter(*points, s=22, facecolors=colour if fits else "none", edgecolors=colour, linewidths=0.9, label=label, zorder=3)
         chosen = self.plan.alternatives[self.plan.chosen]

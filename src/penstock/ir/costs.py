@@ -6,14 +6,13 @@ import json
 import os
 import re
 import sys
-import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
+from penstock.ir.reading import read_settings, suffix_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -151,7 +150,7 @@ class Costs:
         from penstock.ir.csv_form import write_whole
 
         data = self.to_json()
-        if _suffix(path) == ".json":
+        if suffix_of(path) == ".json":
             write_whole(path, json.dumps(data, indent=1) + "\n")
         else:
             write_whole(path, "".join(f"{name} = {json.dumps(value)}\n" for name, value in data.items()))
@@ -159,19 +158,11 @@ class Costs:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Costs:
         """Read a `.json` or `.toml` file."""
-        suffix, file = _suffix(path), os.fspath(path)
+        data = read_settings(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            return cls.from_json(json.loads(text) if suffix == ".json" else tomllib.loads(text))
-        except (CostsError, json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise FileFormatError(file, str(error)) from None
-
-
-def _suffix(path: str | PathLike[str]) -> str:
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".json", ".toml"):
-        raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .toml")
-    return suffix
+            return cls.from_json(data)
+        except CostsError as error:
+            raise FileFormatError(os.fspath(path), str(error)) from None
 
 
 def _lists(value: Any) -> Any:
@@ -208,5 +199,17 @@ def parse_size(value: float | str) -> float:
         return _number("a size", value)
     match = _SIZE.fullmatch(value)
     if match is None or match[2] not in _UNITS:
-        raise CostsError(f"{value!r} is not a size: write a number and one of {', '.join(u for u in _UNITS if u)}, like 40GiB")
+        meant = _meant(value)
+        hint = f"did you mean {meant}? " if meant else ""
+        raise CostsError(f"{value!r} is not a size: {hint}write a number and one of {', '.join(u for u in _UNITS if u)}, like 40GiB")
     return float(match[1]) * float(_UNITS[match[2]])
+
+
+def _meant(text: str) -> str | None:
+    """The size that a text with a unit in other letters, or without its B, stands for."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None:
+        return None
+    units = {unit.lower(): unit for unit in _UNITS if unit} | {unit.lower().removesuffix("b"): unit for unit in _UNITS if len(unit) > 1}
+    found = units.get(match[2].lower()) or units.get(match[2].lower().rstrip("b"))
+    return None if found is None else f"{match[1]}{found}"

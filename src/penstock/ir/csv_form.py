@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from collections.abc import Iterable
+from io import StringIO
 from os import PathLike
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.errors import ActionError, FileFormatError, ScheduleError
 from penstock.ir.action import Action, pack_action
 from penstock.ir.grid import Grid
 from penstock.ir.infer import Cells, infer_table
+from penstock.ir.reading import read_text
 from penstock.ir.table import Table
 
 
@@ -57,15 +59,14 @@ def write_whole(path: str | PathLike[str], text: str | bytes) -> None:
 
 def read_csv(path: str | PathLike[str], *, strict: bool = True) -> Table:
     """A schedule or program from a CSV file; `strict=False` leaves missing and repeated actions to the verifier."""
-    with open(path, newline="", encoding="utf-8-sig") as stream:
-        return parse_csv(stream, os.fspath(path), strict=strict)
+    return parse_csv(StringIO(read_text(path, "CSV"), newline=""), os.fspath(path), strict=strict)
 
 
 def parse_csv(lines: Iterable[str], file: str = "CSV", *, strict: bool = True) -> Table:
     """A schedule or program from the lines of a CSV file."""
     try:
         rows = list(csv.reader(lines))
-    except (csv.Error, UnicodeDecodeError) as error:
+    except csv.Error as error:
         raise FileFormatError(file, f"not a CSV file: {error}") from None
     return infer_table(parse_rows(file, rows), strict=strict)
 

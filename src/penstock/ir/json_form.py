@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, TypeVar
 
 from penstock.errors import FileFormatError, ScheduleError
+from penstock.ir import reading
 from penstock.ir.csv_form import parse_cells, write_whole
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
@@ -115,15 +116,6 @@ def write_json(table: Table, path: str | PathLike[str]) -> None:
 
 def read_json(path: str | PathLike[str]) -> Table:
     """The schedule or program in a file; of a plan, its schedule."""
-    data = read_data(path)
+    data = reading.read_json(path)
     of_plan = isinstance(data, dict) and data.get("type") == "plan"
     return decode(data.get("schedule") if of_plan else data, os.fspath(path))
-
-
-def read_data(path: str | PathLike[str]) -> Any:
-    """What a JSON file holds."""
-    with open(path, encoding="utf-8") as stream:
-        try:
-            return json.load(stream)
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileFormatError(os.fspath(path), f"not a JSON file: {error}") from None

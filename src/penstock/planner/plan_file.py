@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import FileFormatError, PenstockError
-from penstock.ir import json_form
+from penstock.ir import json_form, reading
 from penstock.ir.csv_form import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate
@@ -140,4 +140,4 @@ def write(plan: Plan, path: str | PathLike[str]) -> None:
 
 
 def read(path: str | PathLike[str]) -> Plan:
-    return decode(json_form.read_data(path), os.fspath(path))
+    return decode(reading.read_json(path), os.fspath(path))

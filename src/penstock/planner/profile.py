@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.costs import parse_size
-from penstock.planner.profile_files import suffix_of, toml_text
+from penstock.ir.reading import read_settings, suffix_of
+from penstock.planner.profile_files import toml_text
 
 TIMES = ("f", "i", "w")
 PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output")
@@ -198,12 +197,11 @@ class Profile:
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Profile:
         """Read a `.json` or `.toml` file."""
-        suffix, file = suffix_of(path), os.fspath(path)
+        data = read_settings(path)
         try:
-            text = Path(path).read_text(encoding="utf-8")
-            return cls.from_json(json.loads(text) if suffix == ".json" else tomllib.loads(text))
-        except (CostsError, json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise FileFormatError(file, str(error)) from None
+            return cls.from_json(data)
+        except CostsError as error:
+            raise FileFormatError(os.fspath(path), str(error)) from None
 
 
 def _variant(variant: Profile) -> dict[str, Any]:

@@ -3,21 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
-from os import PathLike
-from pathlib import Path
 from typing import Any
-
-from penstock.errors import FileFormatError
-
-
-def suffix_of(path: str | PathLike[str]) -> str:
-    """`.json` or `.toml`."""
-    suffix = Path(path).suffix.lower()
-    if suffix not in (".json", ".toml"):
-        raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .toml")
-    return suffix
 
 
 def toml_text(data: dict[str, Any]) -> str:

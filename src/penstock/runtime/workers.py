@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -47,7 +47,8 @@ class Workers:
         out, into = os.pipe()
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.ranks))}
         command = [sys.executable, "-m", "penstock.runtime.worker", str(into)]
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[into], env=threads | dict(os.environ) | _reachable())
+        with _deaf():
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[into], env=threads | dict(os.environ) | _reachable())
         os.close(into)
         threading.Thread(target=self._listen, args=(rank, out), daemon=True).start()
         self._tell(process, pickle.dumps(Start(sys.path, "127.0.0.1", self._store.port, rank)))
@@ -140,6 +141,16 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close() if error is None else self.stop()
+
+
+@contextlib.contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started here does not hear Ctrl-C, from its first moment on: whoever started it says when to stop."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _reachable() -> dict[str, str]:

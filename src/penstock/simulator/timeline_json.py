@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostsError, FileFormatError
-from penstock.ir import json_form
+from penstock.ir import json_form, reading
 from penstock.ir.costs import Costs
 from penstock.ir.table import Table
 from penstock.simulator.flat import Flat
@@ -85,4 +85,4 @@ def _costs(data: Any, table: Table, file: str) -> Costs:
 
 
 def read(path: str | PathLike[str]) -> Timeline:
-    return decode(json_form.read_data(path), os.fspath(path))
+    return decode(reading.read_json(path), os.fspath(path))

@@ -1,0 +1,96 @@
+"""The report's page and the curve of a loss."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.draw.canvas import GRID, INK
+from penstock.draw.curve import curve
+from penstock.draw.differences import Part
+from penstock.draw.figure import figure
+from penstock.draw.page import Card, Section, page
+
+VOID = {"meta", "br", "hr", "img", "link", "path", "use", "rect", "stop"}
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.seen: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+@pytest.fixture
+def made() -> str:
+    timeline = ps.simulate(ps.schedule("zbv", 2, 4))
+    sections = [
+        Section("One", "A < B").figure(figure(timeline), "a picture"),
+        Section("Two").table(("name", "value"), [("a", "1"), ("<b>", "2")], chosen=1),
+        Section("Three").parts("more", [Part("inner", ("x",), [("y",)], ["said"])]).code("penstock list > here"),
+        Section("Four").figure(curve([3.0, 2.0, 1.0]), "the loss"),
+    ]
+    return page(
+        "A report & more", "What it is", [Card("loss", "1 → 2", "note", good=True), Card("other", "3", good=False)], sections, "made"
+    )
+
+
+def test_the_page_is_whole_and_offline(made):
+    found = Balanced(made)
+    assert not found.open
+    assert found.seen.count("svg") == 2
+    assert found.seen.count("section") == 4
+    assert not re.search(r'(?:src|href)="(?!#)', made)
+    assert "http" not in re.sub(r'xmlns(?::xlink)?="[^"]*"', "", made)
+
+
+def test_what_is_said_stands_there_as_text(made):
+    assert "<title>A report &amp; more</title>" in made
+    assert "<p>A &lt; B</p>" in made
+    assert '<tr class="chosen"><th scope="row">&lt;b&gt;</th><td>2</td></tr>' in made
+    assert "<pre>penstock list &gt; here</pre>" in made
+    assert '<dd class="good">1 → 2<small>note</small></dd>' in made
+    assert '<dd class="bad">3</dd>' in made
+    assert "<summary>more</summary>" in made
+
+
+def test_pictures_take_the_page_s_colours(made):
+    assert "prefers-color-scheme: dark" in made
+    drawings = "".join(re.findall(r"<svg.*?</svg>", made, flags=re.DOTALL))
+    assert f": {INK}" not in drawings
+    assert f": {GRID}" not in drawings
+    assert "var(--ink)" in drawings
+
+
+def test_a_curve_shows_every_value_and_their_mean():
+    values = [float(value) for value in np.linspace(5, 1, 30)]
+    axes = curve(values, first=11, name="loss").axes[0]
+    each, mean = axes.lines
+    assert list(each.get_xdata()) == list(range(11, 41))
+    assert list(each.get_ydata()) == values
+    assert list(mean.get_xdata()) == list(range(20, 41))
+    assert mean.get_ydata()[0] == pytest.approx(sum(values[:10]) / 10)
+    assert axes.get_ylabel() == "loss"
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_short_curve_has_no_mean(count):
+    axes = curve([1.0] * count).axes[0]
+    assert len(axes.lines) == 1
