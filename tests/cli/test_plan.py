@@ -100,7 +100,7 @@ def test_what_does_not_fit_is_a_finding(refused, profile, tmp_path):
         (("-p", 2, "-m", 4, "--transformer", "layers=3 layers=4"), "layers is given twice"),
         (("-p", 2, "-m", 4, "--transformer", f"{TINY} hiden=3"), "no field 'hiden': did you mean 'hidden'"),
         (("-p", 2, "-m", 4, "--transformer", TINY.replace("layers=6", "layers=6.5")), "layers must be a whole number"),
-        (("-p", 2, "--transformer", TINY), "either microbatches= or batch="),
+        (("-p", 2, "--transformer", TINY), "give one of the two: --microbatches, or --batch"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "40Gib"), "--memory-limit: '40Gib' is not a size"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "4,5,6"), "3 values for 2 ranks"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--bandwidth", "fast"), "--bandwidth: 'fast' is not a size"),

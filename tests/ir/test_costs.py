@@ -172,7 +172,7 @@ def test_a_file_as_people_write_it(tmp_path: Path) -> None:
         ("costs.toml", "[f]\nx = 1", "f must be a number"),
         ("costs.json", "[]", "costs are a table of names and values, got list"),
         ("costs.json", "{", "line 1"),
-        ("costs.json", "", "line 1"),
+        ("costs.json", "", "it is empty"),
         ("costs.toml", "f = = 1", "line 1"),
         ("costs.csv", "f,1", "the suffix '.csv' is not one of .json, .toml"),
     ],

@@ -37,7 +37,7 @@ def read_costs(text: str) -> Costs:
     from penstock.ir.costs import Costs
 
     path = Path(text)
-    if path.suffix.lower() in _FILES or ("=" not in text and path.exists()):
+    if path.suffix.lower() in _FILES or (text and "=" not in text and path.exists()):
         if path.is_dir():
             raise UsageError(f"--costs: {path} is a folder, not a file")
         if not path.is_file():
