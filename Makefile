@@ -11,7 +11,7 @@ DEEPSPEED := .venv-deepspeed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick bench deepspeed lint
+.PHONY: help setup demo test quick bench docs deepspeed lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -29,6 +29,9 @@ quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch
 	$(BIN)/python benchmarks/run.py
+
+docs: $(DEV)  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py

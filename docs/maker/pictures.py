@@ -1,0 +1,75 @@
+"""The pictures of the documentation, drawn by the library when the pages are built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import penstock as ps
+from maker.figures import simulated
+from penstock.draw.canvas import rendered
+from penstock.draw.figure import figure
+from penstock.draw.tradeoff import tradeoff
+from penstock.schedules.registry import algorithms
+
+RANKS, MICROBATCHES = 4, 8
+WIDTH = 8.0
+UNEVEN = (1.0, 1.0, 1.5, 1.0)
+
+
+def schedule_picture(name: str) -> bytes:
+    """One schedule with equal times."""
+    return _drawn([simulated(name, RANKS, MICROBATCHES)])
+
+
+def _drawn(timelines: Sequence[ps.Timeline], memory: bool = True, names: Sequence[str] | None = None) -> bytes:
+    return rendered(figure(timelines, width=WIDTH, memory=memory, names=names), "svg")
+
+
+def _compared(*names: str) -> bytes:
+    return _drawn([simulated(name, RANKS, MICROBATCHES) for name in names], memory=False)
+
+
+def _timed(name: str, costs: ps.Costs, title: str) -> tuple[str, ps.Timeline]:
+    schedule = ps.schedule(name, ranks=RANKS, microbatches=MICROBATCHES)
+    return title, ps.simulate(ps.lower(schedule), costs, engine="plain")
+
+
+def _latency() -> bytes:
+    """Two schedules with messages that take half as long as a forward."""
+    pairs = [_timed(name, ps.Costs(latency=0.5), f"{name}, messages of half a forward") for name in ("1f1b", "eager-1f1b")]
+    return _drawn([timeline for _, timeline in pairs], memory=False, names=[title for title, _ in pairs])
+
+
+def _uneven() -> bytes:
+    """A stage that takes longer than the others."""
+    even = _timed("1f1b", ps.Costs(), "equal stages")
+    slow = _timed("1f1b", ps.Costs(f=UNEVEN, i=UNEVEN, w=UNEVEN), "stage 2 takes half as long again")
+    return _drawn([even[1], slow[1]], memory=False, names=[even[0], slow[0]])
+
+
+def _candidates() -> bytes:
+    """What a plan for unequal layers is chosen from."""
+    layers = [ps.Layer(f=t, i=t, w=t, activation=t, weight_stash=t / 2, parameters=2 * t) for t in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])]
+    plan = ps.plan(ps.Profile(layers=layers, latency=0.1), ranks=RANKS, microbatches=MICROBATCHES, memory_limit=16.0, seconds=0.5)
+    return rendered(tradeoff(plan), "svg")
+
+
+CONCEPTS: dict[str, Callable[[], bytes]] = {
+    "bubble": lambda: _compared("gpipe", "1f1b"),
+    "memory": lambda: _drawn([simulated("1f1b", RANKS, MICROBATCHES)]),
+    "interleaved": lambda: _compared("1f1b", "interleaved-1f1b"),
+    "split": lambda: _compared("1f1b", "zb-h1", "zbv"),
+    "latency": _latency,
+    "uneven": _uneven,
+    "candidates": _candidates,
+}
+"""What the pages of `docs` show as `pictures/NAME.svg`."""
+
+
+def pictures() -> dict[str, Callable[[], bytes]]:
+    """Every picture by its path."""
+    made: dict[str, Callable[[], bytes]] = {f"pictures/{name}.svg": draw for name, draw in CONCEPTS.items()}
+    for name in algorithms():
+        made[f"pictures/schedules/{name}.svg"] = partial(schedule_picture, name)
+    return made

@@ -1,0 +1,39 @@
+"""Where pages are run."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from docs.blocks import ROOT
+from penstock.schedules import registry
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of its own with the examples in it, and nothing left of what a page has set up."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    known = set(sys.modules)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    monkeypatch.setattr(registry, "_ALGORITHMS", dict(registry.algorithms()))
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    yield
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]  # a file of this page
+
+
+@pytest.fixture
+def torch_as_it_was() -> Iterator[None]:
+    """Pages may say how many threads torch has, and set up a process group."""
+    import torch
+
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,89 @@
+"""Every block of code in the README and the documentation runs, or says why it does not and is checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from docs import commands
+from docs.blocks import Block, blocks, generated, starts_processes, takes_long, text_of, written
+from docs.pages import Page
+from maker.command_pages import examples
+
+WRITTEN = [page for page in written() if not starts_processes(page)]
+
+
+@pytest.mark.usefixtures("folder", "torch_as_it_was")
+@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * takes_long(page)) for page in WRITTEN])
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch where it loads a checkpoint in one process
+def test_blocks_of_written_pages(page: str) -> None:
+    Page(page).run(text_of(page))
+
+
+def test_the_readme_has_blocks_of_each_kind() -> None:
+    kinds = {block.language for block in blocks(text_of("README.md"))}
+    assert {"python", "console", "sh"} <= kinds
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("page", [page for page in generated() if page.startswith("schedules/")])
+def test_blocks_of_schedules(page: str) -> None:
+    assert Page(page).run(text_of(page)) == (1 if page.endswith("index.md") else 2)
+
+
+@pytest.mark.usefixtures("folder")
+def test_examples_of_commands_have_options_that_there_are() -> None:
+    lines = examples()
+    assert len(lines) > 20
+    for words in commands.split("\n".join(lines)):
+        commands.check(words)
+
+
+# The reader of blocks itself ------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_found_with_their_lines_titles_and_reasons() -> None:
+    page = (
+        "A\n\n```python\n1\n```\n<!-- parsed: two machines -->\n```sh\nmake x\n```\n"
+        '  ```toml title="a.toml"\n  a = 1\n  ```\n<!-- python\nx = 1\n-->\n'
+    )
+    assert list(blocks(page)) == [
+        Block(4, "python", "1\n"),
+        Block(8, "sh", "make x\n", reason="two machines"),
+        Block(11, "toml", "a = 1\n", title="a.toml"),
+        Block(14, "python", "x = 1\n"),
+    ]
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```python\nassert False\n```",
+        "```python\n>>> 1 + 1\n3\n\n```",
+        "<!-- python\nassert False\n-->",
+        "<!-- parsed: why -->\n```python\n1 +\n```",
+        "<!-- parsed: why -->\n```sh\npenstock show zbv --no-such-option\n```",
+        "```sh\npenstock show no-such-schedule\n```",
+        "```console\n$ penstock show 1f1b -p 2 -m 1\nsomething else\n```",
+        "```sh\nmake no-such-target\n```",
+        "```sh\ntorchrun --nproc-per-node 2 no_such_file.py\n```",
+        "```sh\npip install 'penstock[no-such-extra]'\n```",
+        "```sh\nrm -r x\n```",
+        "```bash\nls\n```",
+        '```toml title="a.toml"\n= 1\n```',
+        "```toml\na = 1\n```",
+        '```python title="a.py"\nassert False\n```',
+    ],
+)
+def test_a_wrong_block_is_found(page: str) -> None:
+    with pytest.raises((Exception, SystemExit)):
+        Page("page").run(page + "\n")
+
+
+@pytest.mark.usefixtures("folder")
+def test_names_and_files_are_shared_by_the_blocks_of_a_page() -> None:
+    page = (
+        "```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"
+        '```python title="a.py"\nprint("from a file")\n```\n```console\n$ python a.py\nfrom a file\n```\n'
+    )
+    assert Page("page").run(page) == 4
