@@ -27,8 +27,8 @@ test: $(DEV) lint  ## check style and types and run every test
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
-bench: $(DEV)  ## measure the speed as ratios to the installed torch
-	$(BIN)/python benchmarks/run.py
+bench: $(DEV)  ## measure the speed as ratios to the installed torch and write bench/report.md; BENCH="lowering --short" chooses
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
