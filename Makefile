@@ -31,8 +31,8 @@ quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is what its source makes, browser tests
 	cd web && npm run --silent typecheck && npm run --silent test && npm run --silent check && npm run --silent browser
 
-bench: $(DEV)  ## measure the speed as ratios to the installed torch
-	$(BIN)/python benchmarks/run.py
+bench: $(DEV)  ## measure the speed as ratios to the installed torch and write bench/report.md; BENCH="lowering --short" chooses
+	$(BIN)/python benchmarks/run.py $(BENCH)
 
 paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 	$(BIN)/python benchmarks/paper.py

@@ -4,40 +4,38 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from benchmarks.measure import Row, in_turn, steady
+from benchmarks.measure import alone, in_turn
+from benchmarks.rows import Case, Row
 from torch import nn
 from torch.nn import functional
 
 CASES = {"ScheduleInterleavedZeroBubble": 4, "ScheduleInterleaved1F1B": 4, "ScheduleZBVZeroBubble": 2}
 """Schedules, and how many stages the process holds."""
-DEPTH, WIDTH, MICROBATCHES, EACH = 32, 16, 8, 4
+WIDTH, MICROBATCHES, EACH = 16, 8, 4
 
 
-def run() -> list[Row]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with steady():
-            return [_row(name, stages) for name, stages in CASES.items()]
-    finally:
-        dist.destroy_process_group()
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
+    depth, rounds = (2, 2) if short else (32, 10)
+    with alone():
+        yield [Case(name, lambda name=name, stages=stages: [_row(name, stages, depth, rounds)]) for name, stages in CASES.items()]
 
 
-def _row(name: str, stages: int) -> Row:
-    (ours,), (theirs,) = in_turn(
-        10, [_step(package, name, stages) for package in ("penstock.compat.torch", "torch.distributed.pipelining")]
-    )
-    return Row(f"{name}, {stages} stages of {DEPTH} layers, one process: torch's script on our stages", ours, theirs)
+def _row(name: str, stages: int, depth: int, rounds: int) -> Row:
+    packages = ("penstock.compat.torch", "torch.distributed.pipelining")
+    (ours,), (theirs,) = in_turn(rounds, [_step(package, name, stages, depth) for package in packages])
+    return Row(f"{name}, {stages} stages of {depth} layers, one process: torch's script on our stages", ours, theirs)
 
 
-def _step(package: str, name: str, count: int) -> Callable[[], Sequence[float]]:
+def _step(package: str, name: str, count: int, depth: int) -> Callable[[], Sequence[float]]:
     names: Any = importlib.import_module(package)
     torch.manual_seed(0)
-    modules = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))) for _ in range(count)]
+    modules = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(depth))) for _ in range(count)]
     stages = [names.PipelineStage(module, k, count, torch.device("cpu")) for k, module in enumerate(modules)]
     schedule = getattr(names, name)(stages, MICROBATCHES, loss_fn=functional.mse_loss)
     x, y = torch.randn(2, MICROBATCHES * EACH, WIDTH).unbind()

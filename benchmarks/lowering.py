@@ -1,42 +1,32 @@
-"""Generation and full lowering (shard, reduce, send-receive) of every rank, against torch.distributed.pipelining in the same run."""
+"""Generation and full lowering (shard, reduce, send-receive) of every rank, against the same by torch."""
 
 from __future__ import annotations
 
-from benchmarks.measure import Row, best_of
-from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _add_send_recv, _add_unshard_reshard, _ComputationType
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from benchmarks import peer
+from benchmarks.measure import once, seconds_of
+from benchmarks.rows import Case, Row
 
 import penstock as ps
 
 PASSES = ps.PassList.parse("shard,reduce-grad,send-receive")
-SIZES = ((8, 64, 5.0), (64, 512, 20.0), (16, 4096, 20.0))
+SIZES = ((8, 64, 1 / 5, 7), (64, 512, 1 / 20, 3), (16, 4096, 1 / 20, 1))
+"""Ranks, microbatches, the ratio allowed at most, rounds."""
 
 
-def _ours(ranks: int, microbatches: int) -> ps.Program:
-    return PASSES.apply(ps.schedule("1f1b", ranks, microbatches))
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
+    sizes = ((4, 16, 1.0, 2),) if short else SIZES
+    yield [Case(f"{size[0]} x {size[1]}", lambda size=size: [_row(*size)]) for size in sizes]
 
 
-def _torch(ranks: int, microbatches: int) -> object:
-    """The peer's own functions in the order in which its runtime calls them, on the same order of compute actions."""
-    kinds = _ComputationType
-    rows = {}
-    for rank in range(ranks):
-        warm_up = min(ranks - rank - 1, microbatches)
-        order = [_Action(rank, kinds.FORWARD, m) for m in range(warm_up)]
-        for m in range(microbatches - warm_up):
-            order += [_Action(rank, kinds.FORWARD, warm_up + m), _Action(rank, kinds.FULL_BACKWARD, m)]
-        order += [_Action(rank, kinds.FULL_BACKWARD, m) for m in range(microbatches - warm_up, microbatches)]
-        rows[rank] = _add_reduce_grad(_add_unshard_reshard(order), microbatches)
-    return _add_send_recv(rows, lambda stage: stage, ranks)
+def _row(ranks: int, microbatches: int, limit: float, rounds: int) -> Row:
+    def ours() -> ps.Program:
+        return PASSES.apply(ps.schedule("1f1b", ranks, microbatches))
 
-
-def run() -> list[Row]:
-    rows = []
-    for ranks, microbatches, wanted in SIZES:
-        times = 3 if microbatches < 4096 else 1
-        ours, program = best_of(times, lambda: _ours(ranks, microbatches))  # noqa: B023 - called at once
-        theirs, _ = best_of(times, lambda: _torch(ranks, microbatches))  # noqa: B023
-        actions = len(program.rows.codes)
-        rows.append(
-            Row(f"generate and lower 1f1b, {ranks} ranks x {microbatches} microbatches ({actions:,} actions)", ours, theirs, wanted)
-        )
-    return rows
+    _, program = once(ours)
+    mine, torchs = seconds_of(rounds, ours, lambda: peer.lower(peer.one_f_one_b(ranks, microbatches), ranks, microbatches))
+    case = f"generate and lower 1f1b, {ranks} ranks x {microbatches} microbatches ({len(program.rows.codes):,} actions)"
+    return Row(case, mine, torchs, limit=limit)

@@ -5,13 +5,15 @@ Times are those of the processor for one thread: waiting for other processes doe
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from benchmarks.measure import Row, in_turn, steady
+from benchmarks.measure import alone, in_turn, summed
+from benchmarks.rows import Case, Row
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.nn import functional
@@ -22,20 +24,16 @@ from penstock.runtime import Pipeline
 STAGES, MICROBATCHES, WIDTH, EACH = 4, 32, 8, 4
 
 
-def run() -> list[Row]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with steady():
-            x, y = torch.randn(2, MICROBATCHES * EACH, WIDTH).unbind()
-            return [
-                *_rows("interleaved-1f1b", ScheduleInterleaved1F1B, x, y),
-                *_rows("interleaved-zb", ScheduleInterleavedZeroBubble, x, y),
-            ]
-    finally:
-        dist.destroy_process_group()
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
+    pairs = {"interleaved-1f1b": ScheduleInterleaved1F1B, "interleaved-zb": ScheduleInterleavedZeroBubble}
+    with alone():
+        x, y = torch.randn(2, MICROBATCHES * EACH, WIDTH).unbind()
+        rounds = 2 if short else 60
+        yield [Case(name, lambda name=name, peer=peer: _rows(name, peer, x, y, rounds)) for name, peer in pairs.items()]
 
 
-def _rows(name: str, peer: Any, x: Tensor, y: Tensor, rounds: int = 60) -> list[Row]:
+def _rows(name: str, peer: Any, x: Tensor, y: Tensor, rounds: int) -> list[Row]:
     schedule = ps.schedule(name, 1, MICROBATCHES, chunks=STAGES)
     split = any(action.kind is ps.Kind.I for action in schedule[0])
     bare, ours, theirs = _stages(), _stages(), _stages()
@@ -51,12 +49,13 @@ def _rows(name: str, peer: Any, x: Tensor, y: Tensor, rounds: int = 60) -> list[
             _timed(lambda: runner.step(x, target=y), theirs),
         ],
     )
-    each = f"{mine / len(schedule[0]) * 1e6:.0f} us an action"
-    full = "the loop's backwards are full ones" if split else ""
+    each = f"{statistics.median(mine) / len(schedule[0]) * 1e6:.0f} us an action"
+    full = f"the loop's {len(order)} actions have full backwards, ours are {len(schedule[0])}" if split else ""
+    halfway = [part / 2 for part in summed(loop, torchs)]
     return [
-        Row(f"{name}: a step against a bare loop", mine, loop, wanted_share=1.3, note="; ".join(filter(None, (each, full)))),
-        Row(f"{name}: what is added to a bare loop, against what torch adds", mine - loop, torchs - loop, wanted_share=0.5, note=full),
-        Row(f"{name}: a step against torch's", mine, torchs, note=each),
+        Row(f"{name}: a step", mine, loop, "a bare loop", limit=1.3, note="; ".join(filter(None, (each, full)))),
+        Row(f"{name}: a step", mine, halfway, "halfway to torch", limit=1.0, note="at most half of what torch adds to the bare loop"),
+        Row(f"{name}: a step", mine, torchs, note=each),
     ]
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarks.measure import Row
+from benchmarks.rows import Case, Row
 from torch import nn
 from torch.distributed import pipelining as peer
 from torch.nn import functional
@@ -34,68 +36,69 @@ PAIRS = {
 """Our names, and torch's classes of the same order."""
 SHARES = {"1f1b": 0.9}
 """How much of torch's step time is wanted with tiny compute; 0.6 of others."""
+if torch.__version__ < "2.12":  # torch 2.11's own V-shaped schedules do not run on gloo
+    del PAIRS["zbv"], PAIRS["dualpipe-v"]
 ROUNDS = 15
 TINY = {"width": 8, "depth": 1, "each": 2}
 MODERATE = {"width": 512, "depth": 5, "each": 64}
 """Actions of 5 to 20 ms on one core."""
-TORCH_V = torch.__version__ >= "2.12"
-"""torch 2.11's own V-shaped schedules do not run on gloo."""
 
 
-def run() -> list[Row]:
-    rows = []
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
+    names, counts, rounds = (("1f1b", "interleaved-zb"), (4,), 2) if short else (tuple(PAIRS), (8, 32, 128), ROUNDS)
+    moderate = {"width": 32, "depth": 2, "each": 4} if short else MODERATE
     with Workers(2) as workers:
-        for count in (8, 32, 128):
-            for name in PAIRS:
-                rows += _tiny(workers, name, count)
-        for name in PAIRS:
-            rows += _moderate(workers, name)
-    return rows + (_many() if (os.cpu_count() or 1) >= 16 else [])
+        yield [
+            *(Case(f"{name}, {count}, tiny", partial(_tiny, workers, name, count, rounds)) for count in counts for name in names),
+            *(Case(f"{name}, moderate", partial(_moderate, workers, name, moderate, min(7, rounds))) for name in names),
+            *([Case("8 ranks", _many)] if not short and (os.cpu_count() or 1) >= 16 else []),
+        ]
 
 
-def _tiny(workers: Workers, name: str, count: int) -> list[Row]:
-    found = _slowest(workers.run(measure, (name, (2, count), linear_stage, TINY, ROUNDS)))
+def _tiny(workers: Workers, name: str, count: int, rounds: int) -> list[Row]:
+    found = _slowest(workers.run(measure, (name, (2, count), linear_stage, TINY, rounds)))
+    case = f"{name}, {count} microbatches, 8x8 linear stages, 2 ranks"
+    cpu, peer_cpu = statistics.median(found.cpu), statistics.median(found.peer_cpu)
     actions = len(ps.schedule(name, 2, count)[0])
-    case, each = f"{name}, {count} microbatches, 8x8 linear stages, 2 ranks", found.cpu / actions
-    added = None if found.peer_cpu is None else (found.cpu - found.bare) / (found.peer_cpu - found.bare)
-    share = "" if added is None else f"{each * 1e6:.0f} us; added to a bare loop: {added:.2f} of what torch adds"
+    added = (cpu - found.bare) / (peer_cpu - found.bare)
+    note = f"{cpu / actions * 1e6:.0f} us an action; added to a bare loop: {added:.2f} of what torch adds"
     return [
-        Row(f"{case}: a step", found.step, found.peer_step, wanted_share=SHARES.get(name, 0.6)),
-        Row(f"{case}: CPU an action", each, None if found.peer_cpu is None else found.peer_cpu / actions, wanted_share=0.5, note=share),
+        Row(f"{case}: a step", found.step, found.peer_step, limit=SHARES.get(name, 0.6)),
+        Row(f"{case}: CPU of the main thread", found.cpu, found.peer_cpu, limit=0.5, note=note),
     ]
 
 
-def _moderate(workers: Workers, name: str) -> list[Row]:
-    found = _slowest(workers.run(measure, (name, (2, 8), linear_stage, MODERATE, 7)))
-    case = f"{name}, 8 microbatches, actions of 5 to 20 ms, 2 ranks"
-    return [Row(f"{case}: a step", found.step, found.peer_step, wanted_share=1.0), _prediction(case, found, 0.10)]
+def _moderate(workers: Workers, name: str, size: dict[str, int], rounds: int) -> list[Row]:
+    found = _slowest(workers.run(measure, (name, (2, 8), linear_stage, size, rounds)))
+    case = f"{name}, 8 microbatches, stages of {size['depth']} linear maps of {size['width']}, 2 ranks"
+    return [Row(f"{case}: a step", found.step, found.peer_step, limit=1.0), _prediction(case, found, 0.10)]
 
 
-def _prediction(case: str, found: Measured, within: float) -> Row:
+def _prediction(case: str, found: Measured, allowed: float) -> Row:
+    """How far apart the two are, whichever is longer."""
     ends = sorted((found.recorded, found.predicted))
     note = f"bubble {found.bubble:.1%} measured, {found.predicted_bubble:.1%} predicted"
-    which = "measured over predicted" if found.recorded >= found.predicted else "predicted over measured"
-    return Row(f"{case}: {which}", ends[1], ends[0], wanted_share=1 + within, note=note)
+    which, against = ("measured", "predicted") if found.recorded >= found.predicted else ("predicted", "measured")
+    return Row(f"{case}: {which} step", [ends[1]], [ends[0]], against, limit=1 + allowed, note=note)
 
 
-def _many() -> list[Row]:
-    rows = []
+def _many() -> Iterator[Row]:
     with Workers(8) as workers:
         for name in ("1f1b", "interleaved-1f1b", "zbv"):
             found = _slowest(workers.run(measure, (name, (8, 32), block_stage, {"width": 256, "depth": 1, "each": 2, "long": 64}, 5)))
             case = f"{name}, 32 microbatches, small GPT, 8 ranks"
-            rows += [Row(f"{case}: a step", found.step, found.peer_step), _prediction(case, found, 0.25)]
-    return rows
+            yield from (Row(f"{case}: a step", found.step, found.peer_step), _prediction(case, found, 0.25))
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds on one rank: a step and its main thread's processor time, ours, torch's and a bare loop's; and what was predicted."""
+    """Seconds on one rank, one a round: a step and its main thread's processor time, ours and torch's; and what was predicted."""
 
-    step: float
-    cpu: float
-    peer_step: float | None
-    peer_cpu: float | None
+    step: list[float]
+    cpu: list[float]
+    peer_step: list[float]
+    peer_cpu: list[float]
     bare: float
     recorded: float
     predicted: float
@@ -105,7 +108,7 @@ class Measured:
 
 def _slowest(ranks: list[Measured]) -> Measured:
     """The rank that takes longest is the step."""
-    return max(ranks, key=lambda found: (found.cpu, found.step))
+    return max(ranks, key=lambda found: statistics.median(found.cpu))
 
 
 def measure(name: str, shape: tuple[int, int], stage: Callable[..., nn.Module], size: dict[str, int], rounds: int) -> Measured:
@@ -116,19 +119,16 @@ def measure(name: str, shape: tuple[int, int], stage: Callable[..., nn.Module], 
     x, y = (torch.randn(count * size["each"], *([size["long"]] if "long" in size else []), size["width"]) for _ in range(2))
     ours, theirs = (_stages(schedule.stages, stage, size) for _ in range(2))
     pipe = Pipeline(ours, schedule, loss_fn=functional.mse_loss)
-    works = [_clear(lambda: pipe.step(x, target=y), ours)]
-    if TORCH_V or name not in ("zbv", "dualpipe-v"):
-        step = torch_step(name, theirs, schedule, count)
-        works.append(_clear(lambda: step(x, y), theirs))
-    (step_time, cpu), *peers = in_rounds(rounds, works)
+    peer_step = torch_step(name, theirs, schedule, count)
+    works = [_clear(lambda: pipe.step(x, target=y), ours), _clear(lambda: peer_step(x, y), theirs)]
+    (step, cpu), (torchs, torch_cpu) = in_rounds(rounds, works)
     pipe.record = True
     pipe.step(x, target=y)
     timelines = [pipe.step(x, target=y).timeline for _ in range(5)]
     recorded = sorted((each for each in timelines if each is not None), key=lambda each: each.makespan)[2]
     predicted = ps.simulate(recorded.table, recorded.costs)
     bare = _bare(schedule, [ours[k] for k in schedule.placement.stages_of(dist.get_rank())], size, x)
-    peer_step, peer_cpu = peers[0] if peers else (None, None)
-    return Measured(step_time, cpu, peer_step, peer_cpu, bare, recorded.makespan, predicted.makespan, recorded.bubble, predicted.bubble)
+    return Measured(step, cpu, torchs, torch_cpu, bare, recorded.makespan, predicted.makespan, recorded.bubble, predicted.bubble)
 
 
 def _bare(schedule: ps.Schedule, modules: list[nn.Module], size: dict[str, int], x: torch.Tensor) -> float:
@@ -173,8 +173,8 @@ def torch_step(name: str, modules: list[nn.Module], schedule: ps.Schedule, count
     return step
 
 
-def in_rounds(rounds: int, works: list[Callable[[], Any]]) -> list[tuple[float, float]]:
-    """Each work's median seconds, and of this thread's processor time, from rounds that begin together."""
+def in_rounds(rounds: int, works: list[Callable[[], Any]]) -> list[tuple[list[float], list[float]]]:
+    """Each work's seconds, and this thread's processor time, one a round; rounds begin together, and the first two are left out."""
     times: list[list[tuple[float, float]]] = [[] for _ in works]
     for _ in range(rounds + 2):
         for work, found in zip(works, times, strict=True):
@@ -182,7 +182,7 @@ def in_rounds(rounds: int, works: list[Callable[[], Any]]) -> list[tuple[float, 
             start, cpu = time.perf_counter(), time.thread_time()
             work()
             found.append((time.perf_counter() - start, time.thread_time() - cpu))
-    return [(statistics.median(a for a, _ in each[2:]), statistics.median(b for _, b in each[2:])) for each in times]
+    return [([a for a, _ in each[2:]], [b for _, b in each[2:]]) for each in times]
 
 
 def _stages(count: int, stage: Callable[..., nn.Module], size: dict[str, int]) -> list[nn.Module]:

@@ -1,17 +1,17 @@
-"""One rank's own program in a huge pipeline, and verification of a million actions."""
+"""One rank's own program in a huge pipeline: the start-up cost of a rank, in a process of its own."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-from benchmarks.measure import Row, best_of
+from benchmarks.rows import Case, Row, within
 
-import penstock as ps
 from penstock.schedules.registry import algorithms
 
-RANKS, CHUNKS, MICROBATCHES = 1024, 2, 4096
-MEMORY_MB = 200
+CHUNKS, SECONDS, MEMORY_MB = 2, 1.0, 200.0
 
 _ONE_RANK = """
 import time
@@ -28,24 +28,19 @@ print(seconds, int(peak) / 1024, len(actions))
 """
 
 
-def _one_rank(name: str, rank: int) -> Row:
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
+    names = [name for name, each in algorithms().items() if not each.whole and name != "data-parallel"]
+    ranks, microbatches, rounds = (8, 16, 1) if short else (1024, 4096, 3)
+    shown = ["1f1b", "zbv"] if short else names
+    yield [Case(name, lambda name=name: _one_rank(name, ranks, microbatches, rounds)) for name in shown]
+
+
+def _one_rank(name: str, ranks: int, microbatches: int, rounds: int) -> list[Row]:
     """In a process of its own, so that the peak memory is that of this work (Linux: the highest resident size)."""
-    code = _ONE_RANK.format(name=name, ranks=RANKS, chunks=CHUNKS, microbatches=MICROBATCHES, rank=rank)
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    seconds, megabytes, actions = done.stdout.split()
-    small = float(megabytes) < MEMORY_MB
-    note = f"{int(actions):,} actions, process peak {float(megabytes):.0f} MB{'' if small else f' (over {MEMORY_MB})'}"
-    case = f"{name}: rank {rank} of {RANKS} x {MICROBATCHES} microbatches, lowered"
-    return Row(case, float(seconds), wanted_seconds=1.0 if small else 0.0, note=note)
-
-
-def _verification() -> Row:
-    program = ps.lower(ps.schedule("1f1b", 64, 2700))
-    fresh = ps.Program(program.rows, program.placement, program.microbatches, buffers=program.buffers)
-    seconds, _ = best_of(1, lambda: ps.verify(fresh))
-    return Row(f"verify {len(program.rows.codes):,} actions", seconds, wanted_seconds=10.0)
-
-
-def run() -> list[Row]:
-    closed_form = [name for name, each in algorithms().items() if not each.whole and name != "data-parallel"]
-    return [*(_one_rank(name, RANKS // 2) for name in closed_form), _verification()]
+    code = _ONE_RANK.format(name=name, ranks=ranks, chunks=CHUNKS, microbatches=microbatches, rank=ranks // 2)
+    found = [subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True) for _ in range(rounds)]
+    seconds, megabytes, actions = zip(*(map(float, done.stdout.split()) for done in found), strict=True)
+    case = f"{name}: rank {ranks // 2} of {ranks} x {microbatches} microbatches, lowered"
+    note = f"{actions[0]:,.0f} actions"
+    return [within(case, seconds, SECONDS, note=note), within(f"{case}: peak memory", megabytes, MEMORY_MB, "MB")]

@@ -6,28 +6,41 @@ Times are those of the processor for one thread: waiting for other processes doe
 from __future__ import annotations
 
 import ctypes
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from benchmarks.measure import Row, in_turn, steady
+from benchmarks.measure import in_turn, steady, summed
+from benchmarks.rows import Case, Row
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.recording import Deferrable
 
+FULL = "F + B"
+Parts = Sequence[Sequence[float]]
+"""The seconds of each part of a step, one a round."""
 
-def run() -> list[Row]:
+
+@contextmanager
+def suite(short: bool) -> Iterator[list[Case]]:
     _keep_memory()
     torch.manual_seed(0)
+    blocks, rounds = ((4, 1), 2) if short else ((48, 4), 10)
     with steady():
-        return [*_small(rounds=30), _middle(rounds=10), _wide(rounds=10)]
+        yield [
+            Case("small blocks", lambda: _small(blocks[0], 3 * rounds)),
+            Case("wider blocks", lambda: [_middle(blocks[1], rounds)]),
+            Case("wide linear maps", lambda: [_wide(256 if short else 1024, rounds)]),
+        ]
 
 
 @dataclass
-class Case:
+class Stage:
     """A stage, its input and the gradient of its output; each method gives the seconds of each part of one step."""
 
     model: nn.Module
@@ -73,29 +86,35 @@ def _blocks(wide: int, count: int) -> nn.Module:
     return nn.Sequential(*(nn.TransformerEncoderLayer(wide, 4, 4 * wide, dropout=0.0) for _ in range(count)))
 
 
-def _small(rounds: int) -> list[Row]:
-    case = Case(_blocks(64, 48), torch.randn(16, 4, 64))
-    (f, b), (sf, si, sw), (tf, ti, tw) = in_turn(rounds, [case.whole, case.split, case.split_by_torch])
-    note = f"(I + W) / B {(si + sw) / b:.2f}, I / B {si / b:.2f}; torch's (F + I + W) / (F + B) {(tf + ti + tw) / (f + b):.2f}"
+def _small(count: int, rounds: int) -> list[Row]:
+    stage = Stage(_blocks(64, count), torch.randn(16, 4, 64))
+    whole, split, peer = in_turn(rounds, [stage.whole, stage.split, stage.split_by_torch])
+    case, (_, back) = f"{count} blocks of 64", whole
     return [
-        Row("F + I + W against F + B, 48 blocks of 64", sf + si + sw, f + b, wanted_share=1.10, note=note),
-        Row("I + W against torch's split, 48 blocks of 64", si + sw, ti + tw, note=f"torch's (I + W) / B {(ti + tw) / b:.2f}"),
+        _whole_row(case, whole, split, 1.10),
+        Row(f"F + I + W by torch, {case}", summed(*peer), summed(*whole), FULL, note="torch's own split"),
+        Row(f"I + W, {case}", summed(*split[1:]), summed(*peer[1:])),
+        Row(f"I + W, {case}", summed(*split[1:]), back, "B"),
     ]
 
 
-def _middle(rounds: int) -> Row:
-    case = Case(_blocks(512, 4), torch.randn(64, 8, 512))
-    (f, b), (sf, si, sw) = in_turn(rounds, [case.whole, case.split])
-    note = f"(I + W) / B {(si + sw) / b:.2f}, I / B {si / b:.2f}"
-    return Row("F + I + W against F + B, 4 blocks of 512", sf + si + sw, f + b, wanted_share=1.03, note=note)
+def _whole_row(case: str, whole: Parts, split: Parts, limit: float) -> Row:
+    (_, back), (_, i, w) = ([statistics.median(part) for part in parts] for parts in (whole, split))
+    note = f"(I + W) / B {(i + w) / back:.2f}, I / B {i / back:.2f}"
+    return Row(f"F + I + W, {case}", summed(*split), summed(*whole), FULL, limit=limit, note=note)
 
 
-def _wide(rounds: int) -> Row:
-    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
-    case = Case(nn.Sequential(*layers), torch.randn(256, 1024))
-    (f, b), (sf, si, sw) = in_turn(rounds, [case.whole, case.split])
-    note = f"(I + W) / B {(si + sw) / b:.2f}, (F + I + W) / (F + B) {(sf + si + sw) / (f + b):.2f}"
-    return Row("I against B, 4 linear maps of 1024", si, b, wanted_share=0.6, note=note)
+def _middle(count: int, rounds: int) -> Row:
+    stage = Stage(_blocks(512, count), torch.randn(64, 8, 512))
+    whole, split = in_turn(rounds, [stage.whole, stage.split])
+    return _whole_row(f"{count} blocks of 512", whole, split, 1.03)
+
+
+def _wide(width: int, rounds: int) -> Row:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())]
+    stage = Stage(nn.Sequential(*layers), torch.randn(256, width))
+    (_, back), (_, i, _) = in_turn(rounds, [stage.whole, stage.split])
+    return Row(f"I, 4 linear maps of {width}", i, back, "B", limit=0.6)
 
 
 def _keep_memory() -> None:

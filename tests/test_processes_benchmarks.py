@@ -1,0 +1,186 @@
+"""The benchmarks stay alive: a short run of all of them, and how a run is judged, interrupted and told."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # the benchmarks are a folder of scripts
+
+from benchmarks import run as script  # noqa: E402
+from benchmarks.report import Report  # noqa: E402
+from benchmarks.rows import Case, Found, Row, amount, within  # noqa: E402
+
+Suites = Callable[..., None]
+
+
+def test_a_short_run_fills_the_report(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "--short", "--out", str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    assert list(found["suites"]) == list(script.SUITES)
+    assert found["machine"].keys() >= {"cores", "processor", "Python", "torch", "numpy"}
+    assert "load" in found["begun"]
+    assert "load" in found["ended"]
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    for name, suite in found["suites"].items():
+        assert suite["rows"], name
+        assert not suite["errors"]
+        assert f"\n## {name}\n" in text
+        assert ElementTree.parse(tmp_path / f"{name}.svg").getroot().tag.endswith("svg")
+        for row in suite["rows"]:
+            low, high = row["spread"]
+            assert 0 < low <= row["ratio"] <= high < math.inf, row
+            assert row["met"] is None, "a short run is not judged"
+            assert f"| {row['case']} | {row['against']} |" in text
+
+
+# Rows -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+    row = Row("x", [1.0, 20.0, 3.0], [2.0, 10.0, 3.0])  # the second round was slow for both
+    assert row.ratios == [0.5, 2.0, 1.0]
+    assert row.ratio == 1.0
+    assert row.spread == (0.5, 2.0)
+    assert row.met is None
+
+
+def test_unlike_counts_of_rounds_are_held_against_the_median() -> None:
+    assert Row("x", [1.0, 2.0, 3.0, 4.0, 5.0], [2.0]).ratios == [0.5, 1.0, 1.5, 2.0, 2.5]
+    assert Row("x", [1.0, 2.0, 3.0, 4.0, 5.0], [2.0]).spread == (1.0, 2.0)
+
+
+def test_a_limit_is_kept_up_to_its_value() -> None:
+    assert Row("x", [3.0], [2.0], limit=1.5).met
+    assert Row("x", [3.1], [2.0], limit=1.5).met is False
+    assert within("x", 1.0, 2.0).met
+    assert within("x", 2.1, 2.0).met is False
+
+
+def test_amounts_are_told_in_fitting_units() -> None:
+    assert [amount(value, "s") for value in (2.5, 0.25, 0.00025)] == ["2.50 s", "250.0 ms", "250 us"]
+    assert amount(33.90625, "MB") == "33.91 MB"
+    assert amount(8500.0, "") == "8500"
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def suites(monkeypatch: pytest.MonkeyPatch) -> Suites:
+    """Puts suites of one's own in the place of the real ones: each a name and the works of its cases."""
+
+    def put(**works: list[Callable[[], Any]]) -> None:
+        monkeypatch.setattr(script, "SUITES", tuple(works))
+        for name, cases in works.items():
+            module: Any = ModuleType(f"benchmarks.{name}", f"About {name}.")
+            module.suite = _suite([Case(f"case {at}", work) for at, work in enumerate(cases)])
+            monkeypatch.setitem(sys.modules, f"benchmarks.{name}", module)
+
+    return put
+
+
+def _suite(cases: list[Case]) -> Any:
+    @contextmanager
+    def suite(short: bool) -> Iterator[list[Case]]:
+        yield cases
+
+    return suite
+
+
+def _rows(*ratios: float, limit: float | None = 1.0) -> Callable[[], list[Row]]:
+    return lambda: [Row(f"row of {ratio:g}", [ratio], [1.0], limit=limit) for ratio in ratios]
+
+
+def _fails() -> list[Row]:
+    raise ValueError("no such\nthing")
+
+
+def _is_stopped() -> Iterator[Row]:
+    yield Row("before", [0.5], [1.0], limit=1.0)
+    raise KeyboardInterrupt
+
+
+def _report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_a_red_row_gives_1_and_is_named_at_the_end(suites: Suites, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suites(one=[_rows(0.5, 1.5)], two=[_rows(3.0, limit=None)])
+    assert script.main(["--out", str(tmp_path)]) == 1
+    said = capsys.readouterr().out
+    assert "1 of 2 rows with a limit are met." in said
+    assert "not met: row of 1.5, against torch: 1.5, at most 1" in said
+    assert said.rstrip().endswith(str(tmp_path / "report.md"))
+    assert [row["met"] for row in _report(tmp_path)["suites"]["one"]["rows"]] == [True, False]
+    assert "**not met**" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_a_short_run_judges_nothing(suites: Suites, tmp_path: Path) -> None:
+    suites(one=[_rows(1.5)])
+    assert script.main(["--short", "--out", str(tmp_path)]) == 0
+    assert "not met" not in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_all_green_gives_0_and_suites_can_be_chosen(suites: Suites, tmp_path: Path) -> None:
+    suites(one=[_rows(1.5)], two=[_rows(0.5)])
+    assert script.main(["two", "--out", str(tmp_path)]) == 0
+    assert list(_report(tmp_path)["suites"]) == ["two"]
+
+
+def test_a_failure_loses_nothing_else(suites: Suites, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    suites(one=[_rows(0.5), _fails, _rows(0.25)], two=[_rows(0.5)])
+    assert script.main(["--out", str(tmp_path)]) == 1
+    found = _report(tmp_path)["suites"]
+    assert [row["ratio"] for row in found["one"]["rows"]] == [0.5, 0.25]
+    assert found["one"]["errors"] == [{"case": "case 1", "error": "ValueError: no such thing"}]
+    assert found["two"]["rows"]
+    assert "failed: one, case 1: ValueError: no such thing" in capsys.readouterr().out
+
+
+def test_a_suite_that_cannot_begin_is_noted(tmp_path: Path) -> None:
+    report = Report("command", {}, {})
+    script.collect("no_such_suite", report, lambda what, done, of: None)
+    assert [(suite, case) for suite, case, _ in report.errors] == [("no_such_suite", "the whole suite")]
+    assert report.code == 1
+    assert "ModuleNotFoundError" in report.write(tmp_path).read_text(encoding="utf-8")
+
+
+def test_ctrl_c_writes_what_there_is(suites: Suites, tmp_path: Path) -> None:
+    suites(one=[_rows(0.25)], two=[_is_stopped], three=[_rows(0.5)])
+    assert script.main(["--out", str(tmp_path)]) == 130
+    found = _report(tmp_path)
+    assert found["interrupted"]
+    assert {name: [row["ratio"] for row in suite["rows"]] for name, suite in found["suites"].items()} == {"one": [0.25], "two": [0.5]}
+    assert "interrupted" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_an_unknown_suite_is_refused_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        script.main(["lowring", "--out", str(tmp_path / "none")])
+    assert end.value.code == 2
+    assert "no suite 'lowring'; there are generation, lowering" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_figure_shows_limits_where_they_count() -> None:
+    from benchmarks.figures import ratios
+
+    found = Found("one", "", [Row("a row", [0.5, 0.7], [1.0, 1.0], limit=0.25)])
+    assert ratios(found) != ratios(found, judged=False)
+    assert b"a row" in ratios(found)
