@@ -16,9 +16,11 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.program import Program
+from penstock.passes.shard import Shard
 from penstock.planner.stage_costs import stage_costs
 from penstock.runtime.activity import Activity
 from penstock.runtime.cells import Feed
+from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
 from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
 from penstock.runtime.loss import Loss
@@ -60,7 +62,8 @@ def memory(device: Any, small: bool) -> dict[str, Any]:
 def _peak(program: Program, rank: int, modules: dict[int, nn.Module], x: Tensor) -> int:
     """The most that the allocator has given out in a step, beyond what was there without this rank."""
     stages = {index: Stage(index, module) for index, module in modules.items()}
-    executor = Executor(program, rank, stages, loss=Loss(mean_loss, "mean"), group=_Alone(program.ranks, x), deadline=60.0)
+    data = Data(None, stages, shard=Shard(), dtype=None, deadline=60.0)
+    executor = Executor(program, rank, stages, loss=Loss(mean_loss, "mean"), group=_Alone(program.ranks, x), deadline=60.0, data=data)
     count = program.microbatches
     for last in (False, True):
         if last and torch.cuda.is_initialized():

@@ -16,7 +16,7 @@ from torch.nn import functional
 import penstock as ps
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
 from penstock.runtime import Checkpoints, GradScaler, Pipeline
-from penstock.runtime.planned import Recomputed
+from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.workers import Workers
 from runtime.models import Numbers, by_batch
 

@@ -274,6 +274,13 @@ def best() -> str:
     return "cuda" if cuda.is_available() else "cpu"
 
 
+def own_device(rank: int) -> torch.device:
+    """The GPU of this machine that is a rank's own, which it works on from now on."""
+    found = torch.device("cuda", rank % cuda.device_count())
+    cuda.set_device(found)
+    return found
+
+
 def name_of(device: torch.device) -> str:
     """What the device calls itself."""
     return str(cuda.get_device_name(device)) if device.type == "cuda" else device.type

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError, nearest
 from penstock.runtime.checkpoint import Checkpoints
 from penstock.runtime.data_order import DataOrder
+from penstock.runtime.device import best, own_device
 from penstock.runtime.here import rank
 from penstock.runtime.parity import Parity
 from penstock.runtime.pipeline import Pipeline
@@ -47,16 +48,12 @@ class How:
 
     def place(self) -> torch.device:
         """This rank's device; `cuda` is the one of its own on this machine."""
-        if self.device != "cuda":
-            return torch.device(self.device)
-        device = torch.device("cuda", rank() % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        return device
+        return own_device(rank()) if self.device == "cuda" else torch.device(self.device)
 
 
 def known_device(name: str) -> str:
     """The kind of device to train on; `auto` is a GPU if there is one."""
-    found = torch.cuda.is_available()
+    found = best() == "cuda"
     if name == "auto":
         return "cuda" if found else "cpu"
     if name not in ("cpu", "cuda"):
