@@ -109,15 +109,16 @@ def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
     job = started(client, ENDLESS)
     again = client.post("/api/plan", json=BODY)
     assert (again.status_code, "cancel it first" in again.json()["error"]) == (409, True)
-    running = client.app.state.studio.jobs.get(job)  # type: ignore[attr-defined]
+    jobs = client.app.state.studio.jobs  # type: ignore[attr-defined]
+    running = jobs.get(job)
     told, _ = running.after(0, LONG)
     assert told
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": True}
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": False}
     name, last = events(client, job)[-1]
     assert (name, last["cancelled"]) == ("done", True)
-    running.process.join(LONG)
-    assert not running.process.is_alive()
+    jobs._listener.join(LONG)  # which has seen the process end
+    assert running.process.exitcode is not None
     client.delete(f"/api/plan/{started(client, BODY)}")  # there is room for the next
 
 
