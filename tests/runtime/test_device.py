@@ -239,3 +239,13 @@ def test_a_driver_that_cannot_says_so(driver: Driver, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 0)
     with pytest.raises(ScheduleError, match=r"no cuGreenCtxStreamCreate: .* CUDA 12.4"):
         multiprocessors.partition(2, 8, 0)
+
+
+def test_backwards_run_on_the_ranks_own_thread() -> None:
+    """torch would hand a device's to a thread of its own; what was set before is set again afterwards."""
+    model, x = blocks(2), torch.randn(4, 6)
+    seen: list[bool] = []
+    model[1].register_full_backward_hook(lambda *_: seen.append(torch._C._is_multithreading_enabled()))
+    Pipeline(list(model), schedule=ps.schedule("looped-bfs", 1, 2, chunks=2), loss_fn=functional.mse_loss).step(x, target=x)
+    assert seen == [False, False]
+    assert torch._C._is_multithreading_enabled()
