@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks import by_hand
 from benchmarks.rows import Case, Row
 from torch import nn
 from torch.distributed import pipelining as peer
@@ -63,10 +64,14 @@ def _tiny(workers: Workers, name: str, count: int, rounds: int) -> list[Row]:
     actions = len(ps.schedule(name, 2, count)[0])
     added = (cpu - found.bare) / (peer_cpu - found.bare)
     note = f"{cpu / actions * 1e6:.0f} us an action; added to a bare loop: {added:.2f} of what torch adds"
-    return [
+    rows = [
         Row(f"{case}: a step", found.step, found.peer_step, limit=SHARES.get(name, 0.6)),
         Row(f"{case}: CPU of the main thread", found.cpu, found.peer_cpu, limit=0.5, note=note),
     ]
+    if found.hand_cpu:
+        least = "the modules, backward and gloo's calls alone: not ours, but what there is to reach"
+        rows.append(Row(f"{case}: CPU of a loop written by hand", found.hand_cpu, found.peer_cpu, note=least))
+    return rows
 
 
 def _moderate(workers: Workers, name: str, size: dict[str, int], rounds: int) -> list[Row]:
@@ -99,6 +104,8 @@ class Measured:
     cpu: list[float]
     peer_step: list[float]
     peer_cpu: list[float]
+    hand_cpu: list[float]
+    """Of a loop that is written for this order, where there is one."""
     bare: float
     recorded: float
     predicted: float
@@ -121,14 +128,19 @@ def measure(name: str, shape: tuple[int, int], stage: Callable[..., nn.Module], 
     pipe = Pipeline(ours, schedule, loss_fn=functional.mse_loss)
     peer_step = torch_step(name, theirs, schedule, count)
     works = [_clear(lambda: pipe.step(x, target=y), ours), _clear(lambda: peer_step(x, y), theirs)]
-    (step, cpu), (torchs, torch_cpu) = in_rounds(rounds, works)
+    if name in by_hand.ORDERS and ranks == 2:
+        hand = by_hand.step(name, _stages(schedule.stages, stage, size)[dist.get_rank()], count)
+        works.append(lambda: hand(x, y))
+    (step, cpu), (torchs, torch_cpu), *more = in_rounds(rounds, works)
+    hand_cpu = more[0][1] if more else []
     pipe.record = True
     pipe.step(x, target=y)
     timelines = [pipe.step(x, target=y).timeline for _ in range(5)]
     recorded = sorted((each for each in timelines if each is not None), key=lambda each: each.makespan)[2]
     predicted = ps.simulate(recorded.table, recorded.costs)
     bare = _bare(schedule, [ours[k] for k in schedule.placement.stages_of(dist.get_rank())], size, x)
-    return Measured(step, cpu, torchs, torch_cpu, bare, recorded.makespan, predicted.makespan, recorded.bubble, predicted.bubble)
+    ends = recorded.makespan, predicted.makespan
+    return Measured(step, cpu, torchs, torch_cpu, hand_cpu, bare, *ends, recorded.bubble, predicted.bubble)
 
 
 def _bare(schedule: ps.Schedule, modules: list[nn.Module], size: dict[str, int], x: torch.Tensor) -> float:

@@ -14,13 +14,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import update_wrapper
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.errors import SplitError
 
+T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
 Compute = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
 """The gradients of weight and bias, from the output's gradient, the input, the weight and the bias (None for one that is not wanted),
@@ -44,6 +46,7 @@ running: list[Deferral] = []
 
 # Asked at every operator, so that looking them up counts.
 _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
+_set_grad_enabled = torch._C._set_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -111,6 +114,20 @@ class Record:
         return grad, value
 
 
+def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:
+    """As `torch.no_grad()` does, which takes as long as a small product by itself."""
+
+    def run(deferral: Deferral, fused: bool = False) -> T:
+        before = _is_grad_enabled()
+        _set_grad_enabled(False)
+        try:
+            return work(deferral, fused)
+        finally:
+            _set_grad_enabled(before)
+
+    return update_wrapper(run, work)
+
+
 class Deferral:
     """The records of one stage and microbatch, and the weights that can wait, by their id, each with what stands in for it."""
 
@@ -126,7 +143,7 @@ class Deferral:
         """Those of them that have got a gradient."""
         self.backward = False
 
-    @torch.no_grad()
+    @_without_grad
     def run(self, fused: bool = False) -> list[nn.Parameter]:
         """The backward for the weights; the parameters whose hooks are now due.
 
@@ -185,13 +202,16 @@ class _Batch:
             self.found.clear()
 
 
+_NONE_LEFT: Counter[int] = Counter()
+
+
 class _Sums:
     """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
 
     def __init__(self, records: Sequence[Record], add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self.add_to = add
         self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
-        self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else Counter()
+        self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else _NONE_LEFT
         """How many operators have yet to give theirs; nothing where each parameter has but one."""
         self.sums: dict[int, Tensor] = {}
 

@@ -151,11 +151,18 @@ class Form:
 
     def fits(self, value: Any) -> bool:
         """Whether a value is of this form, so that its tensors alone need to be sent."""
+        if self.alone is not None:
+            if self.spec is _LIST:
+                value = value[0] if type(value) is list and len(value) == 1 else None
+            return type(value) is Tensor and self.alone.fits(value)
         parts, spec = _flat(value)
         return bool(spec == self.spec) and len(parts) == len(self.leaves) and all(map(_part_fits, parts, self.leaves))
 
     def pack(self, value: Any, address: int) -> None:
         """Copy the value's tensors into the frame at an address."""
+        if self.alone is not None:
+            self.alone.copy(value if self.spec is _ONE else value[0], address)
+            return
         for part, leaf in zip(self.parts(value), self.leaves, strict=True):
             if type(leaf) is Leaf:
                 leaf.copy(part, address)
