@@ -187,7 +187,7 @@ class _Batch:
             target.grad = found if found.dtype == target.dtype else found.to(target.dtype)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = found + total
-        elif found.numel() > self.LARGEST or found.dtype != total.dtype:
+        elif found.is_cpu or found.numel() > self.LARGEST or found.dtype != total.dtype:  # on a CPU one by one is quicker
             total.add_(found)
         else:
             self.totals.append(total)
