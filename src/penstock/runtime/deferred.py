@@ -174,6 +174,7 @@ class Deferral:
 class _Batch:
     """Adds to parameters' gradients, as autograd does, but those of small ones many at a time: for a device that is one launch."""
 
+    __slots__ = ("found", "totals")
     LARGEST, MOST = 1 << 16, 64
     """Numbers of a gradient that waits for others, and how many do."""
 
@@ -207,6 +208,8 @@ _NONE_LEFT: Counter[int] = Counter()
 
 class _Sums:
     """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
+
+    __slots__ = ("add_to", "left", "sums", "targets")
 
     def __init__(self, records: Sequence[Record], add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self.add_to = add

@@ -26,6 +26,7 @@ from penstock.runtime.graphs import Graphs
 from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
 from penstock.runtime.overlap import Overlap, TwoStreams, hook_of, pair
+from penstock.runtime.recording import in_place
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
 
@@ -86,7 +87,7 @@ class Executor(Computing):
             for inbox in self.inboxes.values():
                 inbox.begin()
             # A device's backward on this thread: handing it to another and waiting takes longer than a small layer.
-            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False):
+            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False), in_place(bool(self._split)):
                 for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
                     activity.at = at
                     activity.began = clock()

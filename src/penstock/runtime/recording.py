@@ -166,3 +166,16 @@ class _Wrappers:
 
 
 _wrappers = _Wrappers()
+
+
+@contextmanager
+def in_place(wanted: bool) -> Iterator[None]:
+    """The wrappers stay in place meanwhile, if wanted: whoever records in it need not put them there each time."""
+    if not wanted:
+        yield
+        return
+    _wrappers.enter()
+    try:
+        yield
+    finally:
+        _wrappers.exit()
