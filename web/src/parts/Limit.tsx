@@ -1,4 +1,4 @@
-import { useEffect, useState } from "preact/hooks";
+import { useState } from "preact/hooks";
 import { sizeText } from "../draw/span.ts";
 import type { Loader } from "../state/loader.ts";
 import { readSize } from "../state/sizes.ts";
@@ -9,16 +9,14 @@ import { Field } from "./fields.tsx";
 export function Limit({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const limit = studio.limit.value;
-  const [text, setText] = useState("");
-  useEffect(() => setText(limit === null ? "" : String(limit)), [limit]);
+  const [draft, setDraft] = useState<string | null>(null);
   const given = studio.first.value?.memoryLimit ?? null;
   const usual = Array.isArray(given) ? "one a rank" : given === null ? "none" : sizeText(given, studio.first.value?.units.size ?? "");
-  const commit = (): void => {
+  /** The text is the field's own, for what was typed last may not have been drawn yet. */
+  const commit = (text: string): void => {
+    setDraft(null);
     const read = text.trim() === "" ? null : readSize(text);
-    if (read === undefined) {
-      studio.say(`${text} is not a size: write a number, or one like 40GiB`, "error");
-      return setText(limit === null ? "" : String(limit));
-    }
+    if (read === undefined) return studio.say(`${text} is not a size: write a number, or one like 40GiB`, "error");
     if (read === limit) return;
     studio.limit.value = read;
     const named = studio.choice.value;
@@ -27,7 +25,13 @@ export function Limit({ loader }: { loader: Loader }) {
   };
   return (
     <Field label="Memory limit">
-      <input value={text} placeholder={usual} onInput={(event) => setText(event.currentTarget.value)} onBlur={commit} onKeyDown={(event) => event.key === "Enter" && commit()} />
+      <input
+        value={draft ?? (limit === null ? "" : String(limit))}
+        placeholder={usual}
+        onInput={(event) => setDraft(event.currentTarget.value)}
+        onBlur={(event) => commit(event.currentTarget.value)}
+        onKeyDown={(event) => event.key === "Enter" && commit(event.currentTarget.value)}
+      />
     </Field>
   );
 }

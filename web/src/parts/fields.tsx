@@ -1,5 +1,5 @@
 import type { ComponentChildren } from "preact";
-import { useEffect, useState } from "preact/hooks";
+import { useLayoutEffect, useState } from "preact/hooks";
 
 interface NumberFieldProps {
   label: string;
@@ -13,7 +13,7 @@ interface NumberFieldProps {
 /** A whole number with buttons beside it; it counts when it is complete. */
 export function NumberField({ label, value, least = 1, step = 1, disabled, change }: NumberFieldProps) {
   const [text, setText] = useState(String(value));
-  useEffect(() => setText(String(value)), [value]);
+  useLayoutEffect(() => setText(String(value)), [value]); // at once: what is typed next is not to be lost
   const commit = (wanted: string): void => {
     const read = Math.round(Number(wanted));
     if (wanted.trim() !== "" && Number.isFinite(read) && read >= least) {
@@ -25,7 +25,7 @@ export function NumberField({ label, value, least = 1, step = 1, disabled, chang
       <span>{label}</span>
       <span class="stepper">
         <button type="button" tabIndex={-1} aria-hidden="true" disabled={disabled || value - step < least} onClick={() => change(value - step)}>−</button>
-        <input aria-label={label} inputMode="numeric" value={text} disabled={disabled} onInput={(event) => setText(event.currentTarget.value)} onBlur={() => commit(text)} onKeyDown={(event) => stepped(event, commit, value, step)} />
+        <input aria-label={label} inputMode="numeric" value={text} disabled={disabled} onInput={(event) => setText(event.currentTarget.value)} onBlur={(event) => commit(event.currentTarget.value)} onKeyDown={(event) => stepped(event, commit, value, step)} />
         <button type="button" tabIndex={-1} aria-hidden="true" disabled={disabled} onClick={() => change(value + step)}>+</button>
       </span>
     </label>
