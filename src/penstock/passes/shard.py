@@ -12,7 +12,7 @@ from penstock.errors import PassError
 from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Flags, Ints, Rows
 from penstock.passes.base import Pass, check_count
 
 
@@ -38,13 +38,14 @@ class Shard(Pass):
         rows = program.rows
         if rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any():
             raise PassError("the program has UNSHARD or RESHARD actions already: shard it once")
-        placed = [self._row(rows, rank) for rank in range(len(rows))]
+        compute = rows.is_kind(*COMPUTE)
+        placed = [self._row(rows, rank, compute) for rank in range(len(rows))]
         before, entries, ranks, tie = (np.concatenate(column) for column in zip(*placed, strict=True))
         return self._passed(program, rows=rows.insert(before, entries, ranks, tie))
 
-    def _row(self, rows: Rows, rank: int) -> tuple[Ints, Ints, Ints, Ints]:
+    def _row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
         """One rank's new entries: in front of which entry, the code, the rank, and the order among equals."""
-        use = _Use.of(rows, rank)
+        use = _Use.of(rows, rank, compute)
         most = max((len(stages) for stages in use.stages), default=0) if use.overlaps else 1
         if self.residency is not None and self.residency < most:
             raise PassError(f"residency={self.residency}, but rank {rank} runs an action that uses {most} stages at once")
@@ -77,9 +78,9 @@ class _Use:
     stage: Ints
 
     @classmethod
-    def of(cls, rows: Rows, rank: int) -> _Use:
+    def of(cls, rows: Rows, rank: int, compute: Flags) -> _Use:
         low, high = int(rows.offsets[rank]), int(rows.offsets[rank + 1])
-        parts = low + np.flatnonzero(rows.is_kind(*COMPUTE)[low:high])
+        parts = low + np.flatnonzero(compute[low:high])
         starts, group = np.unique(rows.group_starts[parts], return_inverse=True)
         return cls(starts, rows.group_ends[starts], group, rows.stage[parts])
 
