@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,12 @@ settings.load_profile("penstock")
 
 ON_PROCESSES = re.compile(r"/composition/|/test_(processes\w*|faults|direct|big_models|safetensors|restarts)\.py::")
 """Tests whose ranks are processes."""
+
+
+def pytest_configure() -> None:
+    """Processes that are started from here hear Ctrl-C, also where a shell runs all of this in the background, which does not."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
