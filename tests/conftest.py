@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.runtime.workers import Workers
 
 # The same examples every time, so that a change is judged by what it does; `--hypothesis-profile=hunt` draws other ones.
-settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("penstock"), max_examples=15)
 settings.register_profile("hunt", settings.get_profile("penstock"), derandomize=False, max_examples=300)
 settings.load_profile("penstock")

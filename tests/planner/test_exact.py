@@ -41,14 +41,14 @@ def check_claims(problem: Problem, solved: Solved) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=16)
 @given(problem=problems())
 def test_it_finds_the_best_of_all_orders_and_bounds_stay_below(problem: Problem) -> None:
     check_against_all_orders(problem)
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(problem=problems(SMALL))
 def test_and_of_more_orders(problem: Problem) -> None:
     check_against_all_orders(problem)
@@ -67,7 +67,7 @@ def check_against_all_orders(problem: Problem) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(problem=problems(output=True))
 def test_with_receive_buffers_its_bound_still_holds(problem: Problem) -> None:
     """When buffers are taken depends on how receives are placed: the model may allow more, and says so by not claiming a proof."""
