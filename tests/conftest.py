@@ -29,9 +29,15 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+APART = re.compile(
+    r"tests/(compat|models|docs|studio)/|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main)\.py::"
+)
+"""What the quick run leaves out besides: the peers' names, whole models, pages, and files that take long for what they tell."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if ON_PROCESSES.search(item.nodeid):
+        if ON_PROCESSES.search(item.nodeid) or APART.search(item.nodeid):
             item.add_marker(pytest.mark.slow)
 
 
