@@ -22,7 +22,8 @@ setup: $(DEV)  ## create .venv and install everything that the tests need
 demo: $(BASE)  ## measure, plan, prove and train a small GPT on 4 processes, and write demo/report.html
 	@$(BIN)/python examples/demo.py
 
-test: $(DEV) lint page  ## check style and types and run every test
+test: $(DEV) $(PAGE)  ## check style, types and the page and run every test
+	$(MAKE) --no-print-directory -j 2 --output-sync=target lint page
 	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
