@@ -171,3 +171,11 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         pipe.step(x, target=x)
     with pytest.raises(ps.PenstockError, match="seed="):
         Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, seed=1)
+    with pytest.raises(ps.PenstockError, match="recompute none"):
+        Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, recompute=True)
+    with pytest.raises(ps.PenstockError, match="accumulate_dtype="):
+        Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, accumulate_dtype=torch.float64)
+    pipe = Pipeline([Block(6)], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
+    with pytest.raises(ps.PenstockError, match="under autocast"), torch.autocast("cpu", torch.bfloat16):
+        pipe.step(x, target=x)
+    assert pipe.step(x, target=x).loss is not None

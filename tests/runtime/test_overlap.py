@@ -92,8 +92,12 @@ def hooked(way: str, schedule: ps.Schedule, seen: list[str]) -> list[nn.Module]:
     return [Together(block, way, seen) for block in blocks(schedule.stages)]
 
 
-def step_of(stages: list[nn.Module], schedule: ps.Schedule, x: Tensor, **options: Any) -> dict[str, Tensor]:
-    launch(lambda: Pipeline(stages, schedule, loss_fn=functional.mse_loss, **options).step(x, target=x), schedule.ranks)
+def step_of(stages: list[nn.Module], schedule: ps.Schedule, x: Tensor, autocast: bool = False, **options: Any) -> dict[str, Tensor]:
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            Pipeline(stages, schedule, loss_fn=functional.mse_loss, **options).step(x, target=x)
+
+    launch(step, schedule.ranks)
     return {f"{k}.{name}": p.grad for k, stage in enumerate(stages) for name, p in stage.named_parameters() if p.grad is not None}
 
 
@@ -108,6 +112,17 @@ def test_a_stage_runs_its_forward_and_a_backward_together(name: str, way: str) -
     wanted = step_of([stage.layers for stage in hooked(way, schedule, [])], schedule, x)  # type: ignore[misc]
     assert len(seen) == sum(action.kind is Kind.OVERLAP_F_B for row in schedule for action in row) > 0
     assert [name.replace("layers.", "") for name in found] == list(wanted)
+    assert all(torch.equal(*pair) for pair in zip(found.values(), wanted.values(), strict=True))
+
+
+@pytest.mark.parametrize("why", ["autocast", "precision"])
+def test_a_hook_is_passed_over_where_it_would_change_the_numbers(why: str) -> None:
+    """A backward runs outside of autocast, and sums in another precision come after each backward: a hook does neither."""
+    schedule, x, seen = ps.schedule("dualpipe-v", ranks=2, microbatches=8), torch.randn(9, 6), list[str]()
+    options: dict[str, Any] = {"accumulate_dtype": torch.float64} if why == "precision" else {"autocast": True}
+    found = step_of(hooked("last", schedule, seen), schedule, x, **options)
+    wanted = step_of([stage.layers for stage in hooked("last", schedule, [])], schedule, x, **options)  # type: ignore[misc]
+    assert seen == []
     assert all(torch.equal(*pair) for pair in zip(found.values(), wanted.values(), strict=True))
 
 
