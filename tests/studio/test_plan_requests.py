@@ -18,7 +18,7 @@ from studio.page import Page
 
 LAYER = {"f": 5, "i": 7, "w": 3, "activation": 1, "weight_stash": 0.5, "parameters": 2}
 BODY = {"profile": {"layers": [{**LAYER, "count": 8}], "latency": 0.5}, "ranks": 2, "microbatches": 4, "memory_limit": 40, "seconds": 0}
-ENDLESS = {**BODY, "profile": {"layers": [{**LAYER, "count": 32}]}, "ranks": 8, "microbatches": 64, "seconds": 600}
+ENDLESS = {**BODY, "profile": {"layers": [{**LAYER, "count": 64}]}, "ranks": 16, "microbatches": 1024, "seconds": 600}
 LONG = 300.0
 """Seconds that nothing here takes unless it hangs."""
 
@@ -130,6 +130,18 @@ def test_a_plan_that_takes_too_long_is_ended():
     assert "took longer than it may" in job.events[-1].data["error"]
     jobs.close()
     assert not job.process.is_alive()
+
+
+def test_a_plan_ends_with_the_last_page_that_follows_it():
+    jobs = Jobs()
+    job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
+    with job.followed():
+        with job.followed():
+            pass
+        assert not job.ended
+    assert (job.ended, job.events[-1].data["cancelled"]) == (True, True)
+    jobs.start(ENDLESS, seconds=LONG)
+    jobs.close()
 
 
 def test_closing_ends_what_runs():

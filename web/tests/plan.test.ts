@@ -1,4 +1,4 @@
-import { expect, test } from "vitest";
+import { afterEach, expect, test, vi } from "vitest";
 import { requestOf } from "../src/parts/PlanForm.tsx";
 import { plotted, sizeTicks } from "../src/parts/Tradeoff.tsx";
 import { PlanState, SHAPE, transformerOf } from "../src/state/plan.ts";
@@ -56,4 +56,45 @@ test.each([
     expect(tick).toBeGreaterThanOrEqual(low);
     expect(tick).toBeLessThanOrEqual(high);
   }
+});
+
+afterEach(() => vi.unstubAllGlobals());
+
+/** A server that answers when it is told to, and what it was asked. */
+function server(): { asked: string[]; answer: (body: unknown, ok?: boolean) => void } {
+  const asked: string[] = [];
+  let answer: (body: unknown, ok?: boolean) => void = () => undefined;
+  vi.stubGlobal("fetch", (address: string, options: RequestInit) => {
+    asked.push(`${options.method} ${address}`);
+    if (options.method === "DELETE") return Promise.resolve({ ok: true });
+    return new Promise((done) => (answer = (body, ok = true) => done({ ok, status: ok ? 200 : 429, json: () => Promise.resolve(body), text: () => Promise.resolve(JSON.stringify(body)) })));
+  });
+  vi.stubGlobal("EventSource", class { addEventListener(): void {} close(): void {} });
+  return { asked, answer: (body, ok) => answer(body, ok) };
+}
+
+const UNITS = { time: "", size: "" };
+
+test("a plan is cancelled also before the server has named it", async () => {
+  const { asked, answer } = server();
+  const plan = new PlanState();
+  plan.job.value = "an earlier one";
+  const started = plan.start({}, null, UNITS);
+  const cancelled = plan.cancel();
+  expect(plan.cancelling.value).toBe(true);
+  answer({ job: "seven" });
+  await Promise.all([started, cancelled]);
+  expect(asked).toEqual(["POST /api/plan", "DELETE /api/plan/seven"]);
+});
+
+test("a plan that is refused has nothing to cancel, and the refusal is said", async () => {
+  const { asked, answer } = server();
+  const plan = new PlanState();
+  const started = plan.start({}, null, UNITS);
+  const cancelled = plan.cancel();
+  answer({ error: "a plan is being made" }, false);
+  await Promise.all([started, cancelled]);
+  expect(asked).toEqual(["POST /api/plan"]);
+  expect(plan.status.value).toBe("failed");
+  expect(plan.error.value).toContain("a plan is being made");
 });

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from threading import Condition, Lock, Thread
@@ -35,6 +37,7 @@ class Job:
     candidates: list[bytes | None] = field(default_factory=list)
     plan: bytes | None = None
     ended: bool = False
+    followers: int = 0
     changed: Condition = field(default_factory=Condition)
 
     def after(self, place: int, seconds: float) -> tuple[list[Event], bool]:
@@ -70,6 +73,24 @@ class Job:
             if not self.ended:
                 self.events.append(Event(name, data))
             self.changed.notify_all()
+
+    def cancel(self) -> bool:
+        """End it; what was found stays. False where it had ended before."""
+        with self.changed:
+            best = [each.data for each in self.events if each.name == "candidate" and each.data["fits"]]
+        index = min(best, key=lambda each: each["makespan"])["index"] if best else None
+        return self.end(Event("done", {"best": index, "cancelled": True}))
+
+    @contextmanager
+    def followed(self) -> Iterator[None]:
+        """While a page follows it. With the last one it ends, for only they know its key, and there is one plan at a time."""
+        self.followers += 1
+        try:
+            yield
+        finally:
+            self.followers -= 1
+            if not self.followers:
+                self.cancel()
 
     def end(self, event: Event) -> bool:
         """Tell the last event, once; the process is of no use any more."""
@@ -117,11 +138,7 @@ class Jobs:
 
     def cancel(self, key: str) -> bool:
         """End a plan; what was found stays. False where it had ended before."""
-        job = self.get(key)
-        with job.changed:
-            best = [each.data for each in job.events if each.name == "candidate" and each.data["fits"]]
-        index = min(best, key=lambda each: each["makespan"])["index"] if best else None
-        return job.end(Event("done", {"best": index, "cancelled": True}))
+        return self.get(key).cancel()
 
     def close(self) -> None:
         """End whatever runs."""

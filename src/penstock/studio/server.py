@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
-MOST_LISTENERS = 8
+MOST_FOLLOWERS = 8
 """Pages that follow a plan at the same time: each keeps a thread waiting."""
 ALIVE = 5.0
 """Seconds between two signs of life to a page that follows a plan."""
@@ -40,7 +40,6 @@ class Studio:
         self.documents = documents
         self.worker = Worker() if worker is None else worker
         self.jobs = Jobs()
-        self.listeners = 0
 
     def close(self) -> None:
         self.jobs.close()
@@ -95,21 +94,20 @@ class Studio:
         from starlette.responses import StreamingResponse
 
         job = self.jobs.get(request.path_params["job"])
-        if self.listeners >= MOST_LISTENERS:
-            raise BusyError(f"{self.listeners} pages follow the plan already: close one")
+        if job.followers >= MOST_FOLLOWERS:
+            raise BusyError(f"{job.followers} pages follow the plan already: close one")
         return StreamingResponse(self._told(job), media_type="text/event-stream")
 
     async def _told(self, job: Job) -> AsyncIterator[str]:
-        """Every event from the first on, and a sign of life where there is none."""
-        self.listeners += 1
-        try:
+        """Every event from the first on, and a sign of life where there is none. A page that leaves is not waited for."""
+        from anyio.to_thread import run_sync
+
+        with job.followed():
             place, ended = 0, False
             while not ended:
-                events, ended = await _in_thread(job.after, place, ALIVE)
+                events, ended = await run_sync(job.after, place, ALIVE, abandon_on_cancel=True)
                 place += len(events)
                 yield "".join(f"event: {each.name}\ndata: {json.dumps(each.data)}\n\n" for each in events) or ": alive\n\n"
-        finally:
-            self.listeners -= 1
 
     async def _asked(self, name: str, body: Any) -> Response:
         return _json(await _in_thread(self.worker.ask, name, body))

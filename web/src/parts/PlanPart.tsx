@@ -48,7 +48,7 @@ function Status({ plan }: { plan: PlanState }) {
       {running && <progress {...(progress && progress.total > 1 ? { value: progress.done, max: progress.total } : {})} />}
       {running && <span>{progress ? `${progress.phase}${progress.what ? `: ${progress.what}` : ""}` : "starting"}</span>}
       {plan.status.value === "done" && <span>{plan.result.value?.cancelled ? "cancelled" : "done"}, {plan.candidates.value.length} considered, {plan.candidates.value.filter((each) => each.makespan !== null).length} timed</span>}
-      {running && <button onClick={() => void plan.cancel()}>Cancel</button>}
+      {running && <button disabled={plan.cancelling.value} onClick={() => void plan.cancel()}>Cancel</button>}
     </div>
   );
 }

@@ -69,6 +69,7 @@ export class PlanState {
   readonly wanted = signal<Wanted>(USUAL);
   readonly job = signal<string | null>(null);
   readonly status = signal<PlanStatus>("idle");
+  readonly cancelling = signal(false);
   readonly candidates = signal<Candidate[]>([]);
   readonly progress = signal<Progress | null>(null);
   readonly result = signal<Result | null>(null);
@@ -76,6 +77,9 @@ export class PlanState {
   readonly limit = signal<number | null>(null);
   /** The units of what is asked for: times and sizes. */
   readonly units = signal({ time: "", size: "" });
+
+  /** The key of the plan that was asked for last, once the server has given it. */
+  private key: Promise<string> | null = null;
 
   /** The best so far of those that fit. */
   readonly best = computed(() => {
@@ -86,6 +90,8 @@ export class PlanState {
   async start(request: unknown, limit: number | null, units: { time: string; size: string }): Promise<void> {
     batch(() => {
       this.status.value = "running";
+      this.cancelling.value = false;
+      this.job.value = null;
       this.candidates.value = [];
       this.progress.value = null;
       this.result.value = null;
@@ -94,7 +100,8 @@ export class PlanState {
       this.units.value = units;
     });
     try {
-      this.job.value = await api.startPlan(request);
+      this.key = api.startPlan(request);
+      this.job.value = await this.key;
       this.listen(this.job.value);
     } catch (error) {
       this.fail((error as Error).message);
@@ -141,8 +148,14 @@ export class PlanState {
     this.status.value = "failed";
   }
 
+  /** Ends the plan, also one whose key is still under way; the listener hears of it. */
   async cancel(): Promise<void> {
-    if (this.job.value) await api.cancelPlan(this.job.value);
+    this.cancelling.value = true;
+    try {
+      if (this.key) await api.cancelPlan(await this.key);
+    } catch {
+      this.cancelling.value = false; // a plan that did not start has said why; one that cannot be reached is heard of by its listener
+    }
   }
 }
 
