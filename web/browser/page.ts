@@ -7,11 +7,10 @@ import type { Target } from "../src/draw/target.ts";
 const LIMIT = 60_000;
 const INSTALLED = "/usr/bin/chromium";
 
+/** Debian's browser, or else the one of the npm package; its own arguments run it in one process, which does not outlive a page. */
 export async function launch(): Promise<Browser> {
-  const args = ["--no-sandbox", "--disable-gpu"];
-  if (existsSync(INSTALLED)) return chromium.launch({ executablePath: INSTALLED, args });
-  const { default: packed } = await import("@sparticuz/chromium");
-  return chromium.launch({ executablePath: await packed.executablePath(), args: [...packed.args, ...args] });
+  const executablePath = existsSync(INSTALLED) ? INSTALLED : await (await import("@sparticuz/chromium")).default.executablePath();
+  return chromium.launch({ executablePath, args: ["--no-sandbox", "--disable-gpu"] });
 }
 
 /** A page with everything on it that should not happen. */
