@@ -130,8 +130,13 @@ def _input_grads(given: tuple[Any, ...]) -> list[Tensor | None]:
 SPLIT = "zbv"
 
 
-def wants(*shape: int) -> Tensor:
-    return torch.randn(shape, requires_grad=True)
+def wants(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def twice(make: Callable[[], Tensor]) -> tuple[tuple[Tensor], tuple[Tensor]]:
+    """Two microbatches: the first gradient is put in place, the second added to it."""
+    return (make(),), (make(),)
 
 
 class Applied(nn.Module):
@@ -164,3 +169,15 @@ class Half:
         self.forward(*args)
         self.backward_input()
         self.deferral.run()
+
+
+class Using(nn.Module):
+    """A module of raw parameters and a function of them."""
+
+    def __init__(self, function: Callable[..., Any], *shapes: tuple[int, ...]) -> None:
+        super().__init__()
+        self.function = function
+        self.weights = nn.ParameterList([nn.Parameter(torch.randn(shape)) for shape in shapes])
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args, *self.weights)
