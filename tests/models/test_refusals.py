@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models.tiny import llama, mixtral, nanochat, opt
+from models.tiny import batch, llama, mixtral, nanochat, opt
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime import HuggingFace
+from penstock.runtime import HuggingFace, Pipeline
 
 
 def cut(model: Any, **given: Any) -> Any:
@@ -134,3 +134,16 @@ def test_wrong_inputs_are_refused():
         module({"input_ids": tokens, "past_key_values": None})
     with pytest.raises(ScheduleError, match="set it in the model's config"):
         module({"input_ids": tokens, "output_router_logits": True})
+
+
+def test_batches_that_cannot_be_trained_on_are_refused():
+    inputs = batch()
+    tokens = {name: each for name, each in inputs.items() if name != "labels"}
+    pipe = Pipeline(llama(), schedule="gpipe", microbatches=2)
+    with pytest.raises(ScheduleError, match="give labels in it, or as target="):
+        pipe.step(tokens)
+    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
+        pipe.step(inputs | {"num_items_in_batch": 12})
+    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
+        pipe.step_list([inputs | {"num_items_in_batch": torch.tensor(12)}])
+    assert torch.equal(pipe.step(inputs | {"num_items_in_batch": None}).loss, pipe.step(inputs).loss)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PlacementError
+from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.hugging_face.anatomy import Anatomy, dissect, is_known
 from penstock.runtime.hugging_face.balance import balance_of
 from penstock.runtime.hugging_face.portion import Portion
@@ -18,6 +18,8 @@ from penstock.runtime.partition import Part, Partition, balanced
 
 IGNORED = -100
 """What labels are that count for nothing."""
+
+_COUNT = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,11 @@ def opened(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True)
     if len(args) != 1 or not isinstance(args[0], Mapping):
         return args, target
     inputs = dict(args[0])
+    if inputs.pop(_COUNT, None) is not None:
+        raise ScheduleError(
+            f"{_COUNT} in a batch: a step's loss is the mean over all labels of its batch that count, which takes no other number; leave "
+            "it out, and scale gradients yourself where several steps are one batch"
+        )
     labels = inputs.pop("labels", absent)
     return (inputs,), labels if target is absent and wanted else target
 
