@@ -254,13 +254,13 @@ def test_bad_arguments(two: Path, tmp_path: Path) -> None:
     """Each is refused in words, and nothing is left behind."""
     before, checkpoints = sorted(two.iterdir()), Checkpoints(two)
     for step in (1.5, "3", True, -1):
-        with pytest.raises(CheckpointError, match="^step .*: give the number of steps that were made"):
+        with pytest.raises(CheckpointError, match=r"^step .*: give the number of steps that were made"):
             checkpoints.save(holding(0), step=step)
     for keep in ("3", 0, True):
-        with pytest.raises(CheckpointError, match="^keep=.*: keep at least one checkpoint, or None for all"):
+        with pytest.raises(CheckpointError, match=r"^keep=.*: keep at least one checkpoint, or None for all"):
             Checkpoints(two, keep=keep)
     for name in ("", ".", "..", "../two", "step-00000001/", str(two / "step-00000001"), None):
-        with pytest.raises(CheckpointError, match="is not the name of a checkpoint in .*, and no path"):
+        with pytest.raises(CheckpointError, match=r"is not the name of a checkpoint in .*, and no path"):
             checkpoints.load(name, holding(0))
     assert sorted(two.iterdir()) == before
     (tmp_path / "file").write_text("")

@@ -154,7 +154,7 @@ def test_state_of_another_kind(tmp_path: Path) -> None:
     model, optimizer = updated(torch.optim.Adam, 0, amsgrad=True)
     Checkpoints(tmp_path).save(model, optimizer, step=1)
     model, other = updated(Own, 1)
-    with pytest.raises(CheckpointError, match="state of weight was saved as exp_avg, .*, but Own keeps mean"):
+    with pytest.raises(CheckpointError, match=r"state of weight was saved as exp_avg, .*, but Own keeps mean"):
         Checkpoints(tmp_path).load_latest(model, other)
     model, other = updated(torch.optim.AdamW, 1)
     torch.optim.lr_scheduler.OneCycleLR(other, 0.1, total_steps=5)

@@ -195,7 +195,7 @@ class Checkpoints:
         return self._load(checkpoint, Training(model, optimizer, scheduler, data, extra or {}))
 
     def _named(self, name: str) -> Checkpoint:
-        if not isinstance(name, str) or not name or name == ".." or Path(name).name != name:
+        if type(name) is not str or name in ("", "..") or Path(name).name != name:
             raise CheckpointError(
                 f"{name!r} is not the name of a checkpoint in {self.folder}: give a name such as 'step-00000100', and no path"
             )

@@ -43,7 +43,7 @@ def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [name for name, size in sizes.items() if size == -1]
     shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
-    if any(isinstance(size, bool) or not isinstance(size, int) or size < -1 or size == 0 for size in sizes.values()) or len(free) > 1:
+    if any(type(size) is not int or size < -1 or size == 0 for size in sizes.values()) or len(free) > 1:
         raise ScheduleError(f"a device mesh of {shown}: give sizes of 1 or more, of which one may be -1")
     if processes % known or (not free and processes != known):
         raise ScheduleError(f"a device mesh of {shown} does not fit {processes} processes: start {'a multiple of ' if free else ''}{known}")
