@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn import functional
 
 import penstock as ps
+from composition.matrix import FEATURES
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
 from penstock.runtime import Checkpoints, GradScaler, Pipeline
 from penstock.runtime.recomputed import Recomputed
@@ -21,7 +22,6 @@ from penstock.runtime.workers import Workers
 from runtime.models import Numbers, by_batch
 
 FAMILIES = sorted(set(ps.available()) - {"inference"})
-FEATURES = ("replicate", "FSDP2", "HSDP", "tensor parallel", "activation checkpointing", "autocast", "scaler", "checkpoints")
 EVEN = ("chimera", "dualpipe")
 """Run on an even number of ranks, so that four processes do not make a mesh of them for hybrid sharding."""
 SIZES = {1: (13,), 2: (6, 7), 4: (5, 4, 7, 6)}

@@ -157,9 +157,10 @@ def test_unknown_name(two: Path) -> None:
 
 
 def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"rank 0 failed to begin a checkpoint: NotADirectoryError"):
-        Checkpoints(tmp_path / "file" / "run").save(holding(0), step=1)
+    checkpoints = Checkpoints(tmp_path / "run")
+    (tmp_path / "run").write_text("")
+    with pytest.raises(CheckpointError, match=r"rank 0 failed to begin a checkpoint: FileExistsError"):
+        checkpoints.save(holding(0), step=1)
 
 
 KILLED = """
@@ -231,3 +232,38 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 10
+
+
+def test_other_things_in_the_folder(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Files of the user's are not ours; a manifest that cannot be opened is a damaged checkpoint, which is passed over."""
+    (two / "step-notes.txt").write_text("mine")
+    (two / "step-by-step").mkdir()
+    assert loaded(two) == (2, 2.0)
+    assert not caplog.records
+    manifest = two / "step-00000002" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    (two / "step-00000009").write_text("not a folder")
+    assert loaded(two) == (1, 1.0)
+    said = [record.getMessage() for record in caplog.records]
+    assert any("step-00000002 is corrupt: its manifest.json cannot be read (IsADirectoryError" in text for text in said)
+    assert any("step-00000009 is corrupt: its manifest.json cannot be read (NotADirectoryError" in text for text in said)
+
+
+def test_bad_arguments(two: Path, tmp_path: Path) -> None:
+    """Each is refused in words, and nothing is left behind."""
+    before, checkpoints = sorted(two.iterdir()), Checkpoints(two)
+    for step in (1.5, "3", True, -1):
+        with pytest.raises(CheckpointError, match=r"^step .*: give the number of steps that were made"):
+            checkpoints.save(holding(0), step=step)
+    for keep in ("3", 0, True):
+        with pytest.raises(CheckpointError, match=r"^keep=.*: keep at least one checkpoint, or None for all"):
+            Checkpoints(two, keep=keep)
+    for name in ("", ".", "..", "../two", "step-00000001/", str(two / "step-00000001"), None):
+        with pytest.raises(CheckpointError, match=r"is not the name of a checkpoint in .*, and no path"):
+            checkpoints.load(name, holding(0))
+    assert sorted(two.iterdir()) == before
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be in .*: .*/file is no folder"):
+            Checkpoints(folder)

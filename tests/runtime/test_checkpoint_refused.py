@@ -106,3 +106,58 @@ class Stated(Picky):
 
     def state_dict(self) -> dict[str, Any]:
         return {"value": 1}
+
+
+def updated(optimizer: type[torch.optim.Optimizer], seed: int, **options: Any) -> tuple[nn.Linear, torch.optim.Optimizer]:
+    """A model after one update."""
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 3)
+    made = optimizer(model.parameters(), **options)
+    model(torch.ones(2, 3)).sum().backward()
+    made.step()
+    return model, made
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "why"),
+    [
+        ("SGD", "AdamW", "options dampening, lr, momentum, nesterov, weight_decay, but AdamW has amsgrad, betas"),
+        ("AdamW", "SGD", "options amsgrad, betas, eps, lr, weight_decay, but SGD has dampening"),
+        ("Adamax", "AdamW", "but AdamW has amsgrad"),
+        ("NAdam", "RAdam", "momentum_decay"),
+    ],
+)
+@pytest.mark.parametrize("used", [False, True])
+def test_optimizers_of_another_kind(tmp_path: Path, one: str, other: str, why: str, used: bool) -> None:
+    """Refused before anything has changed, whether or not the optimizer has state of its own."""
+    model, optimizer = updated(getattr(torch.optim, one), 0, lr=0.1)
+    Checkpoints(tmp_path).save(model, optimizer, step=1)
+    model, optimizer = updated(getattr(torch.optim, other), 1, lr=0.2)
+    if not used:
+        optimizer.state.clear()
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    with pytest.raises(CheckpointError, match=f"weight was saved with an optimizer of the .*{why}.*: load with the kind"):
+        Checkpoints(tmp_path).load_latest(model, optimizer)
+    torch.testing.assert_close((model.state_dict(), optimizer.state_dict()), before, rtol=0, atol=0)
+
+
+class Own(torch.optim.Adam):
+    """Has Adam's options and keeps something else."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["mean"] = parameter.grad.clone()
+
+
+def test_state_of_another_kind(tmp_path: Path) -> None:
+    """With the same options: what is kept for a parameter tells; something more is taken, as options bring it."""
+    model, optimizer = updated(torch.optim.Adam, 0, amsgrad=True)
+    Checkpoints(tmp_path).save(model, optimizer, step=1)
+    model, other = updated(Own, 1)
+    with pytest.raises(CheckpointError, match=r"state of weight was saved as exp_avg, .*, but Own keeps mean"):
+        Checkpoints(tmp_path).load_latest(model, other)
+    model, other = updated(torch.optim.AdamW, 1)
+    torch.optim.lr_scheduler.OneCycleLR(other, 0.1, total_steps=5)
+    Checkpoints(tmp_path).load_latest(model, other)
+    assert set(other.state[model.weight]) == set(optimizer.state_dict()["state"][0])
+    assert other.param_groups[0]["amsgrad"] is True

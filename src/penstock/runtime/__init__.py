@@ -13,6 +13,7 @@ from penstock.runtime.checkpoint import Checkpoints
 from penstock.runtime.checkpoint_files import Checkpoint
 from penstock.runtime.data_order import DataOrder
 from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
+from penstock.runtime.grid import device_mesh
 from penstock.runtime.here import rank
 from penstock.runtime.hugging_face import HuggingFace
 from penstock.runtime.initial import Built, Initial
@@ -44,6 +45,7 @@ __all__ = [
     "add_loss",
     "add_metric",
     "collect",
+    "device_mesh",
     "launch",
     "rank",
 ]

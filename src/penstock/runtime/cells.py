@@ -34,6 +34,8 @@ class Feed:
     """What gradients are scaled by on top, as a gradient scaler asks for."""
     seed: str | None = None
     """What the random streams of this step are derived from; None leaves random numbers to torch."""
+    first: int = 0
+    """The number of the first microbatch among those of all data ranks: streams are by that."""
     outputs: bool = False
     losses: bool = True
     share: Share = field(default_factory=Share)

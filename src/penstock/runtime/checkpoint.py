@@ -46,9 +46,12 @@ class Checkpoints:
     def __init__(
         self, folder: str | os.PathLike[str], *, keep: int | None = 3, group: Any = None, verify: bool = True, deadline: float = 600.0
     ) -> None:
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"keep={keep}: keep at least one checkpoint, or None for all")
+        if keep is not None and (not _is_count(keep) or keep < 1):
+            raise CheckpointError(f"keep={keep!r}: keep at least one checkpoint, or None for all")
         self.folder, self.keep, self.verify = Path(folder).absolute(), keep, verify
+        there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
+        if not there.is_dir():
+            raise CheckpointError(f"checkpoints cannot be in {self.folder}: {there} is no folder")
         members, self.rank = current(group)
         self.ranks = members.ranks
         self.meeting = Meeting(members, self.rank, deadline)
@@ -138,8 +141,8 @@ class Checkpoints:
 
     def _begin(self, model: Model, step: int) -> tuple[Draft | None, Known, int]:
         """What ranks tell each other first; the first of them makes the place."""
-        if step < 0:
-            raise CheckpointError(f"step {step}: give the number of steps that were made")
+        if not _is_count(step) or step < 0:
+            raise CheckpointError(f"step {step!r}: give the number of steps that were made")
         return Draft.begin(self.folder, step) if self.rank == 0 else None, known_names(model), step
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -192,6 +195,10 @@ class Checkpoints:
         return self._load(checkpoint, Training(model, optimizer, scheduler, data, extra or {}))
 
     def _named(self, name: str) -> Checkpoint:
+        if type(name) is not str or name in ("", "..") or Path(name).name != name:
+            raise CheckpointError(
+                f"{name!r} is not the name of a checkpoint in {self.folder}: give a name such as 'step-00000100', and no path"
+            )
         if not (self.folder / name).is_dir():
             raise CheckpointError(
                 f"there is no checkpoint {name!r} in {self.folder}; {nearest(name, (each.name for each in self.whole()))}"
@@ -217,10 +224,14 @@ class Checkpoints:
         room, rest = self.meeting.own("make room", lambda: training.room(reading, stream))
         self.meeting.own("read what is not the model's", lambda: reading.fill(rest))
         with training.put_back():  # schedulers and data may refuse what was saved: before any tensor has changed
-            self.meeting.own("take what is not the model's", lambda: training.load_others(rest))
+            self.meeting.own("take what is not the model's", lambda: training.load_others(rest, room))
             self.meeting.own("read a checkpoint", lambda: reading.fill(room))
         self.meeting.own("take a checkpoint", lambda: training.load(room, rest, stream))
         return checkpoint
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _refuse_different(steps: list[int]) -> None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterable, Mapping
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _NAME, _WRITING, _PRUNED = "step-", ".writing-", ".pruned-"
 _FORMAT = 1
+_CHECKPOINT = re.compile(rf"{_NAME}\d{{8,}}(\.\d+)?")
+"""The names of checkpoints; whatever else is in the folder is not ours."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Checkpoint:
             found, written = cls(path, said["step"], said["number"], said["ranks"], said["about"], files), said["format"]
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path} is partial: it has no {MANIFEST}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"checkpoint {path} is corrupt: its {MANIFEST} cannot be read ({type(error).__name__}: {error})"
             ) from error
@@ -137,6 +140,8 @@ def found(folder: Path) -> tuple[list[Checkpoint], dict[str, str]]:
     """The checkpoints of a folder, the last one first, and why others are refused, by name."""
     whole, refused = [], {}
     for path in folder.glob(f"{_NAME}*") if folder.is_dir() else ():
+        if _CHECKPOINT.fullmatch(path.name) is None:
+            continue
         try:
             whole.append(Checkpoint.read(path))
         except CheckpointError as error:

@@ -84,7 +84,7 @@ class Computing(Wires):
             feed = self.feed
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
-                draw_from(feed.seed, part.stream, microbatch)
+                draw_from(feed.seed, part.stream, feed.first + microbatch)
             if front:
                 made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
                 return made if type(made) is Tensor else unwrap(made)

@@ -29,10 +29,9 @@ class Copies:
         return found
 
     def _buffered(self) -> Iterator[nn.Module]:
-        """Modules with buffers; those of stages in shards are torch's to care for, which leaves them as they are."""
-        for index, module in self._modules.items():
-            if not self._managed.get(index):
-                yield from (part for part in module.modules() if part._buffers)
+        """Modules with buffers, those of stages in shards among them: torch leaves these as they are on each rank."""
+        for module in self._modules.values():
+            yield from (part for part in module.modules() if part._buffers)
 
     def changed(self) -> list[bool]:
         """For each module with buffers, whether they may have changed. Normalisations change theirs without a trace."""

@@ -43,7 +43,7 @@ class Data:
     def __init__(self, grid: Grid | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float) -> None:
         self.grid, self.stages, self.deadline = grid, stages, deadline
         self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
-        self.ranks = 1 if self.group is None else self.group.ranks
+        self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank, self.group.ranks)
         self.sharded = _sharded(stages, deadline)
         self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
         self.dtype = dtype
@@ -59,6 +59,8 @@ class Data:
         if self.group is not None:
             self.group.gather(self.group.rank, "start", None, deadline)
             self.copies.copy(self._connection, self.copies.everything())
+            for connection, shards in (each for sharded in self.sharded.values() for each in sharded.copied()):
+                self.copies.copy(connection, shards)
 
     def _check(self, dtype: torch.dtype | None) -> None:
         for index, stage in self.stages.items():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch.distributed as dist
@@ -11,9 +13,41 @@ from penstock.errors import PipelineError, ScheduleError, nearest
 from penstock.runtime import here
 from penstock.runtime.sliced import Slice
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 PIPE, TENSOR = "pp", "tp"
 DATA = ("dp", "dp_replicate", "dp_shard")
 """Whose ranks hold the same stages: `dp`, or the two of hybrid sharding, copies of shards."""
+
+
+def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
+    """A device mesh of all processes, for `Pipeline(mesh=...)`: `device_mesh(pp=2, dp=2)`.
+
+    The dimensions are those of `Grid`, in this order; one may have the size -1, for as many as there are left. torch.distributed is set
+    up first where it is not yet, so that processes which `torchrun` starts again do not meet those that are gone. `device` is `cuda`
+    where the processes have NCCL, and `cpu` otherwise.
+    """
+    _check_names(tuple(sizes))
+    here.refuse_threads()
+    here.initialise()
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = _shape(sizes, dist.get_world_size())
+    kind = ("cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu") if device is None else device
+    return init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
+
+
+def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
+    """The sizes of the dimensions, that of -1 being what is left of the processes."""
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = [name for name, size in sizes.items() if size == -1]
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if any(type(size) is not int or size < -1 or size == 0 for size in sizes.values()) or len(free) > 1:
+        raise ScheduleError(f"a device mesh of {shown}: give sizes of 1 or more, of which one may be -1")
+    if processes % known or (not free and processes != known):
+        raise ScheduleError(f"a device mesh of {shown} does not fit {processes} processes: start {'a multiple of ' if free else ''}{known}")
+    return tuple(processes // known if size == -1 else size for size in sizes.values())
 
 
 class Grid:
@@ -62,14 +96,20 @@ def _names(mesh: Any) -> tuple[str, ...]:
     names = mesh.mesh_dim_names
     if names is None:
         raise ScheduleError('the device mesh has no names: init_device_mesh(..., mesh_dim_names=("pp", "dp"))')
+    _check_names(names)
+    return tuple(names)
+
+
+def _check_names(names: Sequence[str]) -> None:
     known = (PIPE, *DATA, TENSOR)
+    if not names:
+        raise ScheduleError("a device mesh without dimensions: device_mesh(pp=2, dp=2), say")
     for name in names:
         if name not in known:
             raise ScheduleError(f"the device mesh has a dimension {name!r}; {nearest(name, known)}")
     data = [name for name in names if name in DATA]
     if data not in ([], ["dp"], ["dp_replicate"], ["dp_shard"], ["dp_replicate", "dp_shard"]):
         raise ScheduleError(f"the device mesh has the data dimensions {data}: one is wanted, or dp_replicate before dp_shard")
-    return tuple(names)
 
 
 def group_of(within: Any, mesh: Any, transport: str) -> tuple[Any, int, Grid | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 import threading
@@ -19,6 +20,8 @@ from penstock.runtime.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.stores import PrefixStore
 from penstock.runtime.virtual import VirtualGroup
 
+logger = logging.getLogger(__name__)
+
 
 class _Here(threading.local):
     group: Group | None = None
@@ -27,6 +30,8 @@ class _Here(threading.local):
 
 _here = _Here()
 _joined: dict[str, Processes] = {}
+_set_up: list[str] = []
+"""The starts that torch.distributed was set up for from here."""
 
 
 def part(error: BaseException | None = None) -> None:
@@ -75,8 +80,7 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     """The ranks of a process group of torch.distributed, or all of them; `transport` is that of `Processes`."""
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
-    if not dist.is_initialized():
-        _initialise(backend())
+    initialise()
     group = _process_group(within)
     return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
 
@@ -84,6 +88,7 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
 def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
     """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
+        _warn_of_restarts(rank)
         store: Any = PrefixStore(f"penstock/{_attempt()}/{name}", dist.distributed_c10d._get_default_store())
         _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
@@ -91,8 +96,7 @@ def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
 
 def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
     """Some of the processes of torch.distributed by their numbers, in this order: those of a device mesh."""
-    if isinstance(_here.group, VirtualGroup):
-        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
+    refuse_threads()
     everyone = list(ranks) == list(range(dist.get_world_size()))
     if everyone and isinstance(_here.group, Processes) and transport in ("auto", _here.group.transport):
         return _here.group
@@ -102,18 +106,41 @@ def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
     return _kept(name, ranks.index(dist.get_rank()), len(ranks), transport)
 
 
+def refuse_threads() -> None:
+    """A device mesh cannot be had here, where ranks are threads or there are none."""
+    if isinstance(_here.group, VirtualGroup) or not under_torchrun():
+        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
+
+
 def _attempt() -> str:
     """What tells this start of the processes from those before: `torchrun` keeps its store, with all that they left in it."""
     return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
 
 
-def _initialise(backend: str) -> None:
-    """Set up torch.distributed, under names of this start alone where `torchrun` keeps the store."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
+def initialise() -> None:
+    """Set up torch.distributed where nobody has, under names of this start alone where `torchrun` keeps the store."""
+    if dist.is_initialized():
+        return
+    if not _store_is_kept():
+        dist.init_process_group(backend())
         return
     store, number, ranks = next(rendezvous("env://"))
-    dist.init_process_group(backend, store=PrefixStore(f"penstock/{_attempt()}/torch", store), rank=number, world_size=ranks)
+    dist.init_process_group(backend(), store=PrefixStore(f"penstock/{_attempt()}/torch", store), rank=number, world_size=ranks)
+    _set_up.append(_attempt())
+
+
+def _store_is_kept() -> bool:
+    """Whether `torchrun` has one store for all starts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _warn_of_restarts(rank: int) -> None:
+    """Say so where another start would find what this one has left: torch.distributed was set up by others, in a store that is kept."""
+    if rank == 0 and _store_is_kept() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not _set_up:
+        logger.warning(
+            "torch.distributed was set up without Penstock, and may hang when torchrun starts the processes again: make the mesh by "
+            "penstock.runtime.device_mesh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
 
 
 def _process_group(within: Any) -> Any:

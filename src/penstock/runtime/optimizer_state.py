@@ -7,7 +7,7 @@ group. So the state of a model is the same whichever parameters an optimizer has
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,9 +109,41 @@ def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping
 
 
 def check_options(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
-    """Refuse groups whose parameters were saved with different options."""
-    for parameters, _ in groups_of(optimizer, names):
-        _options(parameters, by_parameter(flat, parameters, OPTIONS), flat)
+    """Refuse groups whose parameters were saved with different options, or by an optimizer that has other ones."""
+    for group, (parameters, _) in zip(optimizer.param_groups, groups_of(optimizer, names), strict=True):
+        options = _options(parameters, by_parameter(flat, parameters, OPTIONS), flat)
+        if parameters:
+            _refuse_other_kind(optimizer, parameters[0], options.keys(), group.keys())
+
+
+_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
+"""How an optimizer computes rather than what; versions of torch differ in which of these there are."""
+_SCHEDULED = frozenset(("initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""What torch's schedulers leave in the groups."""
+
+
+def _refuse_other_kind(optimizer: Optimizer, name: str, saved: Collection[str], mine: Collection[str]) -> None:
+    """Whatever class it is: its options are what tells one from another in torch's form."""
+    lost, more = set(optimizer.defaults) - set(saved) - _SWITCHES, set(saved) - set(mine) - _SWITCHES - _SCHEDULED
+    if lost or more:
+        theirs, ours = (sorted(set(keys) - _SWITCHES - _SCHEDULED - set(_NAMES)) for keys in (saved, mine))
+        raise CheckpointError(
+            f"{name} was saved with an optimizer of the options {', '.join(theirs)}, but {type(optimizer).__name__} "
+            f"has {', '.join(ours)}: load with the kind of optimizer that saved, or without one"
+        )
+
+
+def check_state(optimizer: Optimizer, names: Mapping[int, str], keys: Iterable[str]) -> None:
+    """Refuse what was saved for parameters that the optimizer keeps other things for. An option may add to them, as `amsgrad` does."""
+    groups = groups_of(optimizer, names)
+    held = {name: parameter for theirs in groups for name, parameter in zip(*theirs, strict=True) if optimizer.state.get(parameter)}
+    for name, saved in by_parameter(keys, held, STATE).items():
+        mine, theirs = set(optimizer.state[held[name]]), set(saved)
+        if theirs and not (mine <= theirs or theirs <= mine):
+            raise CheckpointError(
+                f"the optimizer's state of {name} was saved as {', '.join(sorted(theirs))}, but {type(optimizer).__name__} "
+                f"keeps {', '.join(sorted(mine))}: load with the kind of optimizer that saved, or without one"
+            )
 
 
 def _options(parameters: Sequence[str], options: Mapping[str, Mapping[str, str]], flat: Mapping[str, Any]) -> dict[str, Any]:

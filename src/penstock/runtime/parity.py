@@ -161,7 +161,7 @@ def _forward(pipeline: Pipeline, modules: nn.ModuleList, feed: Feed, microbatch:
         part = pipeline.partition.parts[stage]
         staged = Stage(stage, module, unpack=part is not None and part.unpack)
         if feed.seed is not None:
-            draw_from(feed.seed, staged.stream, microbatch)
+            draw_from(feed.seed, staged.stream, feed.first + microbatch)
         made[stage] = unwrap(staged.run(inputs, given) if inputs else module(*feed.args[microbatch], **given))
     return made[len(modules) - 1]
 

@@ -67,7 +67,8 @@ class Pipeline:
       (by name), see `microbatch.Dims`;
     - `ties`: groups of names of parameters that are to be one, where they are not one object already;
     - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
-      the cuts; for modules that were given one a stage, the stage is the layer;
+      the cuts. Microbatches are numbered over all data ranks, the first one's first. For modules that were given one a stage, the
+      stage is the layer;
     - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
     - `overlap`: how to run actions together: "streams" on two streams of a GPU, or a function of one's own, `(action, operations)`; one
       after the other unless given. A stage's module with a method `overlapped_forward_backward` runs them itself, see `overlap`;
@@ -314,7 +315,7 @@ class Pipeline:
         if self.group.direct:
             self.group.agree(executor.number, self._looks(feed), self.deadline)
         if self.seed is not None:
-            feed.seed = f"{self.seed}/{self._steps}"
+            feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
         try:
             with nullcontext() if feed.seed is None else kept_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)

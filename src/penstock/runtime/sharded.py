@@ -84,6 +84,13 @@ class Sharded:
         """The parameters that torch gathers, by their ids while they are in shards."""
         return {id(param.sharded_param) for group in self.groups for param in group.fsdp_params}
 
+    def copied(self) -> Iterator[tuple[Any, list[Any]]]:
+        """What several data ranks hold the same shards of, and the process group of those: torch takes them for equal."""
+        for group in self.groups:
+            connection = getattr(group.mesh_info, "replicate_process_group", None)
+            if connection is not None:
+                yield connection, [param.sharded_param.detach() for param in group.fsdp_params]
+
     # The program's actions --------------------------------------------------------------------------------------------
 
     def unshard(self) -> None:

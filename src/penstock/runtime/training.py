@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -18,6 +18,7 @@ from penstock.runtime.optimizer_state import (
     Optimizers,
     Same,
     check_options,
+    check_state,
     groups_of,
     leaf,
     listed,
@@ -100,11 +101,12 @@ class Training:
         groups = [group for optimizer in listed(self.optimizer) for group in groups_of(optimizer, held.parameters())]
         return {name: parameter for names, parameters in groups for name, parameter in zip(names, parameters, strict=True)}
 
-    def load_others(self, rest: Mapping[str, Any]) -> None:
+    def load_others(self, rest: Mapping[str, Any], room: Iterable[str]) -> None:
         """Put back all besides the model and the optimizers, which are only compared with what was saved."""
         names = Held.of(self.model).parameters()
         for optimizer in listed(self.optimizer):
             check_options(optimizer, names, _of_optimizer(rest))
+            check_state(optimizer, names, _of_optimizer(dict.fromkeys(room)))
         for key, each in self.others().items():
             _check_groups(each, rest[key][0])
             each.load_state_dict(rest[key][0])
