@@ -48,6 +48,16 @@ test("chunks and the form of the program are chosen", async () => {
   await untilTile(page, "Makespan", wanted.sharded.makespan);
 });
 
+test("the tabs change the page", async () => {
+  const page = await show();
+  for (let k = 0; k < 2; k++) {
+    await page.getByRole("tab", { name: "Plan" }).click();
+    await page.getByRole("button", { name: "Plan", exact: true }).waitFor();
+    await page.getByRole("tab", { name: "Timeline" }).click();
+    await page.getByTestId("timeline").waitFor();
+  }
+});
+
 test("two schedules stand on one axis with a table of differences", async () => {
   const page = await show("#s=zbv&p=4&m=8");
   await page.getByTestId("compare").selectOption("1f1b");
