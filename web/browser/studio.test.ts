@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
-import { addressed, drawn, read, tile, until, untilTile } from "./page.ts";
+import { addressed, cut, drawn, read, tile, until, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -137,6 +137,13 @@ test("a measured run stands below its prediction", async () => {
   await page.getByTestId("lateness").getByText("They part at").waitFor();
   await page.getByTestId("lateness").getByRole("button").first().click();
   await until(page, (handle) => handle.state.selected?.panel === 1);
+});
+
+test("a measured run and its prediction fit a narrow page", async () => {
+  const page = await show("", { viewport: { width: 390, height: 844 } });
+  await page.getByTestId("file").setInputFiles(join(folder, "measured.json"));
+  await page.getByTestId("lateness").waitFor();
+  expect(await cut(page)).toEqual([]);
 });
 
 const SHORT = { layers: 8, ranks: 2, microbatches: 4, seconds: 1 };
