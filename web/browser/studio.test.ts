@@ -82,6 +82,12 @@ test("an order that depends on costs is asked from the server", async () => {
   await untilTile(page, "Makespan", wanted.auto.makespan);
 });
 
+test("a link with costs that cannot be drawn says so and shows the given ones", async () => {
+  const page = await show("#s=zbv&p=4&m=8&f=1e300&i=1e308");
+  await page.getByTestId("notice").getByText("f is 1e+300").waitFor();
+  await untilTile(page, "Makespan", wanted.zbv.makespan);
+});
+
 test("a refusal of the server is shown in its words", async () => {
   const page = await show("#s=zbv&p=4&m=8");
   await page.getByRole("textbox", { name: "Microbatches" }).fill("900000");

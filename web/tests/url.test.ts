@@ -71,6 +71,10 @@ describe("files in links", () => {
     expect(await unpack(packed!)).toBe(text);
   });
 
+  test.each(["!!!", "AAAA", "AbC-_9"])("a broken link is said to be so (%s)", async (packed) => {
+    await expect(unpack(packed)).rejects.toThrow("The link is broken");
+  });
+
   test("what is too long is not packed", async () => {
     const next = random(3);
     const noise = Array.from({ length: 60_000 }, () => String.fromCharCode(33 + Math.floor(next() * 90))).join("");
