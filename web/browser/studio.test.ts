@@ -58,6 +58,18 @@ test("the tabs change the page", async () => {
   }
 });
 
+test("arrow keys go from tab to tab", async () => {
+  const page = await show();
+  await page.getByRole("tab", { name: "Timeline" }).focus();
+  await page.keyboard.press("ArrowRight");
+  await page.getByRole("tab", { name: "Plan", selected: true }).waitFor();
+  expect(await page.evaluate(() => document.activeElement?.textContent)).toBe("Plan");
+  await page.keyboard.press("ArrowRight");
+  await page.getByRole("tab", { name: "Timeline", selected: true }).waitFor();
+  await page.keyboard.press("End");
+  await page.getByRole("tab", { name: "Plan", selected: true }).waitFor();
+});
+
 test("two schedules stand on one axis with a table of differences", async () => {
   const page = await show("#s=zbv&p=4&m=8");
   await page.getByTestId("compare").selectOption("1f1b");
