@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
-import { addressed, cut, drawn, read, tile, until, untilTile } from "./page.ts";
+import { addressed, cut, drawn, read, settled, tile, until, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -215,6 +215,9 @@ test("mistakes in what is to be planned are named", async () => {
   await page.getByLabel("Ranks").fill("4000");
   await page.getByRole("button", { name: "Plan", exact: true }).click();
   await page.getByRole("alert").getByText("too few for 4000 ranks").waitFor();
+  await addressed(page, "plan.ranks=4000");
+  await page.reload();
+  await settled(page, 'document.querySelector("input[name=ranks]")?.value === "4000"');
 });
 
 test.each([1280, 390])("at %i pixels the plan fits the page", async (width) => {

@@ -1,5 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { pack, unpack } from "../src/state/packed.ts";
+import { SHAPE, USUAL, type Wanted } from "../src/state/plan.ts";
+import { readPlan, setPlan } from "../src/state/planLink.ts";
 import { decodeLink, encodeLink, PLAIN, type LinkState, type Option } from "../src/state/url.ts";
 import { random } from "./pipeline.ts";
 
@@ -60,6 +62,24 @@ describe("links", () => {
       expect(() => decodeLink(`#${text}&skew=${text}&z=${text}&sel=${text}`)).not.toThrow();
     }
   });
+});
+
+describe("the plan's form", () => {
+  const there = (wanted: Wanted): Wanted => {
+    const said = new URLSearchParams();
+    setPlan(said, wanted);
+    return readPlan(new URLSearchParams(said.toString()));
+  };
+
+  test("it comes back, and takes no room where it is as usual", () => {
+    const said = new URLSearchParams();
+    setPlan(said, USUAL);
+    expect(said.toString()).toBe("");
+    const wanted: Wanted = { ...USUAL, model: "profile", profile: '{"layers": [&#+]}', ranks: "3", limit: "", shape: { ...SHAPE, gated: false, hidden: "x y" } };
+    expect(there(wanted)).toEqual(wanted);
+  });
+
+  test("a long profile is left out", () => expect(there({ ...USUAL, profile: "x".repeat(2001) })).toEqual(USUAL));
 });
 
 describe("files in links", () => {

@@ -168,6 +168,10 @@ export class Loader {
     return this.running.signal;
   }
 
+  say(text: string): void {
+    this.studio.say(text);
+  }
+
   /** Runs a body and says what went wrong; what another request has overtaken is nobody's business. */
   async guarded(body: () => Promise<void>): Promise<void> {
     const { studio } = this;
