@@ -160,6 +160,7 @@ def test_closing_ends_what_runs():
         ({"transformer": {}}, "give one model"),
         ({"profile": {"layers": [{**LAYER, "count": 10**12}]}}, "1,000,000,000,000 layers are more than the studio takes"),
         ({"profile": {"layers": [{"f": 1}]}}, "a layer needs 'i'"),
+        ({"profile": {"layers": [LAYER], "variants": 5}}, "'variants' of a profile must be a list"),
         ({"profile": None, "transformer": {"layers": 10**9}}, "1,000,000,000 layers are more than the studio takes"),
         ({"profile": None, "transformer": {"layers": 2}}, "hidden"),
         ({"ranks": 64}, "8 layers are too few for 64 ranks"),

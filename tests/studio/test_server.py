@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from threading import Event
 
 import pytest
 from starlette.testclient import TestClient
@@ -14,6 +16,7 @@ from penstock.simulator.simulate import simulate
 from penstock.studio import server
 from penstock.studio.document import document
 from penstock.studio.limits import MOST_ACTIONS
+from penstock.studio.worker import Question, Worker
 from studio.page import Page
 
 VIEW = {"schedule": "zbv", "ranks": 4, "microbatches": 8}
@@ -107,6 +110,9 @@ def test_options_reach_the_schedule(client):
         ({"options": {"graph": 1}}, "has no option 'graph'"),
         ({"costs": {"f": -1}}, "f must be a finite number of at least 0"),
         ({"costs": {"f": [1, 2]}}, "f has 2 values for 8 stages"),
+        ({"costs": {"f": 1e300}}, "f is 1e+300: the studio draws costs from 1e-24 to 1e+24"),
+        ({"costs": {"i": [1] * 7 + [5e-324]}}, "i is 4.94066e-324"),
+        ({"costs": {"bandwidth": 1e-300}}, "bandwidth is 1e-300"),
         ({"costs": {"g": 1}}, "there is no cost 'g'"),
         ({"memory_limit": [1, 2]}, "memory_limit has 2 values for 4 ranks"),
         ({"memory_limit": "40 apples"}, "is not a size"),
@@ -217,6 +223,40 @@ def test_a_body_is_read_no_further_than_it_may_be_long(client, monkeypatch):
 
     response = client.post("/api/view", json={**VIEW, "schedule": "x" * (2 << 20)})
     assert (response.status_code, refusal(response)) == (413, "the request is larger than 1 MiB")
+
+
+class Waiting(Worker):
+    """Answers nothing until it is told that nobody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropped = Event()
+
+    def answer(self, question: Question) -> bytes:
+        assert self.dropped.wait(300.0)
+        return super().answer(question)
+
+    def drop(self, question: Question) -> None:
+        super().drop(question)
+        self.dropped.set()
+
+
+def test_a_question_of_somebody_who_has_left_is_dropped():
+    worker = Waiting()
+    messages = [{"type": "http.request", "body": json.dumps(VIEW).encode()}, {"type": "http.disconnect"}]
+    sent = []
+
+    async def receive():
+        return messages.pop(0)
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/api/view", "query_string": b"", "headers": headers}
+    asyncio.run(server.application(worker=worker)(scope, receive, send))
+    assert sent[0]["status"] == 409
+    assert worker._process is None  # nothing was begun
 
 
 def test_answers_may_not_be_framed_cached_or_run_as_something_else(client):

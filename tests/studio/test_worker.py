@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from time import sleep
 
 import pytest
 
 from penstock.errors import BusyError, TooLongError, UsageError
-from penstock.studio.worker import Worker, answer
+from penstock.studio.worker import Question, Worker, answer
 
+LONG = 300.0
 VIEW = {"schedule": "1f1b", "ranks": 2, "microbatches": 2}
 
 
@@ -19,6 +22,13 @@ class Ending:
 
     def __reduce__(self):
         return os._exit, (1,)
+
+
+class Endless:
+    """Keeps the process that reads it busy for longer than any test."""
+
+    def __reduce__(self):
+        return sleep, (1000.0,)
 
 
 @pytest.fixture
@@ -52,8 +62,41 @@ def test_a_process_that_dies_at_work_is_an_error_of_the_request(worker: Worker):
 
 def test_who_waits_too_long_for_others_is_told(worker: Worker):
     worker.seconds = 0.01
-    with worker._lock, pytest.raises(BusyError, match="try again"):
+    with worker._turn_of(Question("other"), None), pytest.raises(BusyError, match="try again"):
         worker.ask("view", VIEW)
+
+
+def test_what_nobody_waits_for_is_not_begun(worker: Worker):
+    question = Question("view", Endless())
+    with ThreadPoolExecutor() as pool:
+        with worker._turn_of(Question("other"), None):
+            waiting = pool.submit(worker.answer, question)
+            worker.leave(question)
+            with pytest.raises(BusyError, match="nobody waits"):
+                waiting.result(LONG)
+        assert worker._process is None
+
+
+def test_work_that_nobody_waits_for_is_ended_and_the_next_question_answered(worker: Worker):
+    worker.ask("view", VIEW)
+    question, first = Question("view", Endless()), worker._process.pid
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(worker.answer, question)
+        with worker._turn:
+            assert worker._turn.wait_for(lambda: worker._current is question, LONG)
+        worker.drop(question)
+        with pytest.raises(BusyError, match="nobody waits"):
+            waiting.result(LONG)
+    assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
+    assert worker._process.pid != first
+
+
+def test_only_the_question_itself_is_ended(worker: Worker):
+    worker.ask("view", VIEW)
+    before = worker._process.pid
+    worker.drop(Question("view", VIEW))
+    assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
+    assert worker._process.pid == before
 
 
 def test_errors_come_back_as_messages(worker: Worker):

@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Download, Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
-import { addressed, click, colourful, drawn, hover, read, settled, tile, until, untilTile, where } from "./page.ts";
+import { addressed, click, colourful, cut, drawn, hover, read, settled, tile, until, untilTile, where } from "./page.ts";
 import { expected, run } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -202,6 +202,19 @@ test.each([
       .map((each) => each.outerHTML),
   );
   expect(unnamed).toEqual([]);
+});
+
+test.each([1280, 1000, 390])("at %i pixels all that is compared is on screen", async (width) => {
+  const page = await show(`file://${join(folder, "three.html")}`, { viewport: { width, height: 844 } });
+  expect(await cut(page)).toEqual([]);
+  const heads = page.getByTestId("figures").locator("thead th");
+  for (const head of await heads.all()) {
+    const box = (await head.boundingBox())!;
+    expect(box.x).toBeGreaterThanOrEqual(0);
+    expect(box.x + box.width).toBeLessThanOrEqual(width);
+  }
+  expect((await heads.allInnerTexts()).slice(-1)).toEqual(["difference"]);
+  if (width === 390) expect(await heads.allInnerTexts()).toEqual(["figure", "above", "below", "difference"]);
 });
 
 test("the reader can choose the theme", async () => {

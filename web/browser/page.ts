@@ -109,3 +109,12 @@ export function colourful(page: Page): Promise<number> {
     return count;
   });
 }
+
+/** What does not show without being scrolled sideways: tables and tiles that are wider than their place. */
+export function cut(page: Page): Promise<string[]> {
+  return page.evaluate(() =>
+    [...document.querySelectorAll<HTMLElement>(".tiles, .tile, .wide")]
+      .filter((each) => each.scrollWidth > each.clientWidth)
+      .map((each) => `${each.className}: ${each.scrollWidth} pixels in ${each.clientWidth}`),
+  );
+}

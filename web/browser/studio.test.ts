@@ -2,7 +2,7 @@ import { readFileSync } from "node:fs";
 import { join } from "node:path";
 import type { Page } from "playwright-core";
 import { expect, inject, test } from "vitest";
-import { addressed, drawn, read, tile, until, untilTile } from "./page.ts";
+import { addressed, cut, drawn, read, settled, tile, until, untilTile } from "./page.ts";
 import { expected } from "./penstock.ts";
 import { Session } from "./session.ts";
 
@@ -48,6 +48,28 @@ test("chunks and the form of the program are chosen", async () => {
   await untilTile(page, "Makespan", wanted.sharded.makespan);
 });
 
+test("the tabs change the page", async () => {
+  const page = await show();
+  for (let k = 0; k < 2; k++) {
+    await page.getByRole("tab", { name: "Plan" }).click();
+    await page.getByRole("button", { name: "Plan", exact: true }).waitFor();
+    await page.getByRole("tab", { name: "Timeline" }).click();
+    await page.getByTestId("timeline").waitFor();
+  }
+});
+
+test("arrow keys go from tab to tab", async () => {
+  const page = await show();
+  await page.getByRole("tab", { name: "Timeline" }).focus();
+  await page.keyboard.press("ArrowRight");
+  await page.getByRole("tab", { name: "Plan", selected: true }).waitFor();
+  expect(await page.evaluate(() => document.activeElement?.textContent)).toBe("Plan");
+  await page.keyboard.press("ArrowRight");
+  await page.getByRole("tab", { name: "Timeline", selected: true }).waitFor();
+  await page.keyboard.press("End");
+  await page.getByRole("tab", { name: "Plan", selected: true }).waitFor();
+});
+
 test("two schedules stand on one axis with a table of differences", async () => {
   const page = await show("#s=zbv&p=4&m=8");
   await page.getByTestId("compare").selectOption("1f1b");
@@ -70,6 +92,12 @@ test("an order that depends on costs is asked from the server", async () => {
   ]);
   await page.getByText("the studio makes it anew").waitFor();
   await untilTile(page, "Makespan", wanted.auto.makespan);
+});
+
+test("a link with costs that cannot be drawn says so and shows the given ones", async () => {
+  const page = await show("#s=zbv&p=4&m=8&f=1e300&i=1e308");
+  await page.getByTestId("notice").getByText("f is 1e+300").waitFor();
+  await untilTile(page, "Makespan", wanted.zbv.makespan);
 });
 
 test("a refusal of the server is shown in its words", async () => {
@@ -129,6 +157,13 @@ test("a measured run stands below its prediction", async () => {
   await until(page, (handle) => handle.state.selected?.panel === 1);
 });
 
+test("a measured run and its prediction fit a narrow page", async () => {
+  const page = await show("", { viewport: { width: 390, height: 844 } });
+  await page.getByTestId("file").setInputFiles(join(folder, "measured.json"));
+  await page.getByTestId("lateness").waitFor();
+  expect(await cut(page)).toEqual([]);
+});
+
 const SHORT = { layers: 8, ranks: 2, microbatches: 4, seconds: 1 };
 /** Takes longer than a slow machine needs to click. */
 const LONG = { layers: 64, ranks: 16, microbatches: 1024, seconds: 600 };
@@ -180,6 +215,9 @@ test("mistakes in what is to be planned are named", async () => {
   await page.getByLabel("Ranks").fill("4000");
   await page.getByRole("button", { name: "Plan", exact: true }).click();
   await page.getByRole("alert").getByText("too few for 4000 ranks").waitFor();
+  await addressed(page, "plan.ranks=4000");
+  await page.reload();
+  await settled(page, 'document.querySelector("input[name=ranks]")?.value === "4000"');
 });
 
 test.each([1280, 390])("at %i pixels the plan fits the page", async (width) => {

@@ -31,6 +31,7 @@ test("ticks are inside, evenly apart and not crowded", () => {
 test("steps of a grid have whole numbers alone", () => {
   const texts = ticksOf({ from: 0, to: 3.2, left: 0, width: 900 }, true).map((tick) => tick.text);
   expect(texts.every((text) => Number.isInteger(Number(text)))).toBe(true);
+  expect(texts.every((text) => /^\d+$/.test(text))).toBe(true);
 });
 
 test("a figure is read back to a thousandth", () => {

@@ -1,5 +1,7 @@
 import { describe, expect, test } from "vitest";
 import { pack, unpack } from "../src/state/packed.ts";
+import { SHAPE, USUAL, type Wanted } from "../src/state/plan.ts";
+import { readPlan, setPlan } from "../src/state/planLink.ts";
 import { decodeLink, encodeLink, PLAIN, type LinkState, type Option } from "../src/state/url.ts";
 import { random } from "./pipeline.ts";
 
@@ -62,6 +64,24 @@ describe("links", () => {
   });
 });
 
+describe("the plan's form", () => {
+  const there = (wanted: Wanted): Wanted => {
+    const said = new URLSearchParams();
+    setPlan(said, wanted);
+    return readPlan(new URLSearchParams(said.toString()));
+  };
+
+  test("it comes back, and takes no room where it is as usual", () => {
+    const said = new URLSearchParams();
+    setPlan(said, USUAL);
+    expect(said.toString()).toBe("");
+    const wanted: Wanted = { ...USUAL, model: "profile", profile: '{"layers": [&#+]}', ranks: "3", limit: "", shape: { ...SHAPE, gated: false, hidden: "x y" } };
+    expect(there(wanted)).toEqual(wanted);
+  });
+
+  test("a long profile is left out", () => expect(there({ ...USUAL, profile: "x".repeat(2001) })).toEqual(USUAL));
+});
+
 describe("files in links", () => {
   test("a text comes back", async () => {
     const text = "0F0,0F1,,0B0\n".repeat(200) + "ünïcode ✓";
@@ -69,6 +89,10 @@ describe("files in links", () => {
     expect(packed).toMatch(/^[A-Za-z0-9_-]+$/);
     expect(packed!.length).toBeLessThan(text.length / 4);
     expect(await unpack(packed!)).toBe(text);
+  });
+
+  test.each(["!!!", "AAAA", "AbC-_9"])("a broken link is said to be so (%s)", async (packed) => {
+    await expect(unpack(packed)).rejects.toThrow("The link is broken");
   });
 
   test("what is too long is not packed", async () => {

@@ -21,6 +21,7 @@ from penstock.simulator.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 from penstock.studio.columns import real, small, whole
+from penstock.studio.limits import check_costs
 from penstock.verifier.finding import Finding
 
 VERSION = 1
@@ -49,6 +50,7 @@ def document(
     """A table as the page reads it; one that cannot run is drawn as a grid with the findings in their places."""
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.microbatches)
+    check_costs(costs.to_json())
     found = list(findings)
     return {
         "format": FORMAT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import UsageError, nearest
@@ -22,6 +23,24 @@ MOST_SECONDS = 600.0
 ANSWER_SECONDS = 30.0
 """That any other request may take."""
 LONGEST_NAME = 200
+MOST_COST = 1e24
+"""Of any cost, and one over it the least but 0: beyond, nothing can be drawn to scale."""
+
+
+def check_costs(costs: dict[str, Any]) -> None:
+    """Refuse costs, as `Costs.to_json` gives them, that cannot be drawn."""
+    for name, value in costs.items():
+        for number in _numbers(value):
+            if number and not 1 / MOST_COST <= number <= MOST_COST:
+                raise UsageError(f"{name} is {number:g}: the studio draws costs from {1 / MOST_COST:g} to {MOST_COST:g}, and 0")
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, (int, float)):
+        yield float(value)
 
 
 def check_actions(count: int, most: int = MOST_ACTIONS) -> None:

@@ -60,7 +60,10 @@ def _profile(profile: Any, transformer: Any) -> Profile:
         raise UsageError("give one model: 'profile' or 'transformer'")
     if profile is not None:
         _check_layers(profile.get("layers"))
-        for variant in profile.get("variants") or ():
+        variants = profile.get("variants") or []
+        if not isinstance(variants, list):
+            raise UsageError("'variants' of a profile must be a list of profiles")
+        for variant in variants:
             _check_layers(variant.get("layers") if isinstance(variant, dict) else None)
         return Profile.from_json(profile)
     _check_layers([{"count": transformer.get("layers")}])

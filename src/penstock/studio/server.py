@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from penstock.studio.jobs import Job, Jobs
 from penstock.studio.limits import MOST_BYTES
 from penstock.studio.page import page
 from penstock.studio.planning import unpacked
-from penstock.studio.worker import Worker
+from penstock.studio.worker import Question, Worker
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -26,6 +27,9 @@ MOST_FOLLOWERS = 8
 """Pages that follow a plan at the same time: each keeps a thread waiting."""
 ALIVE = 5.0
 """Seconds between two signs of life to a page that follows a plan."""
+
+PATIENCE = 0.5
+"""Seconds that the worker may go on with a question that nobody waits for: starting it again takes about as long."""
 
 Endpoint = Callable[["Request"], Awaitable["Response"]]
 
@@ -60,16 +64,16 @@ class Studio:
         return JSONResponse(schedules())
 
     async def view(self, request: Request) -> Response:
-        return await self._asked("view", await body_of(request))
+        return await self._asked(request, "view", await body_of(request))
 
     async def open(self, request: Request) -> Response:
-        return await self._asked("open", await body_of(request))
+        return await self._asked(request, "open", await body_of(request))
 
     async def start_plan(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
         body = await body_of(request)
-        checked = json.loads(await _in_thread(self.worker.ask, "check-plan", body))
+        checked = json.loads(await self._answer(request, "check-plan", body))
         return JSONResponse({"job": await _in_thread(self.jobs.start, body, checked["seconds"])})
 
     async def plan(self, request: Request) -> Response:
@@ -88,7 +92,7 @@ class Studio:
         kept = job.candidates[index] if index < len(job.candidates) else None
         if kept is None:
             raise UnknownNameError(f"there is no candidate {index} to open: it was not timed, or does not exist")
-        return await self._asked("candidate", unpacked(kept))
+        return await self._asked(request, "candidate", unpacked(kept))
 
     async def events(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse
@@ -109,8 +113,26 @@ class Studio:
                 place += len(events)
                 yield "".join(f"event: {each.name}\ndata: {json.dumps(each.data)}\n\n" for each in events) or ": alive\n\n"
 
-    async def _asked(self, name: str, body: Any) -> Response:
-        return _json(await _in_thread(self.worker.ask, name, body))
+    async def _asked(self, request: Request, name: str, body: Any) -> Response:
+        return _json(await self._answer(request, name, body))
+
+    async def _answer(self, request: Request, name: str, body: Any) -> bytes:
+        """The worker's answer, for as long as whoever asks is there."""
+        question = Question(name, body)
+        watching = asyncio.create_task(self._watch(request, question))
+        try:
+            found: bytes = await _in_thread(self.worker.answer, question)
+        finally:
+            watching.cancel()
+        return found
+
+    async def _watch(self, request: Request, question: Question) -> None:
+        """Give up a question that nobody waits for. What takes no longer than a new process would is finished."""
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        self.worker.leave(question)
+        await asyncio.sleep(PATIENCE)
+        self.worker.drop(question)
 
 
 async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import multiprocessing
 import signal
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from threading import Lock
+from threading import Condition
 from typing import Any
 
 from penstock.errors import BusyError, PenstockError, TooLongError, UsageError
@@ -18,37 +19,88 @@ MOST_MEMORY = 16 << 30
 """Bytes of address space of the process: a question that needs more is refused instead of filling the machine."""
 
 
+@dataclass(eq=False)
+class Question:
+    """Something that is asked; `left` says that nobody waits for the answer any more, `dropped` that it was ended for that."""
+
+    name: str
+    body: Any = None
+    left: bool = False
+    dropped: bool = False
+
+
 class Worker:
     """One process, started when first asked at the latest; questions wait for each other."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
-        self._lock = Lock()
+        self._turn = Condition()
+        self._current: Question | None = None
         self._process: Any = None
         self._connection: Connection | None = None
 
     def start(self) -> None:
         """Start the process, so that the first question need not wait for it."""
-        with self._lock:
+        with self._turn_of(Question("start"), self.seconds):
             self._running()
 
     def ask(self, name: str, body: Any) -> bytes:
         """The answer as JSON text; whatever is wrong with the question is raised as it was there."""
-        if not self._lock.acquire(timeout=self.seconds):
-            raise BusyError("the studio is at work on other requests: try again in a moment")
-        try:
-            return self._answer(name, body)
-        finally:
-            self._lock.release()
+        return self.answer(Question(name, body))
 
-    def _answer(self, name: str, body: Any) -> bytes:
-        connection = self._running()
+    def answer(self, question: Question) -> bytes:
+        """The same for a question that may be left."""
+        with self._turn_of(question, self.seconds):
+            found = self._answer(question)
+        self._check_left(question)
+        return found
+
+    def leave(self, question: Question) -> None:
+        """Nobody waits for the answer: what has not begun is not begun."""
+        with self._turn:
+            question.left = True
+            self._turn.notify_all()
+
+    def drop(self, question: Question) -> None:
+        """End the work on a question, and no other."""
+        self.leave(question)
+        with self._turn:
+            if self._current is question:
+                question.dropped = True
+                self._kill()
+
+    @contextmanager
+    def _turn_of(self, question: Question, seconds: float | None) -> Iterator[None]:
+        with self._turn:
+            self._turn.wait_for(lambda: self._current is None or question.left, seconds)
+            self._check_left(question)
+            if self._current is not None:
+                raise BusyError("the studio is at work on other requests: try again in a moment")
+            self._current = question
+            self._turn.notify_all()
         try:
-            connection.send((name, body))
+            yield
+        finally:
+            if question.dropped:
+                self._end()  # it may have been killed and not be dead yet
+            with self._turn:
+                self._current = None
+                self._turn.notify_all()
+
+    def _check_left(self, question: Question) -> None:
+        if question.left:
+            raise BusyError("nobody waits for this answer any more")
+
+    def _answer(self, question: Question) -> bytes:
+        connection = self._running()
+        self._check_left(question)
+        try:
+            connection.send((question.name, question.body))
             answered = connection.poll(self.seconds)
             answer: Any = connection.recv() if answered else None
         except (EOFError, OSError):
             self._end()
+            self._check_left(question)
             raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None
         if not answered:
             self._end()
@@ -62,27 +114,35 @@ class Worker:
         if self._connection is None or not self._process.is_alive():
             self._end()
             context = multiprocessing.get_context("spawn")
-            self._connection, theirs = context.Pipe()
-            self._process = context.Process(target=answer_all, args=(theirs,), daemon=True)
-            self._process.start()
+            connection, theirs = context.Pipe()
+            process = context.Process(target=answer_all, args=(theirs,), daemon=True)
+            process.start()
             theirs.close()
+            with self._turn:
+                self._connection, self._process = connection, process
+        assert self._connection is not None
         return self._connection
 
     def close(self) -> None:
         """End the process, and whatever is being asked."""
-        process = self._process
-        if process is not None:
-            process.kill()
-        with self._lock:
+        with self._turn:
+            self._kill()
+        with self._turn_of(Question("close"), None):
             self._end()
 
-    def _end(self) -> None:
-        if self._connection is not None:
+    def _kill(self) -> None:
+        if self._process is not None:
             self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._connection.close()
-        self._process = self._connection = None
+
+    def _end(self) -> None:
+        with self._turn:
+            process, connection = self._process, self._connection
+            self._process = self._connection = None
+        if process is not None and connection is not None:
+            process.kill()
+            process.join()
+            process.close()
+            connection.close()
 
 
 def prepare() -> None:

@@ -15,7 +15,7 @@ export function ticksOf(scale: Scale, whole: boolean): Tick[] {
   const count = Math.max(2, Math.floor(scale.width / 90));
   const format = made.tickFormat(count);
   const values = made.ticks(count).filter((value) => !whole || Number.isInteger(value));
-  return values.map((value) => ({ x: toX(scale, value), text: format(value) }));
+  return values.map((value) => ({ x: toX(scale, value), text: whole ? String(value) : format(value) }));
 }
 
 export function paintAxis(pen: Pen, layout: Layout, scale: Scale, paper: Paper, title: string, whole: boolean): void {

@@ -19,7 +19,8 @@ export function Chart({ stage }: { stage: Stage }) {
 
   useEffect(() => {
     const measure = (): void => {
-      stage.width.value = holder.current!.clientWidth;
+      if (!holder.current) return; // the observer may speak once more when the chart is gone
+      stage.width.value = holder.current.clientWidth;
       stage.room.value = Math.max(LEAST, Math.round(window.innerWidth < NARROW ? window.innerHeight * 0.6 : window.innerHeight - BESIDE));
     };
     const observer = new ResizeObserver(measure);

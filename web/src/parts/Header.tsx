@@ -3,6 +3,7 @@ import { useStudio } from "../state/studio.ts";
 import type { Loader } from "../state/loader.ts";
 import type { Themes } from "../state/theme.ts";
 import { ExportMenu } from "./ExportMenu.tsx";
+import { Segments } from "./Segments.tsx";
 import type { Stage } from "./stage.ts";
 
 interface Props {
@@ -35,18 +36,12 @@ export function Header({ loader, themes, stage }: Props) {
   );
 }
 
+const TABS = [["timeline", "Timeline"], ["plan", "Plan"]] as const;
+
 function Tabs() {
   const studio = useStudio();
   if (studio.offline) return null;
-  return (
-    <div class="segments" role="tablist" aria-label="Page">
-      {(["timeline", "plan"] as const).map((tab) => (
-        <button key={tab} role="tab" aria-selected={studio.tab.value === tab} onClick={() => (studio.tab.value = tab)}>
-          {tab === "plan" ? "Plan" : "Timeline"}
-        </button>
-      ))}
-    </div>
-  );
+  return <Segments role="tablist" label="Page" choices={TABS} value={studio.tab.value} change={(tab) => (studio.tab.value = tab)} />;
 }
 
 export function OpenButton({ loader, below = false, text = "Open" }: { loader: Loader; below?: boolean; text?: string }) {

@@ -50,7 +50,7 @@ function FigureTable({ panels }: { panels: Shown[] }) {
       <thead>
         <tr>
           <th scope="col">figure</th>
-          {panels.map((shown) => <th key={shown.label} scope="col">{panels.length > 1 ? shown.label : "value"}</th>)}
+          {panels.map((shown, k) => <th key={k} scope="col">{panels.length > 1 ? <Head label={shown.label} place={k ? "below" : "above"} /> : "value"}</th>)}
           {panels.length > 1 && <th scope="col">difference</th>}
         </tr>
       </thead>
@@ -64,6 +64,20 @@ function FigureTable({ panels }: { panels: Shown[] }) {
         ))}
       </tbody>
     </table>
+  );
+}
+
+/** Letters of a label that has room in a narrow column. */
+const SHORT = 10;
+
+/** A panel's label, or its place where the card has no room for it. */
+function Head({ label, place }: { label: string; place: string }) {
+  if (label.length <= SHORT) return <>{label}</>;
+  return (
+    <>
+      <span class="full">{label}</span>
+      <span class="brief">{place}</span>
+    </>
   );
 }
 

@@ -2,6 +2,9 @@ import { useRef, useState } from "preact/hooks";
 import { transformerOf, whole, type PlanState, type Shape, type Wanted } from "../state/plan.ts";
 import { readSize } from "../state/sizes.ts";
 import { Field } from "./fields.tsx";
+import { Segments } from "./Segments.tsx";
+
+const MODELS = [["transformer", "transformer"], ["profile", "profile"]] as const;
 
 const EXAMPLE = '{"layers": [{"f": 1, "i": 1, "w": 1, "activation": 1, "count": 16}], "latency": 0.1}';
 
@@ -43,11 +46,7 @@ export function PlanForm({ plan }: { plan: PlanState }) {
     <form class="controls plan-form" aria-label="What to plan" onSubmit={submit} noValidate>
       <fieldset class="group">
         <legend>Model</legend>
-        <div class="segments" role="radiogroup" aria-label="Model given as">
-          {(["transformer", "profile"] as const).map((model) => (
-            <button type="button" key={model} role="radio" aria-checked={wanted.model === model} onClick={() => set({ model })}>{model}</button>
-          ))}
-        </div>
+        <Segments role="radiogroup" label="Model given as" choices={MODELS} value={wanted.model} change={(model) => set({ model })} />
         {wanted.model === "transformer" ? <ShapeFields shape={wanted.shape} change={(shape) => set({ shape })} /> : <ProfileField text={wanted.profile} change={(profile) => set({ profile })} />}
       </fieldset>
       <fieldset class="group">

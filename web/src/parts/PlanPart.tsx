@@ -15,6 +15,7 @@ export function PlanPart({ plan, loader }: { plan: PlanState; loader: Loader }) 
     void loader.guarded(async () => {
       const view = await api.openCandidate(plan.job.value!, candidate.index);
       loader.show(view, null, null);
+      loader.say("The address does not hold a candidate: export it to keep it.");
     });
   return (
     <main class="plan">

@@ -1,21 +1,18 @@
 import type { Signal } from "@preact/signals";
 import { useStudio } from "../state/studio.ts";
+import { Segments } from "./Segments.tsx";
 import type { Stage } from "./stage.ts";
+
+const COLOURS = [["kind", "kind"], ["microbatch", "microbatch"]] as const;
 
 /** How the timeline is shown. */
 export function Toolbar({ stage }: { stage: Stage }) {
   const studio = useStudio();
   const timed = studio.panels.value.some((shown) => shown.timed);
   return (
-    <div class="toolbar" role="toolbar" aria-label="Timeline">
+    <div class="toolbar" role="group" aria-label="Timeline">
       <span class="quiet" aria-hidden="true">Colour by</span>
-      <div class="segments" role="radiogroup" aria-label="Colour by">
-        {(["kind", "microbatch"] as const).map((by) => (
-          <button key={by} role="radio" aria-checked={studio.colourBy.value === by} onClick={() => (studio.colourBy.value = by)}>
-            {by}
-          </button>
-        ))}
-      </div>
+      <Segments role="radiogroup" label="Colour by" choices={COLOURS} value={studio.colourBy.value} change={(by) => (studio.colourBy.value = by)} />
       {timed && <Toggle state={studio.messages} text="Messages" />}
       {timed && <Toggle state={studio.memory} text="Memory" />}
       {timed && <Toggle state={studio.path} text="Critical path" />}

@@ -34,7 +34,9 @@ function useWidth() {
   const holder = useRef<HTMLDivElement>(null);
   const [width, setWidth] = useState(760);
   useLayoutEffect(() => {
-    const measure = (): void => setWidth(Math.max(280, holder.current!.clientWidth));
+    const measure = (): void => {
+      if (holder.current) setWidth(Math.max(280, holder.current.clientWidth)); // the observer may speak once more when the plot is gone
+    };
     const observer = new ResizeObserver(measure);
     observer.observe(holder.current!);
     measure();

@@ -23,6 +23,21 @@ export function isUnchanged(adjust: Adjust): boolean {
   return TIMES.every((name) => adjust[name] === 1) && adjust.latency === null && Object.keys(adjust.skew).length === 0;
 }
 
+const MOST_FACTOR = 1e6;
+const MOST_LATENCY = 1e24;
+
+/** What is so large or small that nothing could be drawn to scale, in words; null where all can be drawn. */
+export function excess(adjust: Adjust): string | null {
+  const factors: [string, number][] = [...TIMES.map((name): [string, number] => [name, adjust[name]]), ...Object.entries(adjust.skew)];
+  const wrong = factors.find(([, factor]) => !fits(factor, MOST_FACTOR));
+  if (wrong) return `${/^\d/.test(wrong[0]) ? "skew of stage " : ""}${wrong[0]} is ${wrong[1]}, beyond ${MOST_FACTOR}`;
+  return fits(adjust.latency ?? 0, MOST_LATENCY) ? null : `latency is ${adjust.latency}, beyond ${MOST_LATENCY}`;
+}
+
+function fits(value: number, most: number): boolean {
+  return value === 0 || (value >= 1 / most && value <= most);
+}
+
 /** A view's costs with the sliders applied; the skew is told in stages of a model cut into `cuts`. */
 export function adjusted(view: View, adjust: Adjust, cuts: number = view.stages): Costs {
   const factors = stageFactors(adjust.skew, cuts, view.stages);

@@ -1,6 +1,6 @@
 import { batch } from "@preact/signals";
 import { fullCosts, plainCosts, readDocument, type Costs, type Source, type View } from "../core/index.ts";
-import { adjusted, isUniform, isUnchanged, shared } from "./adjust.ts";
+import { adjusted, excess, isUniform, isUnchanged, shared, UNCHANGED } from "./adjust.ts";
 import * as api from "./api.ts";
 import { pack, unpack } from "./packed.ts";
 import type { Studio } from "./studio.ts";
@@ -18,7 +18,9 @@ export class Loader {
 
   /** What the page opens with. */
   async start(embedded: unknown[] | null, hash: string): Promise<void> {
-    const link = decodeLink(hash);
+    const said = decodeLink(hash);
+    const wrong = excess(said.adjust);
+    const link = wrong === null ? said : { ...said, adjust: UNCHANGED };
     this.studio.dress(link);
     await this.guarded(async () => {
       if (embedded?.length) {
@@ -32,6 +34,7 @@ export class Loader {
       if (!this.studio.offline) await this.startServed(link, Boolean(embedded?.length));
     });
     this.studio.selectSpot(link.selected);
+    if (wrong !== null) this.studio.say(`The costs of the link cannot be drawn: ${wrong}. The given costs are shown.`, "error");
   }
 
   /** A link says what to load; without one, what the page was opened with stands. */
@@ -163,6 +166,10 @@ export class Loader {
     this.running?.abort();
     this.running = new AbortController();
     return this.running.signal;
+  }
+
+  say(text: string): void {
+    this.studio.say(text);
   }
 
   /** Runs a body and says what went wrong; what another request has overtaken is nobody's business. */

@@ -13,8 +13,13 @@ export async function pack(text: string): Promise<string | null> {
   return btoa(made).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "");
 }
 
+/** The reverse; a link that was cut off or changed on its way is said to be broken. */
 export async function unpack(packed: string): Promise<string> {
-  const text = atob(packed.replace(/-/g, "+").replace(/_/g, "/"));
-  const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
-  return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"))).text();
+  try {
+    const text = atob(packed.replace(/-/g, "+").replace(/_/g, "/"));
+    const bytes = Uint8Array.from(text, (letter) => letter.charCodeAt(0));
+    return await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate-raw"))).text();
+  } catch {
+    throw new Error("The link is broken: the file in it cannot be read. Copy the whole link, or open the file itself.");
+  }
 }

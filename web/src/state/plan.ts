@@ -62,7 +62,7 @@ export interface Wanted {
   seconds: string;
 }
 
-const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
+export const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
 
 /** A plan that is being made: its candidates arrive one by one. */
 export class PlanState {
