@@ -70,11 +70,10 @@ class Explorer:
         key = key_of(setting)
         self._settings.setdefault(key, setting)
         if key not in self._bounds:
-            self._bounds[key] = _work(setting)
-            if setting.searchable:
-                from penstock.planner.bounds import lower_bound
+            from penstock.planner.bounds import lower_bound
 
-                self._note_bounds(setting, lower_bound(setting.problem).all)
+            self._bounds[key] = _work(setting)
+            self._note_bounds(setting, lower_bound(setting.problem).all)
         return self._bounds[key]
 
     def _note_bounds(self, setting: Setting, proved: Mapping[str, float]) -> None:
@@ -84,10 +83,8 @@ class Explorer:
         self._bounds[key_of(setting)] = Bounds(made[name], name, made)
 
     def overall_bound(self) -> float:
-        """What nothing that was considered can be quicker than: any order of a setting, or a named one where the model has two copies."""
-        bounds = [(self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items() if setting.searchable]
-        named = [each.trial.objective for each in self.fitting if each.trial is not None and not each.trial.setting.searchable]
-        return min([*bounds, *named])
+        """What nothing that was considered can be quicker than: any order of any setting."""
+        return min((self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items())
 
     # The three parts --------------------------------------------------------------------------------------------------
 
@@ -136,7 +133,7 @@ class Explorer:
     def prove(self) -> None:
         """Bound what is possible where the best is; solve small problems exactly."""
         best, seconds = self._best, self._proof_seconds
-        if best is None or not best.setting.searchable:
+        if best is None:
             return
         self.bounds_of(best.setting)
         if self.request.stop() or seconds <= 0 or self._is_proved(best):
@@ -180,7 +177,7 @@ class Explorer:
         seen: set[Key] = set()
         for setting in [*self._own_settings(), *(each.trial.setting for each in self.fitting if each.trial is not None)]:
             key = key_of(setting)
-            if key in seen or not setting.searchable or self._is_slow(setting):
+            if key in seen or self._is_slow(setting):
                 continue
             seen.add(key)
             if not self._cannot_win(setting):

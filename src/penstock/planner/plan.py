@@ -63,8 +63,7 @@ class Plan:
     bounds: dict[str, float]
     """What no schedule of this placement and partition can be quicker than within the limit, by what shows it."""
     overall_bound: float
-    """What no schedule of any placement and partition that was considered can be quicker than within the limit; placements with two
-    copies of the model are considered with the named schedules alone."""
+    """What no schedule of any placement and partition that was considered can be quicker than within the limit."""
     p95: float | None = None
     """The makespan that 95 in 100 runs stay under when every time varies by `jitter`."""
     jitter: float = 0.0
