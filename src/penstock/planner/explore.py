@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import MissingExtraError
 from penstock.ir.action import Action
@@ -11,6 +11,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planner.families import families, searchable_placements
 from penstock.planner.named import Attempt, Cutter, Verdict, attempts
+from penstock.planner.recut import recut
 from penstock.planner.request import SEARCHED, Case, Progress, Request
 from penstock.planner.setting import Setting, Trial
 
@@ -24,6 +25,8 @@ _MOST_PROOF = 20.0
 """Seconds for bound and solver at most: neither can be stopped half-way."""
 _SMALL = 200
 """Compute actions that the exact solver is tried for."""
+_RECUT, _NEARLY = 4, 0.05
+"""Named schedules whose cuts are shifted by what they take: the quickest, and others not slower by more than that share."""
 _EVEN = 1e-9
 
 Key = tuple[object, ...]
@@ -106,6 +109,18 @@ class Explorer:
                 self._add(attempt)
         if self._best is None and self.request.searches:
             self.try_one_at_a_time()
+        self._recut()
+
+    def _recut(self) -> None:
+        """Shift the cuts under the quickest that fit; each keeps its place in the list."""
+        best = self._best
+        for attempt in sorted(self.fitting, key=lambda each: objective_of(each))[:_RECUT]:
+            if best is None or attempt.trial is None or attempt.trial.objective > best.objective * (1 + _NEARLY):
+                continue
+            trial = recut(attempt.trial, self.request.stop)
+            if trial is not attempt.trial:
+                self.attempts[next(place for place, each in enumerate(self.attempts) if each is attempt)] = replace(attempt, trial=trial)
+                self._keep(trial)
 
     def search(self) -> None:
         """Search for orders in the settings that promise most, then longer in those that keep it."""
@@ -166,10 +181,12 @@ class Explorer:
     def _add(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
         self.request.found(attempt)
-        trial = attempt.trial
-        if trial is not None:
-            self._settings.setdefault(key_of(trial.setting), trial.setting)
-        if trial is not None and trial.fits and (self._best is None or trial.objective < self._best.objective):
+        if attempt.trial is not None:
+            self._keep(attempt.trial)
+
+    def _keep(self, trial: Trial) -> None:
+        self._settings.setdefault(key_of(trial.setting), trial.setting)
+        if trial.fits and (self._best is None or trial.objective < self._best.objective):
             self._best = trial
 
     def _worth_searching(self) -> Iterator[Setting]:
@@ -260,6 +277,10 @@ class Explorer:
             trial = Trial.run(SEARCHED, best.setting, solved.schedule)
             if trial.fits and trial.objective < best.objective and self.request.searches:
                 self._add_searched(trial)
+
+
+def objective_of(attempt: Attempt) -> float:
+    return float("inf") if attempt.trial is None else attempt.trial.objective
 
 
 def key_of(setting: Setting) -> Key:
