@@ -114,7 +114,7 @@ class Explorer:
     def _recut(self) -> None:
         """Shift the cuts under the quickest that fit; each keeps its place in the list."""
         best = self._best
-        for attempt in sorted(self.fitting, key=lambda each: objective_of(each))[:_RECUT]:
+        for attempt in sorted(self.fitting, key=objective_of)[:_RECUT]:
             if best is None or attempt.trial is None or attempt.trial.objective > best.objective * (1 + _NEARLY):
                 continue
             trial = recut(attempt.trial, self.request.stop)
