@@ -284,3 +284,40 @@ def test_wrong_arguments(given, kind, said):
 def test_a_profile_is_needed():
     with pytest.raises(CostsError, match=r"needs a penstock\.Profile, got list"):
         ps.plan([1], ranks=2, microbatches=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"seed": -1},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"schedules": 5},
+        {"schedules": [1]},
+        {"microbatches": None, "batch": 8, "microbatch_sizes": 2},
+    ],
+    ids=str,
+)
+def test_wrong_kinds_of_values_are_said(given):
+    with pytest.raises(ScheduleError, match="|".join(("seed", "schedules=", "microbatch_sizes="))):
+        ps.plan(EVEN, **{"ranks": 2, "microbatches": 4, "seconds": 0, **given})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"overall_bound": 1e9},
+        {"bounds": {"work": 1e9}},
+        {"overall_bound": -1.0},
+        {"chosen": 999},
+        {"chosen": -1},
+        {"alternatives": []},
+        {"p95": -1.0},
+    ],
+    ids=str,
+)
+def test_a_file_that_claims_what_cannot_be_is_refused(plan, change, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan.to_json(), **change}))
+    with pytest.raises(FileFormatError, match=r"bound|chosen|p95"):
+        ps.Plan.load(path)

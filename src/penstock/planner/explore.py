@@ -157,7 +157,11 @@ class Explorer:
 
         self._tell("bounding", 0, 1, _label(best.setting))
         self._note_bounds(best.setting, lower_bound(best.setting.problem, seconds=seconds / 2).all)
-        if best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL and not self._is_proved(best):
+        if (
+            best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL
+            and not self._is_proved(best)
+            and not self.request.stop()
+        ):
             self._solve(best, seconds / 2)
 
     # Steps ------------------------------------------------------------------------------------------------------------

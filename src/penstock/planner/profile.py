@@ -159,6 +159,7 @@ class Profile:
 
     def at(self, microbatch: int) -> Profile:
         """The profile for another microbatch size: as measured if it was, else in proportion to the nearest size that was."""
+        _check_count("microbatch", microbatch)
         own = [replace(self, variants=()), *self.variants]
         near = min(own, key=lambda each: max(each.microbatch / microbatch, microbatch / each.microbatch))
         factor = microbatch / near.microbatch
