@@ -321,3 +321,21 @@ def test_a_file_that_claims_what_cannot_be_is_refused(plan, change, tmp_path):
     path.write_text(json.dumps({**plan.to_json(), **change}))
     with pytest.raises(FileFormatError, match=r"bound|chosen|p95"):
         ps.Plan.load(path)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_robustness_is_of_what_is_minimised(barrier):
+    equal = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1)] * 4)  # ranks begin and end one after the other
+    plan = ps.plan(equal, ranks=4, microbatches=8, schedules="zb-h2", barrier=barrier, jitter=0.0, seconds=0)
+    assert plan.p95 == pytest.approx(plan.objective)
+    assert barrier or plan.objective < plan.predicted.makespan
+
+
+def test_a_quick_plan_is_not_given_up_for_less_than_it_gains(monkeypatch):
+    """All named schedules take the same on one rank."""
+    given = {"ranks": 1, "microbatches": 4, "seconds": 0}
+    assert ps.plan(EVEN, **given).placement.stages == 1
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (0.1 if trial.setting.placement.stages > 1 else 0.0))
+    assert ps.plan(EVEN, **given).placement.stages == 1
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (1.0 if trial.setting.placement.stages > 1 else 0.0))
+    assert ps.plan(EVEN, **given).placement.stages > 1

@@ -66,7 +66,7 @@ class Plan:
     overall_bound: float
     """What no schedule of any placement and partition that was considered can be quicker than within the limit."""
     p95: float | None = None
-    """The makespan that 95 in 100 runs stay under when every time varies by `jitter`."""
+    """What 95 in 100 runs stay under when every time varies by `jitter`: of the makespan, or without a barrier of the longest span."""
     jitter: float = 0.0
     alternatives: tuple[Candidate, ...] = ()
     """Everything that was considered, this plan included."""

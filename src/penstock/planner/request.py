@@ -78,9 +78,8 @@ def checked_cases(profile: Profile, microbatches: int | None, batch: int | None,
             raise ScheduleError("microbatch_sizes= goes with batch=: with microbatches= the size is the profile's")
         return (Case(profile.at(profile.microbatch), check_count("microbatches", microbatches, MAX_MICROBATCHES)),)
     total = check_count("batch", batch, None)
-    if sizes is not None and (isinstance(sizes, str) or not isinstance(sizes, Iterable)):
-        raise ScheduleError(f"microbatch_sizes= must be a list of whole numbers, got {sizes!r}")
-    wanted = [check_count("a microbatch size", size, None) for size in (profile.sizes if sizes is None else sizes)]
+    given = profile.sizes if sizes is None else _listed("microbatch_sizes= takes whole numbers", sizes)
+    wanted = [check_count("a microbatch size", size, None) for size in given]
     even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
@@ -115,7 +114,7 @@ def checked_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     known = [*algorithms(), SEARCHED]
     if schedules is None:
         return tuple(known)
-    wanted = [schedules] if isinstance(schedules, str) else list(schedules) if isinstance(schedules, Iterable) else [schedules]
+    wanted = [schedules] if isinstance(schedules, str) else _listed("schedules= takes names", schedules)
     for name in wanted:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
@@ -124,6 +123,12 @@ def checked_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     if not wanted:
         raise ScheduleError("schedules= names none: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(wanted))
+
+
+def _listed(what: str, value: Any) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ScheduleError(f"{what}: give a list of them, got {value!r}")
+    return list(value)
 
 
 def check_count(name: str, value: Any, most: int | None = MAX_STAGES) -> int:
