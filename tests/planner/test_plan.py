@@ -173,7 +173,7 @@ def test_of_equally_quick_plans_the_robust_one_is_taken(monkeypatch):
     plan = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     close = [each for each in plan.alternatives if each.p95 is not None]
     assert len(close) > 1  # on one rank everything takes the same
-    assert plan.p95 == min(each.p95 for each in close)
+    assert plan.p95 <= min(each.p95 for each in close) * 1.011  # what is less than that may be chance
     monkeypatch.setattr(choose, "robustness", lambda trial, request: -trial.objective if trial.name == "gpipe" else 0.0)
     assert ps.plan(EVEN, ranks=1, microbatches=4, seconds=0).name == "gpipe"
 
@@ -335,7 +335,7 @@ def test_a_quick_plan_is_not_given_up_for_less_than_it_gains(monkeypatch):
     """All named schedules take the same on one rank."""
     given = {"ranks": 1, "microbatches": 4, "seconds": 0}
     assert ps.plan(EVEN, **given).placement.stages == 1
-    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (0.1 if trial.setting.placement.stages > 1 else 0.0))
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (0.5 if trial.setting.placement.stages > 1 else 0.0))
     assert ps.plan(EVEN, **given).placement.stages == 1
-    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (1.0 if trial.setting.placement.stages > 1 else 0.0))
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (2.0 if trial.setting.placement.stages > 1 else 0.0))
     assert ps.plan(EVEN, **given).placement.stages > 1

@@ -15,8 +15,8 @@ SCENARIOS = 100
 _MOST = 6
 """Candidates that are tried under jitter."""
 _EVEN, _SAME = 1e-12, 1e-9
-_NOISE = 0.002
-"""The share of a p95 that differences below may come of the scenarios that were drawn."""
+_NOISE = 0.01
+"""The share of a p95 below which a difference may come of the scenarios drawn: about two standard errors of a hundred of them."""
 
 
 def choose(fitting: Sequence[Attempt], request: Request) -> tuple[Attempt, dict[int, float]]:
