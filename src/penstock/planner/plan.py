@@ -229,7 +229,8 @@ def plan(
     - `barrier`: whether all ranks wait for each other before the optimizer's step (the makespan counts) or not (the span does);
     - `split`: whether the backward may be split;
     - `seconds`: how long to search, after all named schedules have been timed;
-    - `jitter`: how much times vary when robustness is measured; of candidates within `near` the most robust is taken;
+    - `jitter`: how much times vary when robustness is measured; of candidates within `near` the quickest is taken, or one
+      that is more robust by more than it is slower;
     - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned;
     - `found` is called with each `Attempt` as it is made.
     """
