@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.planner.spans import SLACK, Cutting, Ints
 
-MOST_NODES = 20_000
+MOST_NODES = 10_000
 """Beginnings of cuts that are looked at; more takes too long, and what is known is kept."""
 
 

@@ -11,7 +11,7 @@ from penstock.planner.setting import Setting, Trial
 from penstock.planner.shifting import neighbours
 from penstock.planner.spans import Cutting, Ints, Spans
 
-_MOST = 160
+_MOST = 80
 """Cuts that are timed for one schedule."""
 _EVEN = 1e-9
 
