@@ -148,7 +148,7 @@ def test_a_failing_model_is_told_with_its_rank(run, pool, tmp_path):
     [
         ("layers = [", "layers = 1 / 0, [", r"build\(\) of .* failed: ZeroDivisionError: division by zero \(.*wrong.py, line \d+\)"),
         ("return layers, torch", "return layers; torch", r"build\(\) of .* returned a list: return \(layers, sample, loss_fn, target\)"),
-        ("return TensorDataset", "return 3; TensorDataset", r"data\(\) of .* returned a int"),
+        ("return TensorDataset", "return 3; TensorDataset", r"data\(\) of .* returned int"),
         ("torch.randn(48, WIDE, generator=source))", ")", r"data\(\)\[numbers\] of .* gave 1 parts: give \(inputs, target\)"),
         ("lr=0.2", "lr=-1", r"optimizer\(parameters\) of .* failed: ValueError: Invalid learning rate"),
     ],

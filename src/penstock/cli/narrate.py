@@ -75,7 +75,9 @@ class Narrator:
 
     @contextmanager
     def training(self, steps: int, batch: int) -> Iterator[Callable[[Moment], None]]:
-        self.head(f"Train {steps} steps of {batch} samples")
+        from penstock.draw.numbers import count
+
+        self.head(f"Train {count(steps, 'step')} of {count(batch, 'sample')}")
         shown = _bar(steps, batch, self) if self._live else nullcontext(self._lines(steps))
         with shown as show:
 

@@ -82,7 +82,9 @@ def train(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Train a model as a pipeline: on processes of this machine, or on those that torchrun has started.
+    """Train a model as a pipeline, here or under torchrun.
+
+    It starts processes on this machine, or joins those that torchrun has started.
 
     With --schedule auto the model is measured layer by layer, and the best schedule found within the memory limit is taken. What is
     to run is proved first. Ctrl-C ends all processes. With --checkpoints the same command goes on where the last one ended, with as

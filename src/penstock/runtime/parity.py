@@ -83,7 +83,10 @@ class Parity:
 
 
 def parity(pipeline: Pipeline, feed: Feed) -> Parity:
-    """Run a step and both references on copies of the model; gradients, buffers and random streams are put back afterwards."""
+    """Run a step and both references on copies of the model; gradients, buffers and random streams are put back afterwards.
+
+    The references run the pipeline's own stages one after the other: what they cannot tell is whether the model was cut rightly.
+    """
     parts = [part for part in pipeline.partition.parts if part is not None]
     if len(parts) != pipeline.table.stages:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
