@@ -46,6 +46,19 @@ def test_each_remedy_fits_when_it_is_taken():
         ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=18.5, seconds=0)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zbv"])
+def test_the_limit_that_is_advised_is_the_least(schedule):
+    """The cut for a limit holds less than the most even one."""
+    layers = [ps.Layer(f=1, i=1, w=1, activation=8 - 0.5 * place, output=0.1, parameters=2) for place in range(12)]
+    given = {"ranks": 4, "microbatches": 8, "schedules": schedule, "seconds": 0}
+    with pytest.raises(PlanError) as error:
+        ps.plan(ps.Profile(layers), memory_limit=20.0, **given)
+    limit = float(next(name for name in remedies(str(error.value)) if name.startswith("a memory limit")).split()[-1])
+    assert ps.plan(ps.Profile(layers), memory_limit=limit, **given)
+    with pytest.raises(PlanError):
+        ps.plan(ps.Profile(layers), memory_limit=limit * 0.98, **given)
+
+
 def test_recompute_is_offered_where_it_helps_and_was_not_allowed():
     assert "recompute=True" in remedies(refused(memory_limit=60.0, schedules="gpipe"))
     assert "recompute=True" not in remedies(refused(memory_limit=10.0))  # one microbatch at a time is too much even so

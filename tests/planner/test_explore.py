@@ -82,6 +82,13 @@ def test_a_search_starts_from_what_is_known_of_its_setting(monkeypatch):
     assert set(starts) >= {"linear", "v", "looped"}
 
 
+def test_orders_with_two_copies_are_searched_where_a_named_one_fits(monkeypatch):
+    for schedules, searched in ((["dualpipe", "searched"], True), (["1f1b", "searched"], False)):
+        searching = Searching()
+        planned(monkeypatch, searching, schedules=schedules)
+        assert ("bidirectional" in {problem.placement.kind for problem, _ in searching.asked}) is searched
+
+
 def test_time_is_kept(monkeypatch):
     searching = Searching(v="zbv", linear="1f1b")
     planned(monkeypatch, searching, seconds=8.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -157,3 +158,20 @@ def test_many_layers_over_many_stages():
 def test_too_few_layers():
     with pytest.raises(PlacementError, match="3 layers are too few for 4 stages"):
         partition(ps.Profile([ps.Layer(f=1, i=1, w=1)] * 3), ps.Placement.v(2))
+
+
+@pytest.mark.parametrize(
+    "placement", [ps.Placement.looped(3, 2), ps.Placement.looped(2, 4), ps.Placement.wave(2, 2)], ids=lambda each: each.kind
+)
+def test_branch_and_bound_agrees_with_every_way_to_cut(placement, monkeypatch):
+    """On models small enough to try all cuts, but told not to."""
+    chance = random.Random(3)
+    for _ in range(5):
+        profile = ps.Profile([ps.Layer(f=chance.randint(1, 20), i=0, w=0, activation=chance.randint(1, 3)) for _ in range(13)])
+        limits = [chance.choice([24.0, 100.0])] * placement.ranks
+        every = partition(profile, placement, limits=limits)
+        with monkeypatch.context() as patched:
+            patched.setattr(shifting, "FEW", 0)
+            found = partition(profile, placement, limits=limits)
+        assert every.exact
+        assert found.load == pytest.approx(every.load) if found.exact else not found.fits

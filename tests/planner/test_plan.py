@@ -74,7 +74,7 @@ def check(plan: ps.Plan, profile: ps.Profile, ranks: int, microbatches: int, lim
     ps.verify(ps.lower(plan.schedule), memory_limit=limits, costs=plan.costs)
     assert plan.proof.actions == int(plan.program.rows.group_offsets[-1])
     assert plan.bound <= plan.objective * (1 + 1e-9)
-    assert plan.overall_bound <= (plan.bound if len(plan.placement.copies) == 1 else plan.objective) * (1 + 1e-9)
+    assert plan.overall_bound <= plan.bound * (1 + 1e-9)
     assert plan.gap == pytest.approx(plan.objective / plan.bound - 1, abs=1e-9) if plan.bound else plan.gap == 0
     chosen = plan.alternatives[plan.chosen]
     assert (chosen.name, chosen.objective, chosen.sizes) == (plan.name, plan.objective, plan.partition)
@@ -173,7 +173,7 @@ def test_of_equally_quick_plans_the_robust_one_is_taken(monkeypatch):
     plan = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     close = [each for each in plan.alternatives if each.p95 is not None]
     assert len(close) > 1  # on one rank everything takes the same
-    assert plan.p95 == min(each.p95 for each in close)
+    assert plan.p95 <= min(each.p95 for each in close) * 1.011  # what is less than that may be chance
     monkeypatch.setattr(choose, "robustness", lambda trial, request: -trial.objective if trial.name == "gpipe" else 0.0)
     assert ps.plan(EVEN, ranks=1, microbatches=4, seconds=0).name == "gpipe"
 
@@ -284,3 +284,58 @@ def test_wrong_arguments(given, kind, said):
 def test_a_profile_is_needed():
     with pytest.raises(CostsError, match=r"needs a penstock\.Profile, got list"):
         ps.plan([1], ranks=2, microbatches=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"seed": -1},
+        {"seed": "x"},
+        {"seed": 1.5},
+        {"schedules": 5},
+        {"schedules": [1]},
+        {"microbatches": None, "batch": 8, "microbatch_sizes": 2},
+    ],
+    ids=str,
+)
+def test_wrong_kinds_of_values_are_said(given):
+    with pytest.raises(ScheduleError, match="|".join(("seed", "schedules=", "microbatch_sizes="))):
+        ps.plan(EVEN, **{"ranks": 2, "microbatches": 4, "seconds": 0, **given})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"overall_bound": 1e9},
+        {"bounds": {"work": 1e9}},
+        {"overall_bound": -1.0},
+        {"chosen": 999},
+        {"chosen": -1},
+        {"alternatives": []},
+        {"p95": -1.0},
+    ],
+    ids=str,
+)
+def test_a_file_that_claims_what_cannot_be_is_refused(plan, change, tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps({**plan.to_json(), **change}))
+    with pytest.raises(FileFormatError, match=r"bound|chosen|p95"):
+        ps.Plan.load(path)
+
+
+@pytest.mark.parametrize("barrier", [True, False])
+def test_robustness_is_of_what_is_minimised(barrier):
+    equal = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1)] * 4)  # ranks begin and end one after the other
+    plan = ps.plan(equal, ranks=4, microbatches=8, schedules="zb-h2", barrier=barrier, jitter=0.0, seconds=0)
+    assert plan.p95 == pytest.approx(plan.objective)
+    assert barrier or plan.objective < plan.predicted.makespan
+
+
+def test_a_quick_plan_is_not_given_up_for_less_than_it_gains(monkeypatch):
+    """All named schedules take the same on one rank."""
+    given = {"ranks": 1, "microbatches": 4, "seconds": 0}
+    assert ps.plan(EVEN, **given).placement.stages == 1
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (0.5 if trial.setting.placement.stages > 1 else 0.0))
+    assert ps.plan(EVEN, **given).placement.stages == 1
+    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (2.0 if trial.setting.placement.stages > 1 else 0.0))
+    assert ps.plan(EVEN, **given).placement.stages > 1

@@ -131,3 +131,18 @@ def test_a_profile_of_something_else():
         ps.Profile([1])  # type: ignore[list-item]
     with pytest.raises(CostsError, match="name is text"):
         ps.Layer(name=3, f=1, i=1, w=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda layer: ps.Profile(None),
+        ps.Profile,
+        lambda layer: ps.Profile([layer], variants=[1]),
+        lambda layer: ps.Profile([layer], variants=1),
+        lambda layer: ps.Profile([layer]).at(0),
+    ],
+)
+def test_what_is_no_list_of_layers_is_said(make):
+    with pytest.raises(CostsError, match=r"layers|variants|microbatch"):
+        make(ps.Layer(f=1, i=1, w=1))

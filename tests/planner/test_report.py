@@ -60,7 +60,7 @@ def test_recompute_is_told():
 
 def test_the_same_is_said_of_a_plan_without_a_limit():
     plan = ps.plan(MODEL, ranks=2, microbatches=3, barrier=False, seconds=0, jitter=0.1)
-    assert "longest rank span" in str(plan)
+    assert "longest span" in str(plan)
     assert "varies by 10%" in str(plan)
     assert " none" in str(plan)
 

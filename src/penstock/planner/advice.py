@@ -8,11 +8,13 @@ from dataclasses import replace
 from penstock.errors import PlanError
 from penstock.planner.explore import Explorer
 from penstock.planner.named import Attempt, Verdict
-from penstock.planner.request import Case, Request
+from penstock.planner.request import SEARCHED, Case, Request
 from penstock.planner.setting import Trial
 from penstock.planner.units import Units
 
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
+_NEAR_ENOUGH = 0.01
+"""How much more than a limit that does not fit the advised one may be, as a share of it."""
 
 
 def refusal(explorer: Explorer) -> PlanError:
@@ -73,7 +75,8 @@ def _remedies(explorer: Explorer, units: Units) -> Iterator[str]:
         yield f"{found.setting.placement.ranks} ranks: {_said(found, units)}"
     least = _least(explorer)
     if least is not None:
-        yield f"a memory limit of {units.size(max(least.timeline.peak_memory), up=True)}: {label(least)}"
+        limit, trial = _lowest(request, max(least.timeline.peak_memory), least)
+        yield f"a memory limit of {units.size(limit, up=True)}: {label(trial)}"
 
 
 def _first_fitting(request: Request) -> Trial | None:
@@ -113,6 +116,26 @@ def _least(explorer: Explorer) -> Trial | None:
         free.try_one_at_a_time()
     timed = [each.trial for each in (*explorer.attempts, *free.attempts) if each.trial is not None]
     return min(timed, key=lambda trial: max(trial.timeline.peak_memory), default=None)
+
+
+def _lowest(request: Request, limit: float, trial: Trial) -> tuple[float, Trial]:
+    """The least limit of all ranks that something fits within, and what does: by halving, from what holds least without a limit."""
+    low, high = min(request.limits or (0.0,)), limit
+    while high > low * (1 + _NEAR_ENOUGH) and not request.stop():
+        middle = (low + high) / 2
+        found = _within(request, middle)
+        if found is None:
+            low = middle
+        else:
+            high, trial = middle, found
+    held = max(trial.timeline.peak_memory)
+    return (held, trial) if held < high and _within(request, held) is not None else (high, trial)
+
+
+def _within(request: Request, limit: float) -> Trial | None:
+    """What fits within a limit; where orders may be searched for, one microbatch at a time holds least."""
+    names = (SEARCHED,) if request.searches else request.names
+    return _first_fitting(replace(request, limits=(limit,) * request.ranks, names=names))
 
 
 def _said(trial: Trial, units: Units) -> str:

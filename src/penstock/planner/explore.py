@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.errors import MissingExtraError
 from penstock.ir.action import Action
@@ -11,6 +11,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.planner.families import families, searchable_placements
 from penstock.planner.named import Attempt, Cutter, Verdict, attempts
+from penstock.planner.recut import recut
 from penstock.planner.request import SEARCHED, Case, Progress, Request
 from penstock.planner.setting import Setting, Trial
 
@@ -24,6 +25,8 @@ _MOST_PROOF = 20.0
 """Seconds for bound and solver at most: neither can be stopped half-way."""
 _SMALL = 200
 """Compute actions that the exact solver is tried for."""
+_RECUT, _NEARLY = 4, 0.05
+"""Named schedules whose cuts are shifted by what they take: the quickest, and others not slower by more than that share."""
 _EVEN = 1e-9
 
 Key = tuple[object, ...]
@@ -70,11 +73,10 @@ class Explorer:
         key = key_of(setting)
         self._settings.setdefault(key, setting)
         if key not in self._bounds:
-            self._bounds[key] = _work(setting)
-            if setting.searchable:
-                from penstock.planner.bounds import lower_bound
+            from penstock.planner.bounds import lower_bound
 
-                self._note_bounds(setting, lower_bound(setting.problem).all)
+            self._bounds[key] = _work(setting)
+            self._note_bounds(setting, lower_bound(setting.problem).all)
         return self._bounds[key]
 
     def _note_bounds(self, setting: Setting, proved: Mapping[str, float]) -> None:
@@ -84,10 +86,8 @@ class Explorer:
         self._bounds[key_of(setting)] = Bounds(made[name], name, made)
 
     def overall_bound(self) -> float:
-        """What nothing that was considered can be quicker than: any order of a setting, or a named one where the model has two copies."""
-        bounds = [(self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items() if setting.searchable]
-        named = [each.trial.objective for each in self.fitting if each.trial is not None and not each.trial.setting.searchable]
-        return min([*bounds, *named])
+        """What nothing that was considered can be quicker than: any order of any setting."""
+        return min((self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items())
 
     # The three parts --------------------------------------------------------------------------------------------------
 
@@ -109,6 +109,18 @@ class Explorer:
                 self._add(attempt)
         if self._best is None and self.request.searches:
             self.try_one_at_a_time()
+        self._recut()
+
+    def _recut(self) -> None:
+        """Shift the cuts under the quickest that fit; each keeps its place in the list."""
+        best = self._best
+        for attempt in sorted(self.fitting, key=objective_of)[:_RECUT]:
+            if best is None or attempt.trial is None or attempt.trial.objective > best.objective * (1 + _NEARLY):
+                continue
+            trial = recut(attempt.trial, self.request.stop)
+            if trial is not attempt.trial:
+                self.attempts[next(place for place, each in enumerate(self.attempts) if each is attempt)] = replace(attempt, trial=trial)
+                self._keep(trial)
 
     def search(self) -> None:
         """Search for orders in the settings that promise most, then longer in those that keep it."""
@@ -136,7 +148,7 @@ class Explorer:
     def prove(self) -> None:
         """Bound what is possible where the best is; solve small problems exactly."""
         best, seconds = self._best, self._proof_seconds
-        if best is None or not best.setting.searchable:
+        if best is None:
             return
         self.bounds_of(best.setting)
         if self.request.stop() or seconds <= 0 or self._is_proved(best):
@@ -145,7 +157,11 @@ class Explorer:
 
         self._tell("bounding", 0, 1, _label(best.setting))
         self._note_bounds(best.setting, lower_bound(best.setting.problem, seconds=seconds / 2).all)
-        if best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL and not self._is_proved(best):
+        if (
+            best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL
+            and not self._is_proved(best)
+            and not self.request.stop()
+        ):
             self._solve(best, seconds / 2)
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -169,10 +185,12 @@ class Explorer:
     def _add(self, attempt: Attempt) -> None:
         self.attempts.append(attempt)
         self.request.found(attempt)
-        trial = attempt.trial
-        if trial is not None:
-            self._settings.setdefault(key_of(trial.setting), trial.setting)
-        if trial is not None and trial.fits and (self._best is None or trial.objective < self._best.objective):
+        if attempt.trial is not None:
+            self._keep(attempt.trial)
+
+    def _keep(self, trial: Trial) -> None:
+        self._settings.setdefault(key_of(trial.setting), trial.setting)
+        if trial.fits and (self._best is None or trial.objective < self._best.objective):
             self._best = trial
 
     def _worth_searching(self) -> Iterator[Setting]:
@@ -180,7 +198,7 @@ class Explorer:
         seen: set[Key] = set()
         for setting in [*self._own_settings(), *(each.trial.setting for each in self.fitting if each.trial is not None)]:
             key = key_of(setting)
-            if key in seen or not setting.searchable or self._is_slow(setting):
+            if key in seen or self._is_slow(setting):
                 continue
             seen.add(key)
             if not self._cannot_win(setting):
@@ -263,6 +281,10 @@ class Explorer:
             trial = Trial.run(SEARCHED, best.setting, solved.schedule)
             if trial.fits and trial.objective < best.objective and self.request.searches:
                 self._add_searched(trial)
+
+
+def objective_of(attempt: Attempt) -> float:
+    return float("inf") if attempt.trial is None else attempt.trial.objective
 
 
 def key_of(setting: Setting) -> Key:

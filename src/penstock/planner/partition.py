@@ -9,6 +9,7 @@ import numpy as np
 
 from penstock.errors import PlacementError
 from penstock.ir.placement import Placement
+from penstock.planner.branching import cut_branching
 from penstock.planner.chain import cut_chain, cut_stages
 from penstock.planner.nested import cut_nested, is_nested
 from penstock.planner.profile import Profile
@@ -47,7 +48,7 @@ def partition(
     The largest load of a rank (forward and both backwards of all its stages) is the least possible among the cuts that keep
     every rank within its limit at the given moments, and in any case with one microbatch in all of its stages; of these cuts
     the one with the most even stages is taken. That is exact where each rank holds one stage or a stage and its mirror image,
-    and where there are few ways to cut; else cuts are shifted while that helps. Where nothing fits, the cuts come
+    and where few ways to cut are left by branch and bound; else cuts are shifted while that helps. Where nothing fits, the cuts come
     nearest to it. A stage with `recompute` runs its forward again before its backward and keeps its input alone. With `slack`
     the load may be that share more than the least, where stages become more even by it.
     """
@@ -69,8 +70,11 @@ def _cuts(cutting: Cutting) -> tuple[Ints, bool]:
     if every is not None:
         return every[best_of(cutting, every)], True
     cuts = shifted(cutting, cut_stages(cutting))
-    if not is_nested(placement):
-        return cuts, False
     fits = not cutting.excesses(cuts[None, :]).any()
+    if not is_nested(placement):
+        if not fits:
+            return cuts, False
+        least, exact = cut_branching(cutting, cuts)
+        return shifted(cutting, least), exact
     nested = cut_nested(cutting, float(cutting.loads(cuts[None, :]).max()) if fits else float("inf"))
     return (cuts, False) if nested is None else (nested, True)

@@ -27,6 +27,7 @@ from penstock.planner.request import (
     Progress,
     Request,
     check_count,
+    check_seed,
     check_share,
     checked_cases,
     checked_limits,
@@ -63,10 +64,9 @@ class Plan:
     bounds: dict[str, float]
     """What no schedule of this placement and partition can be quicker than within the limit, by what shows it."""
     overall_bound: float
-    """What no schedule of any placement and partition that was considered can be quicker than within the limit; placements with two
-    copies of the model are considered with the named schedules alone."""
+    """What no schedule of any placement and partition that was considered can be quicker than within the limit."""
     p95: float | None = None
-    """The makespan that 95 in 100 runs stay under when every time varies by `jitter`."""
+    """What 95 in 100 runs stay under when every time varies by `jitter`: of the makespan, or without a barrier of the longest span."""
     jitter: float = 0.0
     alternatives: tuple[Candidate, ...] = ()
     """Everything that was considered, this plan included."""
@@ -229,7 +229,8 @@ def plan(
     - `barrier`: whether all ranks wait for each other before the optimizer's step (the makespan counts) or not (the span does);
     - `split`: whether the backward may be split;
     - `seconds`: how long to search, after all named schedules have been timed;
-    - `jitter`: how much times vary when robustness is measured; of candidates within `near` the most robust is taken;
+    - `jitter`: how much times vary when robustness is measured; of candidates within `near` the quickest is taken, or one
+      that is more robust by more than it is slower;
     - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned;
     - `found` is called with each `Attempt` as it is made.
     """
@@ -247,7 +248,7 @@ def plan(
         barrier,
         split,
         check_share("seconds", seconds),
-        seed,
+        check_seed(seed),
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
         in_bytes=is_in_bytes(profile, memory_limit),

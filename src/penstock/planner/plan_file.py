@@ -95,7 +95,20 @@ def decode(data: Any, file: str = "JSON") -> Plan:
         raise FileFormatError(
             file, f"it says that it takes {said!r}, but its schedule takes {objective:.6g}: it was changed by hand, plan anew"
         )
+    _check_claims(made, file)
     return made
+
+
+def _check_claims(plan: Plan, file: str) -> None:
+    """Refuse what cannot be so: bounds above what the schedule takes, a choice that is not there, numbers that are none."""
+    for name, bound in {**plan.bounds, "overall_bound": plan.overall_bound}.items():
+        if not 0 <= bound <= plan.objective * (1 + 1e-9):
+            raise FileFormatError(file, f"its bound {name!r} of {bound:.6g} is none: its schedule takes {plan.objective:.6g}; plan anew")
+    if not 0 <= plan.chosen < len(plan.alternatives):
+        raise FileFormatError(file, f"'chosen' is {plan.chosen}, but there are {len(plan.alternatives)} alternatives")
+    for name, value in (("p95", plan.p95), ("jitter", plan.jitter)):
+        if value is not None and not 0 <= value < math.inf:
+            raise FileFormatError(file, f"{name!r} must be a number of at least 0, got {value!r}")
 
 
 def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:

@@ -108,8 +108,10 @@ class Profile:
     variants: Sequence[Profile] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layers", tuple(self.layers))
-        object.__setattr__(self, "variants", tuple(self.variants))
+        for name in ("layers", "variants"):
+            if not isinstance(getattr(self, name), Iterable):
+                raise CostsError(f"{name} must be a list, got {type(getattr(self, name)).__name__}")
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
         for name in ("latency", "input"):
@@ -127,6 +129,8 @@ class Profile:
         self._check_variants()
 
     def _check_variants(self) -> None:
+        if not all(isinstance(variant, Profile) for variant in self.variants):
+            raise CostsError("variants must each be a penstock.Profile")
         sizes = self.sizes
         for variant in self.variants:
             if len(variant.layers) != len(self.layers) or variant.variants:
@@ -159,6 +163,7 @@ class Profile:
 
     def at(self, microbatch: int) -> Profile:
         """The profile for another microbatch size: as measured if it was, else in proportion to the nearest size that was."""
+        _check_count("microbatch", microbatch)
         own = [replace(self, variants=()), *self.variants]
         near = min(own, key=lambda each: max(each.microbatch / microbatch, microbatch / each.microbatch))
         factor = microbatch / near.microbatch

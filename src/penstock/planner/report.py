@@ -39,7 +39,7 @@ def _summary(plan: Plan) -> Iterator[str]:
         f"plan: {plan.name} on {placement.ranks} ranks ({placement.kind} placement, {placement.stages} stages), "
         f"{plan.microbatches} microbatches of {plan.microbatch}"
     )
-    what = "makespan" if plan.barrier else "longest rank span"
+    what = "makespan" if plan.barrier else "longest span"
     yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _per_sample(plan)
     yield f"  {'bound':<12} {units.time(plan.bound)} by {plan.bound_name}: {_gap(plan.gap)} with this placement and partition"
     others = f"{units.time(plan.overall_bound)} for every placement and partition considered: {_gap(plan.overall_gap)}"
@@ -75,7 +75,8 @@ def _why(plan: Plan) -> Iterator[str]:
     close = [each for each in fitting if each.p95 is not None]
     if close and plan.p95 is not None:
         least = min(each.p95 for each in close if each.p95 is not None)
-        yield f"  the most robust of {len(close) + 1} nearly as quick: {plan.units.time(plan.p95)} against {plan.units.time(least)} or more"
+        how = "the most robust of" if plan.p95 <= least else "the quickest, and robust enough, of"
+        yield f"  {how} {len(close) + 1} nearly as quick: {plan.units.time(plan.p95)} against {plan.units.time(least)} or more"
     quicker = sorted((each for each in others if not each.fits and _time(each) < plan.objective), key=_time)
     for each in quicker[:3]:
         over = "" if each.excess is None else f": rank {each.peak_rank} would hold {plan.units.size(each.excess)} more than its limit"

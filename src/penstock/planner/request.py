@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,7 +78,8 @@ def checked_cases(profile: Profile, microbatches: int | None, batch: int | None,
             raise ScheduleError("microbatch_sizes= goes with batch=: with microbatches= the size is the profile's")
         return (Case(profile.at(profile.microbatch), check_count("microbatches", microbatches, MAX_MICROBATCHES)),)
     total = check_count("batch", batch, None)
-    wanted = [check_count("a microbatch size", size, None) for size in (profile.sizes if sizes is None else sizes)]
+    given = profile.sizes if sizes is None else _listed("microbatch_sizes= takes whole numbers", sizes)
+    wanted = [check_count("a microbatch size", size, None) for size in given]
     even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
@@ -113,13 +114,21 @@ def checked_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     known = [*algorithms(), SEARCHED]
     if schedules is None:
         return tuple(known)
-    wanted = [schedules] if isinstance(schedules, str) else list(schedules)
+    wanted = [schedules] if isinstance(schedules, str) else _listed("schedules= takes names", schedules)
     for name in wanted:
+        if not isinstance(name, str):
+            raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
         if name not in known:
             raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
     if not wanted:
         raise ScheduleError("schedules= names none: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(wanted))
+
+
+def _listed(what: str, value: Any) -> list[Any]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ScheduleError(f"{what}: give a list of them, got {value!r}")
+    return list(value)
 
 
 def check_count(name: str, value: Any, most: int | None = MAX_STAGES) -> int:
@@ -137,3 +146,10 @@ def check_share(name: str, value: Any, least: float = 0.0, below: float = float(
             f"{name} must be a number of at least {least:g}{f' and below {below:g}' if below < 1e300 else ''}, got {value!r}"
         )
     return float(value)
+
+
+def check_seed(value: Any) -> int:
+    """A whole number of at least 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ScheduleError(f"seed must be a whole number of at least 0, got {value!r}")
+    return int(value)

@@ -55,11 +55,6 @@ class Setting:
             np.add.at(loads, list(copy), count * each[:, 0])
         return float(loads.max())
 
-    @property
-    def searchable(self) -> bool:
-        """Whether orders can be searched and bounded: not with two copies of the model."""
-        return len(self.placement.copies) == 1
-
 
 @dataclass(frozen=True)
 class Trial:

@@ -37,7 +37,7 @@ def shifted(cutting: Cutting, start: Ints) -> Ints:
     """The cuts after shifting neighbouring ones together, by a layer or a few, as long as that makes them better."""
     cuts = start
     for _ in range(_MOST_ROUNDS):
-        tried = np.vstack([cuts[None, :], _neighbours(cuts)])
+        tried = np.vstack([cuts[None, :], neighbours(cuts)])
         place = best_of(cutting, tried)
         if place == 0:
             break
@@ -45,7 +45,7 @@ def shifted(cutting: Cutting, start: Ints) -> Ints:
     return cuts
 
 
-def _neighbours(cuts: Ints) -> Ints:
+def neighbours(cuts: Ints) -> Ints:
     """Each run of cuts moved by a layer, each single cut by up to four."""
     inner = len(cuts) - 2
     first, last = np.triu_indices(inner)

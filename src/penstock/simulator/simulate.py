@@ -69,10 +69,11 @@ def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Scenarios:
-    """The makespan and bubble of one order under many costs."""
+    """The makespan, bubble and longest rank span of one order under many costs."""
 
     makespans: Floats
     bubbles: Floats
+    spans: Floats
 
     @property
     def mean(self) -> float:
@@ -103,13 +104,13 @@ def simulate_many(
     graph, takes = flat.graph(costs.contention), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
-    made: list[tuple[float, float]] = []
+    made: list[tuple[float, float, float]] = []
     for _ in range(scenarios):
         drawn = Durations(*(each * np.exp(chance.normal(-(spread**2) / 2, spread, len(each))) for each in takes))
         outcome = run(graph, drawn, costs.contention, engine)
         _refuse_hang(flat, outcome)
         timeline = Timeline(table, costs, *outcome.times)
         timeline.__dict__["flat"] = flat
-        made.append((timeline.makespan, timeline.bubble))
-    makespans, bubbles = np.array(made).T
-    return Scenarios(makespans, bubbles)
+        span = float((timeline.finished - timeline.begun).max(initial=0.0))
+        made.append((timeline.makespan, timeline.bubble, span))
+    return Scenarios(*np.array(made).T)
