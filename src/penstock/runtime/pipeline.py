@@ -18,10 +18,11 @@ from penstock.passes.shard import Shard
 from penstock.runtime import device
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
+from penstock.runtime.alarm import describe
 from penstock.runtime.batches import ABSENT, Batches, StageKwargs
 from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
-from penstock.runtime.data import Data, told
+from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
@@ -38,7 +39,8 @@ from penstock.runtime.programs import find_table, forward_program, training_prog
 from penstock.runtime.randomness import kept_random_state
 from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
-from penstock.runtime.result import Share, StepResult
+from penstock.runtime.refusal import told
+from penstock.runtime.result import Share, StepResult, check_same
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
@@ -149,6 +151,8 @@ class Pipeline:
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
         self._steps = 0
+        self._calls = 0
+        """How many batches this rank was given, those that it refused included."""
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
         self.merged: Merged | None = merged(self.table, self.unsplit, plan)
@@ -298,21 +302,30 @@ class Pipeline:
 
     @told
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+        self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
     @told
     def _ready(self, *given: Any) -> Feed:
+        self._calls += 1
         return self.batches.ready(*given)
 
-    def _run(self, feed: Feed, training: bool) -> StepResult:
+    @told
+    def _prepared(self, feed: Feed, training: bool) -> Executor:
+        """Everything for which a step can be refused before it runs."""
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
-        executor.recording = self.record
+        executor.recording = feed.share.records = self.record
+        feed.share.call = self._calls
         if training and self.table.stages - 1 in self.stages:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
             self.group.agree(executor.number, self._looks(feed), self.deadline)
+        return executor
+
+    def _run(self, feed: Feed, training: bool) -> StepResult:
+        executor = self._prepared(feed, training)
         if self.seed is not None:
             feed.seed = f"{self.seed}/{self._steps}"
         try:
@@ -379,13 +392,9 @@ class Pipeline:
                 module.training = mode
 
     def _meet(self, name: str, share: Share) -> list[Share]:
-        """Everyone's share of a result, once all have run the same number of microbatches."""
+        """Everyone's share of a result, if all ran the same step."""
         shares = self.gather(name, share)
-        for rank, theirs in enumerate(shares):
-            if theirs.microbatches != share.microbatches:
-                raise PipelineError(
-                    f"rank {rank} ran {theirs.microbatches} microbatches, rank {self.rank} {share.microbatches}: give all ranks the same"
-                )
+        check_same(shares, self.group.called)
         return shares
 
     def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
@@ -400,7 +409,7 @@ class Pipeline:
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
         where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
-        headline = f"{where} failed on {self.group.called(self.rank)}: {type(error).__name__}: {error}"
+        headline = f"{where} failed on {self.group.called(self.rank)}: {describe(error)}"
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

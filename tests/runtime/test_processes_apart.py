@@ -1,0 +1,35 @@
+"""Processes that are not given the same: all of them know, and go on together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import cloudpickle
+import pytest
+
+from penstock.runtime.workers import Workers
+from runtime import apart
+from runtime.test_apart import check_refused, check_sizes
+
+cloudpickle.register_pickle_by_value(apart)
+
+
+@pytest.mark.parametrize(("victim", "fault"), [(0, "sizes"), (2, "target")])
+def test_refused_batch(workers: Workers, victim: int, fault: str) -> None:
+    check_refused(workers.run(partial(apart.skipping, victim, fault), ranks=apart.RANKS), victim, fault)
+
+
+def test_batches_of_other_sizes(workers: Workers) -> None:
+    check_sizes(workers.run(apart.other_sizes, ranks=apart.RANKS))
+
+
+def test_call_that_was_left_out(workers: Workers) -> None:
+    for seen in workers.run(apart.left_out, ranks=apart.RANKS):
+        for _, text in seen:
+            assert text.startswith("rank 0 is at batch ")
+
+
+def test_record_on_one_rank_alone(workers: Workers) -> None:
+    for first, second in workers.run(apart.recorded, ranks=apart.RANKS):
+        assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` alike on all ranks")
+        assert second == pytest.approx(apart.alone(1))
