@@ -86,3 +86,47 @@ def recorded() -> list[Any]:
     x = number(1)
     pipe.record = rank() == 1
     return [tried(pipe, x, target=x), setattr(pipe, "record", False) or tried(pipe, x, target=x)]
+
+
+class Normed(nn.Module):
+    """A stage with buffers that its forward changes."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.norm, self.stage, self.bad = nn.BatchNorm1d(6), stage, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.norm(x)
+        if self.bad:
+            raise ValueError("bad")
+        return made
+
+
+def buffers() -> list[bool]:
+    """Whether the buffers of this rank are what they were before a step that failed in the last stage."""
+    model = [Normed(stage) for stage in range(RANKS)]
+    pipe = Pipeline(model, schedule="gpipe", microbatches=3, loss_fn=functional.mse_loss, deadline=60.0)
+    x = torch.arange(72.0).reshape(12, 6).sin()
+    pipe.step(x, target=x)
+    before = [buffer.clone() for buffer in model[rank()].buffers()]
+    model[2].bad = True
+    assert "ValueError: bad" in tried(pipe, x, target=x)[1]
+    return [torch.equal(buffer, copy) for buffer, copy in zip(model[rank()].buffers(), before, strict=True)]
+
+
+class SilentError(Exception):
+    """One that cannot say what it is."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def silent() -> Any:
+    pipe = made()
+    if rank() == 1:
+        pipe.stages[1].module.register_forward_pre_hook(_silent)
+    return tried(pipe, number(1), target=number(1))
+
+
+def _silent(*_: Any) -> None:
+    raise SilentError

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from penstock.errors import ScheduleError
 from penstock.runtime import launch
 from runtime import apart
 
@@ -58,3 +59,18 @@ def test_record_on_one_rank_alone(run: Run) -> None:
     for first, second in run(apart.recorded):
         assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` alike on all ranks")
         assert second == pytest.approx(apart.alone(1))
+
+
+def test_failed_step_leaves_buffers_as_they_were(run: Run) -> None:
+    assert run(apart.buffers) == [[True] * 3] * apart.RANKS
+
+
+def test_exception_that_cannot_be_written(run: Run) -> None:
+    said = "1F0 (stage 1, forward of microbatch 0) failed on rank 1: SilentError: which cannot say what it is, for that raises RuntimeError"
+    assert run(apart.silent) == [("PipelineError", said)] * apart.RANKS
+
+
+@pytest.mark.parametrize("deadline", [0, -1, float("inf"), float("nan"), None, "5", True])
+def test_deadline_must_be_a_time(deadline: Any) -> None:
+    with pytest.raises(ScheduleError, match="deadline must be a number of seconds above 0, got"):
+        launch(partial(apart.made, deadline=deadline), apart.RANKS)

@@ -7,6 +7,8 @@ from functools import partial
 import cloudpickle
 import pytest
 
+from penstock.errors import PipelineError
+from penstock.runtime import rank
 from penstock.runtime.workers import Workers
 from runtime import apart
 from runtime.test_apart import check_refused, check_sizes
@@ -33,3 +35,25 @@ def test_record_on_one_rank_alone(workers: Workers) -> None:
     for first, second in workers.run(apart.recorded, ranks=apart.RANKS):
         assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` alike on all ranks")
         assert second == pytest.approx(apart.alone(1))
+
+
+def test_failed_step_leaves_buffers_as_they_were(workers: Workers) -> None:
+    assert workers.run(apart.buffers, ranks=apart.RANKS) == [[True] * 3] * apart.RANKS
+
+
+def test_exception_that_cannot_be_written(workers: Workers) -> None:
+    said = "1F0 (stage 1, forward of microbatch 0) failed on rank 1: SilentError: which cannot say what it is, for that raises RuntimeError"
+    assert workers.run(apart.silent, ranks=apart.RANKS) == [("PipelineError", said)] * apart.RANKS
+
+
+def test_failure_outside_of_a_step_names_rank_and_kind(workers: Workers) -> None:
+    def run() -> str:
+        pipe = apart.made()
+        if rank() == 1:
+            raise KeyError("loader")
+        with pytest.raises(PipelineError, match=r"^rank 1 failed outside of a step: KeyError: 'loader'\n"):
+            pipe.step(apart.number(1), target=apart.number(1))
+        return ""
+
+    with pytest.raises(KeyError, match="loader"):
+        workers.run(run, ranks=apart.RANKS)

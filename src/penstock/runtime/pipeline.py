@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -125,9 +126,9 @@ class Pipeline:
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
     ) -> None:
+        self.deadline = _checked_deadline(deadline)
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.deadline = deadline
         self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
@@ -356,7 +357,9 @@ class Pipeline:
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
             stage.refresh()
-        backup = Backup.take(parameter for _, parameter in self.local_parameters())
+        own = () if self._shares_modules else self.stages.values()  # of what ranks share, another may have changed a part already
+        buffers = (buffer for stage in own for buffer in stage.module.buffers())
+        backup = Backup.take((parameter for _, parameter in self.local_parameters()), buffers)
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         try:
             self.shared.begin(self)
@@ -419,6 +422,12 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
         return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
+
+
+def _checked_deadline(deadline: Any) -> float:
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
+        raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one where ranks may be slow")
+    return float(deadline)
 
 
 def _checked_accumulate(accumulate: str) -> str:

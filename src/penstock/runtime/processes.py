@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.runtime.activity import Activity, clock
-from penstock.runtime.alarm import Alarm, Report
+from penstock.runtime.alarm import Alarm, Report, describe
 from penstock.runtime.device import is_direct, local_device
 from penstock.runtime.direct import DirectInbox, DirectOutbox
 from penstock.runtime.exchange import Exchange
@@ -209,7 +209,10 @@ class Processes(Group):
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         if self.connection is not None or self._failure is None:
-            self._failure = self.alarm.sound(str(error) or repr(error), error.__cause__ or error, self.mine.describe(), fatal=fatal)
+            where = "in" if self.mine.running else "outside of"
+            plain = f"{self.called(self.rank)} failed {where} a step: {describe(error)}"
+            headline = str(error) if isinstance(error, PipelineError) else plain
+            self._failure = self.alarm.sound(headline, error.__cause__ or error, self.mine.describe(), fatal=fatal)
             self._disconnect()
         self._told = True
 
