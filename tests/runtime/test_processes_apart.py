@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from functools import partial
+from typing import Any
 
 import cloudpickle
 import pytest
@@ -57,3 +59,32 @@ def test_failure_outside_of_a_step_names_rank_and_kind(workers: Workers) -> None
 
     with pytest.raises(KeyError, match="loader"):
         workers.run(run, ranks=apart.RANKS)
+
+
+def test_rank_that_returns_early(workers: Workers) -> None:
+    """The others know in the step that it does not take part in, and in every one after it."""
+
+    def run() -> list[Any]:
+        pipe, x = apart.made(), apart.number(1)
+        first = apart.tried(pipe, x, target=x)
+        return [first] if rank() == 1 else [first, *(apart.tried(pipe, x, target=x) for _ in range(2))]
+
+    found = workers.run(run, ranks=apart.RANKS)
+    assert found[0][1] == found[2][1] == ("PipelineError", "rank 1 has returned: it made fewer calls than the others")
+    for place in (0, 2):
+        again = f"rank {place} cannot connect to the others: ranks [1] have returned: they made fewer calls"
+        assert found[place][2] == ("PipelineError", again)
+
+
+def test_ranks_that_return_together_do_not_disturb_the_last_step(workers: Workers) -> None:
+    """Whichever rank is through first: the others are in the last exchange still, or have long work to do by themselves."""
+
+    def run() -> list[Any]:
+        pipe, x = apart.made(), apart.number(1)
+        found = apart.tried(pipe, x, target=x)
+        time.sleep(0.6 * rank())
+        return [found, pipe.group.well]
+
+    for loss, well in workers.run(run, ranks=apart.RANKS):
+        assert loss == pytest.approx(apart.alone(1))
+        assert well
