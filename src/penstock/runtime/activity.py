@@ -22,12 +22,14 @@ SHOWN = 3
 class Activity:
     """Where a rank is in its program. The executor writes the fields, and a report may read them from another thread."""
 
-    __slots__ = ("actions", "at", "began", "running", "since", "waits", "watch")
+    __slots__ = ("actions", "at", "began", "over", "running", "since", "waits", "watch")
 
     def __init__(self) -> None:
         self.actions: Sequence[Action] = ()
         self.at = 0
         self.running = False
+        self.over = False
+        """Whether the rank is through with all that it was to do."""
         self.began = clock()
         """When the present action began."""
         self.waits: str | None = None
@@ -46,6 +48,8 @@ class Activity:
     def describe(self) -> str:
         """One line: what it does or waits for, since when, and what it did last."""
         now, at, waits = clock(), self.at, self.waits
+        if self.over:
+            return "has returned"
         if not self.running or at >= len(self.actions):
             return "is between steps" if waits is None else f"waits for {waits} since {_seconds(now - self.since)}"
         action = self.actions[at]

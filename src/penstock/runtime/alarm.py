@@ -19,6 +19,15 @@ _ROUND = 1.5
 _PAUSE = 0.02
 
 
+def describe(error: BaseException) -> str:
+    """What an error is and says, whatever its own code makes of that."""
+    try:
+        said = str(error)
+    except Exception as another:
+        said = f"which cannot say what it is, for that raises {type(another).__name__}"
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
+
+
 @dataclass(frozen=True)
 class Told:
     """An exception on its way to another process, which may not be able to rebuild it."""
@@ -34,7 +43,7 @@ class Told:
             pickled = serializer().dumps(error)
         except Exception:
             pickled = None
-        return cls(pickled, f"{type(error).__name__}: {error}", told)
+        return cls(pickled, describe(error), told)
 
     def error(self) -> BaseException:
         """The exception, or a plain one of the same text, with the traceback of where it was raised."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from penstock.errors import ScheduleError
@@ -98,6 +99,7 @@ class Batches:
             raise ScheduleError(f"stage_kwargs for stage {wrong[0]!r}: there are stages 0 to {self.stages - 1}")
         if feed.targets is not None and self.weight is None and len(feed.args) > 1:
             self.loss.warn_of_ignored(feed.targets)
+        feed.share.sizes = None if sizes is None else tuple((size, len(list(same))) for size, same in groupby(sizes))
         feed.weights = self.loss.weights(self.weight, sizes, feed.targets, len(feed.args))
         return feed
 

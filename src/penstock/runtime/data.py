@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -110,12 +109,8 @@ class Data:
             return
         found = self.group.gather(self.group.rank, name, (len(feed.args), feed.total, self.copies.changed()), self.deadline)
         counts, totals, changed = zip(*found, strict=True)
-        try:
-            self._check_counts(self.group, counts)
-            feed.normalise(sum(totals))
-        except Exception as error:
-            self.group.fail(self.group.rank, error)
-            raise
+        self._check_counts(self.group, counts)
+        feed.normalise(sum(totals))
         buffers = self.copies.buffers_of([any(each) for each in zip(*changed, strict=True)])
         if buffers:
             self.copies.copy(self._connection, buffers)
@@ -285,21 +280,3 @@ def _sharded(stages: Mapping[int, Stage], deadline: float) -> dict[int, Sharded]
     from penstock.runtime.sharded import Sharded
 
     return {index: Sharded(index, stages[index].module, deadline) for index in found}
-
-
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-
-def told(make: Made) -> Made:
-    """A pipeline's method that refuses input: the other data ranks, whose input may be in order, are told, for they wait for this one."""
-
-    @wraps(make)
-    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return make(self, *args, **kwargs)
-        except Exception as error:
-            if self.data.ranks > 1:
-                self.group.fail(self.rank, error)
-            raise
-
-    return cast(Made, made)

@@ -35,7 +35,8 @@ class Exchange:
         self._flight: deque[tuple[Any, Tensor]] = deque()
         self._posted: dict[int, tuple[Any, Tensor]] = {}
         """The next receive from each rank that passes on to this one, posted ahead."""
-        self._number = 0
+        self.number = 0
+        """How many exchanges were begun on this connection."""
 
     def gather(self, name: str, value: Any, deadline: float) -> list[Any]:
         """Everyone's value, in the order of ranks.
@@ -45,14 +46,14 @@ class Exchange:
         group, distance = self.group, 1
         rank, ranks = group.rank, group.ranks
         values = [dumps(value)]  # of this rank, the one before it, and so on
-        self._number += 1
+        self.number += 1
         timeout = timedelta(seconds=deadline)
         while distance < ranks:
             passed = values[: min(distance, ranks - distance)]
             there, back = (rank + distance) % ranks, (rank - distance) % ranks
-            self._send(there, pickle.dumps((name, self._number, passed)), name)
+            self._send(there, pickle.dumps((name, self.number, passed)), name)
             theirs, number, more = pickle.loads(self._receive(back, name, timeout))
-            if (theirs, number) != (name, self._number):
+            if (theirs, number) != (name, self.number):
                 here, other = group.called(rank), group.called(back)
                 text = f"{here} is at {name!r}, but {other} at {theirs!r}: every rank must make the same calls in the same order"
                 raise group.report_failure(rank, text)
@@ -104,7 +105,7 @@ class Exchange:
     def drop(self) -> None:
         self._flight.clear()
         self._posted.clear()
-        self._number = 0
+        self.number = 0
 
 
 class _Pickler(pickle.Pickler):

@@ -17,16 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class Backup:
-    """The gradients before a step."""
+    """The gradients and buffers before a step."""
 
     saved: list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
+    buffers: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def take(cls, parameters: Iterable[nn.Parameter]) -> Backup:
-        """Only gradients that are there are copied, as when they are accumulated over steps."""
-        return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters])
+    def take(cls, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor] = ()) -> Backup:
+        """Only gradients that are there are copied, as when they are accumulated over steps; and buffers, which are small mostly."""
+        copies = [(buffer, buffer.clone()) for buffer in buffers]
+        return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters], copies)
 
+    @torch.no_grad()
     def restore(self) -> None:
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
         for parameter, grad, copy in self.saved:
             if grad is not None and copy is not None:
                 grad.copy_(copy)

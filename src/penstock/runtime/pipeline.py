@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,10 +19,11 @@ from penstock.passes.shard import Shard
 from penstock.runtime import device
 from penstock.runtime import microbatch as mb
 from penstock.runtime.activity import in_words
+from penstock.runtime.alarm import describe
 from penstock.runtime.batches import ABSENT, Batches, StageKwargs
 from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
-from penstock.runtime.data import Data, told
+from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
@@ -38,7 +40,8 @@ from penstock.runtime.programs import find_table, forward_program, training_prog
 from penstock.runtime.randomness import kept_random_state
 from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
-from penstock.runtime.result import Share, StepResult
+from penstock.runtime.refusal import told
+from penstock.runtime.result import Share, StepResult, check_same
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
@@ -124,9 +127,9 @@ class Pipeline:
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
     ) -> None:
+        self.deadline = _checked_deadline(deadline)
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.deadline = deadline
         self.number = self.group.count()
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
@@ -150,6 +153,8 @@ class Pipeline:
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
         self._steps = 0
+        self._calls = 0
+        """How many batches this rank was given, those that it refused included."""
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
         self.merged: Merged | None = merged(self.table, self.unsplit, plan)
@@ -299,21 +304,30 @@ class Pipeline:
 
     @told
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+        self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
     @told
     def _ready(self, *given: Any) -> Feed:
+        self._calls += 1
         return self.batches.ready(*given)
 
-    def _run(self, feed: Feed, training: bool) -> StepResult:
+    @told
+    def _prepared(self, feed: Feed, training: bool) -> Executor:
+        """Everything for which a step can be refused before it runs."""
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
-        executor.recording = self.record
+        executor.recording = feed.share.records = self.record
+        feed.share.call = self._calls
         if training and self.table.stages - 1 in self.stages:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
             self.group.agree(executor.number, self._looks(feed), self.deadline)
+        return executor
+
+    def _run(self, feed: Feed, training: bool) -> StepResult:
+        executor = self._prepared(feed, training)
         if self.seed is not None:
             feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
         try:
@@ -344,7 +358,9 @@ class Pipeline:
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
             stage.refresh()
-        backup = Backup.take(parameter for _, parameter in self.local_parameters())
+        own = () if self._shares_modules else self.stages.values()  # of what ranks share, another may have changed a part already
+        buffers = (buffer for stage in own for buffer in stage.module.buffers())
+        backup = Backup.take((parameter for _, parameter in self.local_parameters()), buffers)
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         try:
             self.shared.begin(self)
@@ -380,13 +396,9 @@ class Pipeline:
                 module.training = mode
 
     def _meet(self, name: str, share: Share) -> list[Share]:
-        """Everyone's share of a result, once all have run the same number of microbatches."""
+        """Everyone's share of a result, if all ran the same step."""
         shares = self.gather(name, share)
-        for rank, theirs in enumerate(shares):
-            if theirs.microbatches != share.microbatches:
-                raise PipelineError(
-                    f"rank {rank} ran {theirs.microbatches} microbatches, rank {self.rank} {share.microbatches}: give all ranks the same"
-                )
+        check_same(shares, self.group.called)
         return shares
 
     def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
@@ -401,7 +413,7 @@ class Pipeline:
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
         where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
-        headline = f"{where} failed on {self.group.called(self.rank)}: {type(error).__name__}: {error}"
+        headline = f"{where} failed on {self.group.called(self.rank)}: {describe(error)}"
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
@@ -411,6 +423,12 @@ class Pipeline:
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
         return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
+
+
+def _checked_deadline(deadline: Any) -> float:
+    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
+        raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one where ranks may be slow")
+    return float(deadline)
 
 
 def _checked_accumulate(accumulate: str) -> str:

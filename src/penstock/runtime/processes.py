@@ -7,6 +7,7 @@ next is done under the next generation, so nothing of what failed can reach it.
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import time
 from collections.abc import Hashable, Iterable
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.runtime.activity import Activity, clock
-from penstock.runtime.alarm import Alarm, Report
+from penstock.runtime.alarm import Alarm, Report, describe
 from penstock.runtime.device import is_direct, local_device
 from penstock.runtime.direct import DirectInbox, DirectOutbox
 from penstock.runtime.exchange import Exchange
@@ -117,10 +118,11 @@ class Processes(Group):
         keys = [f"here/{rank}" for rank in range(self.ranks)]
         until = time.monotonic() + deadline
         while not board.check(keys):
-            ended = self._ended()
-            if ended or time.monotonic() > until:
+            ended, returned = self._ended(), list(self._returned())
+            if ended or returned or time.monotonic() > until:
                 missing = [rank for rank, key in enumerate(keys) if not board.check([key])]
-                why = f"ranks {ended} have ended" if ended else f"ranks {missing} did not come within {deadline:g} s"
+                gone = f"ranks {ended} have ended" if ended else f"ranks {returned} have returned: they made fewer calls"
+                why = gone if ended or returned else f"ranks {missing} did not come within {deadline:g} s"
                 raise PipelineError(f"rank {self.rank} cannot connect to the others: {why}")
             time.sleep(_PAUSE)
 
@@ -129,6 +131,26 @@ class Processes(Group):
         with contextlib.suppress(RuntimeError):
             return [rank for rank in range(self.ranks) if self._store.check([f"ended/{rank}"])]
         return []
+
+    def _returned(self) -> dict[int, tuple[int, int]]:
+        """The ranks that are through: under which generation, and after how many exchanges."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check(["returned"]):
+                keys = {rank: f"returned/{rank}" for rank in range(self.ranks)}
+                return {rank: pickle.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
+        return {}
+
+    def _outrun(self) -> int | None:
+        """A rank that has returned before what this one is in, so that it never comes to it.
+
+        A step ends with an exchange. The count is read first: what runs then comes after that many.
+        """
+        number = self.exchange.number
+        comes_to = number + self.mine.running
+        if self.slices:  # these have exchanges of their own
+            return None
+        found = self._returned().items()
+        return next((rank for rank, (generation, last) in found if generation == self.generation and comes_to > last), None)
 
     @property
     def closed(self) -> bool:
@@ -141,8 +163,14 @@ class Processes(Group):
 
     def close(self) -> None:
         """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
+        self.mine.over = True
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._store.set(f"returned/{self.rank}", pickle.dumps((self.generation, self.exchange.number)))
+            self._store.set("returned", b"")
         if self.connection is not None:
             self.alarm.leave(LEAVE, lambda: bool(self._ended()))
+            if self.alarm.heard():
+                self.alarm.say(self.mine.describe())
         self._closing.set()
         self._watch.join()
         self._disconnect()
@@ -163,11 +191,17 @@ class Processes(Group):
         """Look for the failure of another rank while this one computes or waits."""
         while not self._closing.wait(_LOOK):
             alarm = self.alarm
-            if self.connection is not None and alarm.heard():
+            if self.connection is None:
+                continue
+            if alarm.heard():
                 alarm.say(self.mine.describe())
-                with self._lock:
-                    if alarm is self.alarm:  # else the rank has got over it already
-                        self._disconnect()
+            elif (gone := self._outrun()) is not None:
+                alarm.sound(f"{self.called(gone)} has returned: it made fewer calls than the others", None, self.mine.describe())
+            else:
+                continue
+            with self._lock:
+                if alarm is self.alarm:  # else the rank has got over it already
+                    self._disconnect()
 
     def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
         """A message could not be sent or had: raise the failure that is known, or report this one."""
@@ -209,7 +243,10 @@ class Processes(Group):
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         if self.connection is not None or self._failure is None:
-            self._failure = self.alarm.sound(str(error) or repr(error), error.__cause__ or error, self.mine.describe(), fatal=fatal)
+            where = "in" if self.mine.running else "outside of"
+            plain = f"{self.called(self.rank)} failed {where} a step: {describe(error)}"
+            headline = str(error) if isinstance(error, PipelineError) else plain
+            self._failure = self.alarm.sound(headline, error.__cause__ or error, self.mine.describe(), fatal=fatal)
             self._disconnect()
         self._told = True
 

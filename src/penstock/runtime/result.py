@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from penstock.errors import PipelineError
+
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
@@ -76,6 +78,11 @@ class Share:
     """Weighted side losses by stage and microbatch."""
     metrics: dict[str, dict[tuple[int, int], Tensor]] = field(default_factory=dict)
     outputs: dict[int, Any] = field(default_factory=dict)
+    sizes: tuple[tuple[int, int], ...] | None = None
+    """The batch sizes of the microbatches, each with how many in a row have it; None where this rank was given no batch."""
+    call: int = 0
+    """How many batches the rank was given before this one and with it."""
+    records: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: losses of one kind as one tensor, which is quicker to send than many."""
@@ -90,6 +97,32 @@ class Share:
             numbers, tensors, scales = state["losses"]
             state["losses"] = dict(zip(numbers, zip(tensors.unbind(), scales, strict=True), strict=True))
         self.__dict__.update(state)
+
+
+def _sizes(sizes: tuple[tuple[int, int], ...]) -> str:
+    return "was given microbatches of " + ", ".join(f"{size} ({count} times)" if count > 1 else str(size) for size, count in sizes)
+
+
+_SAME: dict[str, tuple[Callable[[Any], str], str]] = {
+    "call": (
+        "is at batch {} of this pipeline".format,
+        "a call that failed or was left out has set them apart, so go back to the last checkpoint, with a pipeline made anew on all",
+    ),
+    "microbatches": ("ran {} microbatches".format, "give all ranks the same"),
+    "records": (lambda records: "records" if records else "does not record", "set `record` alike on all ranks"),
+    "sizes": (_sizes, "give all ranks the same batch, or none to those that need none"),
+}
+"""What of a share must be the same on all ranks, how to say it, and what to do where it is not."""
+
+
+def check_same(shares: Sequence[Share], called: Callable[[int], str]) -> None:
+    """Refuse a step that was not the same on all ranks: its result would be of parts that do not belong together."""
+    for name, (say, advice) in _SAME.items():
+        known = [(rank, value) for rank, share in enumerate(shares) if (value := getattr(share, name)) is not None]
+        for rank, value in known:
+            if value != known[0][1]:
+                first, expected = known[0]
+                raise PipelineError(f"{called(first)} {say(expected)}, but {called(rank)} {say(value)}: {advice}")
 
 
 def _in_order(values: dict[Any, Any]) -> list[Any]:

@@ -181,7 +181,7 @@ class VirtualGroup(Group):
             self._raise(rank)
         until = time.monotonic() + deadline
         while not self._recovered():
-            if failure.fatal:
+            if self.failure is not failure or failure.fatal:  # the others have begun again, and failed again
                 self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
@@ -259,6 +259,7 @@ class VirtualGroup(Group):
                     f"rank {rank} is at {name!r}, but rank {other} at {theirs!r}: every rank must make the same calls in the same order"
                 )
                 self.fail(rank, error)
+                self._told.add(rank)
                 raise error
 
 
