@@ -50,6 +50,13 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if failed:
             self.clear_runtime_states()
 
+    def _talked(self) -> bool:
+        """Whether it has begun to send or receive in this step."""
+        return True
+
+    def _give_up(self, receives: dict[tuple[int, int], Sequence[Any]], talked: bool) -> None:
+        """The step has failed with these receives under way; `talked` says whether any stage of this rank has begun to send or receive."""
+
     def _both_halves(self) -> Halves:
         if self._halves is None or self._halves.module is not self.submod:
             self._halves = Halves(self.stage_index, self.submod)
