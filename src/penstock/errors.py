@@ -86,6 +86,10 @@ class VerifyError(PenstockError, ValueError):
         super().__init__(report)
 
 
+class NotAnIteratorError(PenstockError, TypeError):
+    """Data that begin anew each time they are asked for, where an iterator over them is due."""
+
+
 class PipelineError(PenstockError, RuntimeError):
     """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
 

@@ -52,8 +52,12 @@ class Interpreter:
             for each in instructions:
                 self._at = f"{each!r} in step {step}"
                 mail.at(index)
-                self._INSTRUCTION_MAP[each.name](self, **each.kwargs)
+                self._function(each)(self, **each.kwargs)  # type: ignore[misc] - known before the batch begins
                 index += 1
+
+    def _function(self, each: Any) -> Callable[..., None] | None:
+        """What runs an instruction: by its class, as DeepSpeed's engine has it, or by its name."""
+        return self._INSTRUCTION_MAP.get(type(each)) or self._INSTRUCTION_MAP.get(each.name)
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         if not (self.is_first_stage() or self.is_last_stage()):
@@ -133,8 +137,8 @@ class Interpreter:
             self.optimizer.zero_grad()
         self.global_steps += 1
 
-    # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own.
-    _INSTRUCTION_MAP: ClassVar[dict[str, Callable[..., None]]] = {
+    # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own, by name or by class.
+    _INSTRUCTION_MAP: ClassVar[dict[Any, Callable[..., None]]] = {
         "OptimizerStep": _exec_optimizer_step,
         "ReduceGrads": _exec_reduce_grads,
         "ReduceTiedGrads": _exec_reduce_tied_grads,
