@@ -86,6 +86,10 @@ class VerifyError(PenstockError, ValueError):
         super().__init__(report)
 
 
+class StageCallError(PenstockError, RuntimeError, TypeError):
+    """A stage's module does not take the arguments of a step; torch says so with one type in the first step and the other later."""
+
+
 class NotAnIteratorError(PenstockError, TypeError):
     """Data that begin anew each time they are asked for, where an iterator over them is due."""
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, made, mock_stages, parse, texts
+from penstock.errors import ScheduleError
 
 LOCAL = 3
 """Up to so many stages a rank torch unshards no stage twice."""
@@ -189,3 +190,26 @@ def test_rows_that_a_subclass_gives(name: str) -> None:
         assert mine.pipeline_order[1][0] is None
         found.append(texts(mine.pipeline_order_with_comms))
     assert found[0] == found[1]
+
+
+def test_as_torch_by_name_and_what_it_refuses() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 3), ("zbv", 2)):
+        options = {"chunks": chunks} if chunks > 1 else {}
+        table = ps.schedule(name, 2, 4, **options)
+        found = OURS.top.as_torch(name, mock_stages(2, chunks), 4)
+        assert texts(found.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
+    one = mock_stages(2, 1)
+    for table, stages, match in (  # type: ignore[assignment]
+        ("1f1b", one, "give n_microbatches="),
+        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*make the schedule for 2 ranks"),
+        (ps.schedule("zbv", 2, 4), one, "has 2 ranks and 4 stages.*num_stages=4"),
+        (ps.schedule("1f1b", 2, 4), one[0], r"write \[stage\]"),
+        (3, one, "takes a Schedule, a Program or the name"),
+    ):
+        with pytest.raises(ScheduleError, match=match):
+            OURS.top.as_torch(table, stages)
+
+
+def test_class_names_are_understood_as_meant() -> None:
+    with pytest.raises(ValueError, match="did you mean 'GPipe'"):
+        OURS.schedules.get_schedule_class("ScheduleGPipe")

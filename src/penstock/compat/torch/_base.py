@@ -21,6 +21,7 @@ _TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 LossFunction = Callable[..., Any]
 
 
+@_torch_schedules._PipelineSchedule.register
 class _PipelineSchedule(ABC):
     """One rank's part of a schedule, and the stages it runs it on."""
 

@@ -35,6 +35,7 @@ from penstock.passes.pass_list import PassList
 from penstock.passes.reduce_grad import ReduceGrad
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
+from penstock.schedules.registry import schedule
 from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.report import report
 from penstock.verifier.verify import check
@@ -203,15 +204,40 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unsharded_stages.remove(index)
 
 
-def as_torch(table: Table, stages: list[Any], **options: Any) -> _PipelineScheduleRuntime:
-    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...)."""
-    refuse_for_torch(table)
+def as_torch(table: Table | str, stages: list[Any], n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:
+    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...).
+
+    A schedule's name does too, for as many ranks and stages as there are; it needs `n_microbatches`.
+    """
+    if not isinstance(stages, list | tuple) or not stages:
+        raise ScheduleError(f"as_torch takes the list of this rank's stages, got {type(stages).__name__}: write [stage] for one")
+    table = _sized(table, stages[0], n_microbatches)
     made = _PipelineScheduleRuntime(stages, table.microbatches, **options)
     order = unpack_rows(table.rows)
     if not table.lowered:
         made.pipeline_order = {rank: list(row) for rank, row in order.items()}
     made._prepare_schedule_with_comms(order, format="compute_comms" if table.lowered else "compute_only")
     return made
+
+
+def _sized(table: Table | str, stage: Any, count: int | None) -> Table:
+    """The schedule for the pipeline that a stage is of."""
+    ranks, total = stage.group_size, stage.num_stages
+    if isinstance(table, str):
+        if count is None:
+            raise ScheduleError(f"{table} can be made for any number of microbatches: give n_microbatches=")
+        table = schedule(table, ranks, count, **({"chunks": total // ranks} if total > ranks else {}))
+    if not isinstance(table, Table):
+        raise ScheduleError(f"as_torch takes a Schedule, a Program or the name of a schedule, got {type(table).__name__}")
+    refuse_for_torch(table)
+    if (table.ranks, table.stages) != (ranks, total):
+        raise ScheduleError(
+            f"{table!r} has {table.ranks} ranks and {table.stages} stages, but these stages are of a pipeline of {ranks} ranks and "
+            f"{total} stages: make the schedule for {ranks} ranks, or make the stages with num_stages={table.stages}"
+        )
+    if count not in (None, table.microbatches):
+        raise ScheduleError(f"{table!r} is for {table.microbatches} microbatches, not {count}: leave n_microbatches out")
+    return table
 
 
 def _refuse_missing(row: list[_Action], stages: list[int], count: int) -> None:
