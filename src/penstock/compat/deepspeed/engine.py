@@ -192,7 +192,7 @@ class PipelineEngine(Interpreter):
         """This stage's instructions and buffers, and what every stage is about to run."""
         made = make()
         commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
-        strange = next((each for step in commands for each in step if self._function(each) is None), None)
+        strange = next((each for step in commands for each in step if not self._knows(each)), None)
         if strange is not None:
             raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
         data = None if self.data_iterator is None else self._transport.ident(self.data_iterator)

@@ -52,12 +52,15 @@ class Interpreter:
             for each in instructions:
                 self._at = f"{each!r} in step {step}"
                 mail.at(index)
-                self._function(each)(self, **each.kwargs)  # type: ignore[misc] - known before the batch begins
+                self._function(each)(self, **each.kwargs)
                 index += 1
 
-    def _function(self, each: Any) -> Callable[..., None] | None:
+    def _knows(self, each: Any) -> bool:
+        return type(each) in self._INSTRUCTION_MAP or each.name in self._INSTRUCTION_MAP
+
+    def _function(self, each: Any) -> Callable[..., None]:
         """What runs an instruction: by its class, as DeepSpeed's engine has it, or by its name."""
-        return self._INSTRUCTION_MAP.get(type(each)) or self._INSTRUCTION_MAP.get(each.name)
+        return self._INSTRUCTION_MAP[type(each) if type(each) in self._INSTRUCTION_MAP else each.name]
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         if not (self.is_first_stage() or self.is_last_stage()):

@@ -204,7 +204,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unsharded_stages.remove(index)
 
 
-def as_torch(table: Table | str, stages: list[Any], n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:
+def as_torch(table: Table | str, stages: Any, n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:
     """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...).
 
     A schedule's name does too, for as many ranks and stages as there are; it needs `n_microbatches`.

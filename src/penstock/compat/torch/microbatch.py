@@ -30,6 +30,7 @@ __all__ = [
 ]
 
 DEFAULT_CHUNK_DIM = 0
+_ALONG_BATCH = TensorChunkSpec(DEFAULT_CHUNK_DIM)  # type: ignore[no-untyped-call]
 _debug_mask_minibatches = False
 """Torch's switch for debugging: microbatches are as large as the batch, all of it zero but their own part."""
 
@@ -172,7 +173,7 @@ def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: dict[Any, An
 
 
 def _default_spec(value: Any) -> TensorChunkSpec | _Replicate:
-    return TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
+    return _ALONG_BATCH if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
 
 
 def split_args_kwargs_into_chunks(
@@ -205,7 +206,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
         specs, tree = tree_flatten(chunk_spec)
     else:
         first, tree = tree_flatten(chunks[0])
-        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(first)
+        specs = [_ALONG_BATCH] * len(first)
     flat = [tree_flatten(chunk)[0] for chunk in chunks]
     for chunk, leaves in zip(chunks, flat, strict=True):
         if len(leaves) != len(specs):
