@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_every_section_writes_its_rows(tmp_path: Path) -> None:
     text = (tmp_path / "gpu.md").read_text()
     assert text.count("\n## ") == 7
     assert found["about"]["size"].startswith("tiny")
+
+
+def test_it_ends_with_1_where_a_row_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the tiny size only where numbers differ: its figures mean nothing."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    fails = runpy.run_path(str(ROOT / "benchmarks" / "gpu.py"))["fails"]
+    slow, other = {"rows": [{"good": "yes"}, {"good": "NO"}]}, {"rows": [{"same to the last bit": "NO"}]}
+    assert fails("split", slow, False)
+    assert not fails("split", slow, True)
+    assert fails("conformance", slow, True)
+    assert fails("graphs", other, True)
+    assert fails("graphs", {"error": "of any kind"}, True)
+    assert not fails("memory", {"rows": [{"good": "yes"}, {"rank": 1}]}, False)
 
 
 def test_an_unknown_section_is_refused(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli.main import main
+from penstock.cli.wish import Wish
 from penstock.runtime import DataOrder
 from penstock.runtime import crew as crews
 
@@ -100,6 +101,7 @@ def test_auto_measures_plans_and_saves_everything(run, pool, file, tmp_path):
     made = ps.Plan.load(plan)
     assert sum(made.partition) == 4
     assert found["microbatches"] == made.microbatches
+    assert found["predicted"] == made.predicted.makespan
     assert found["losses"] == pytest.approx(unpipelined(file, 3, 16, made.microbatches), rel=1e-6)
     measured = ps.Timeline.load(record)
     assert measured.source == "measured"
@@ -146,7 +148,7 @@ def test_a_failing_model_is_told_with_its_rank(run, pool, tmp_path):
     [
         ("layers = [", "layers = 1 / 0, [", r"build\(\) of .* failed: ZeroDivisionError: division by zero \(.*wrong.py, line \d+\)"),
         ("return layers, torch", "return layers; torch", r"build\(\) of .* returned a list: return \(layers, sample, loss_fn, target\)"),
-        ("return TensorDataset", "return 3; TensorDataset", r"data\(\) of .* returned a int"),
+        ("return TensorDataset", "return 3; TensorDataset", r"data\(\) of .* returned int"),
         ("torch.randn(48, WIDE, generator=source))", ")", r"data\(\)\[numbers\] of .* gave 1 parts: give \(inputs, target\)"),
         ("lr=0.2", "lr=-1", r"optimizer\(parameters\) of .* failed: ValueError: Invalid learning rate"),
     ],
@@ -171,7 +173,10 @@ def test_functions_that_fail_are_named(run, pool, tmp_path, old, new, said):
         (("--every", "5"), "say where with --checkpoints FOLDER"),
         (("--device", "gpu"), "device 'gpu': "),
         (("--save-plan", "plan.toml"), "the suffix is not one of .json"),
-        (("--schedule", "1f1b", "--save-plan", "plan.json"), "--save-plan saves what --schedule auto plans"),
+        (("--schedule", "1f1b", "--save-plan", "plan.json"), "--save-plan saves what is planned"),
+        (("--schedule", "1f1b", "--recompute"), "--recompute is for what is planned"),
+        (("--schedule", "1f1b", "--seconds", "3"), "--seconds is for what is planned"),
+        (("-m", "3"), "--batch 32 cannot be cut into 3 equal microbatches"),
         (("--report", "report.pdf"), "the suffix is not one of .html"),
         (("--seconds", "nan"), "--seconds nan"),
     ],
@@ -179,6 +184,38 @@ def test_functions_that_fail_are_named(run, pool, tmp_path, old, new, said):
 def test_wrong_options_are_refused_before_anything_starts(refused, file, options, said, monkeypatch):
     monkeypatch.setattr(crews, "Workers", None)
     assert said in refused(2, "train", file, "-p", 4, *options)
+
+
+@pytest.fixture
+def plan_file(tmp_path: Path) -> Path:
+    profile = ps.Profile([ps.Layer(f=1.0, i=1.0, w=1.0)] * 4, microbatch=4)
+    ps.plan(profile, ranks=2, microbatches=4, seconds=0).save(tmp_path / "plan.json")
+    return tmp_path / "plan.json"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--batch", 256), "--batch 256: .*plan.json is for 16: leave it out"),
+        (("-m", 2), "--microbatches 2: .*plan.json is for 4: leave it out"),
+        (("-p", 3), "--ranks 3: .*plan.json is for 2: leave it out"),
+        (("--recompute",), "--recompute is for what is planned"),
+    ],
+)
+def test_a_plan_stays_what_it_was_proved_for(refused, file, plan_file, options, said, monkeypatch):
+    monkeypatch.setattr(crews, "Workers", None)
+    assert re.search(said, refused(2, "train", file, "--schedule", plan_file, *options))
+
+
+def test_a_plan_brings_its_batch(file, plan_file):
+    assert Wish(str(file), schedule=str(plan_file)).batch == 16
+    assert Wish(str(file)).batch == 32
+
+
+def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypatch):
+    monkeypatch.setattr(crews, "Workers", None)
+    (tmp_path / "taken").touch()
+    assert "cannot be written" in refused(2, "train", file, "-p", 4, "--report", tmp_path / "taken" / "deep" / "report.html")
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_what_is_the_same_is_said_to_be():
     assert not any(title.startswith("what makes") for title in text)
     takes = text["what an action takes"]
     assert len(takes) == 1
-    assert takes[0].endswith("are as predicted; --json has all")
+    assert takes[0].endswith("are as predicted; penstock compare --json has all")
 
 
 def test_of_many_rows_those_that_differ_are_shown():
@@ -86,12 +86,12 @@ def test_of_many_rows_those_that_differ_are_shown():
     text = said(laid("1f1b", 16, 20, Costs(), Costs(f=rows.tolist())))
     takes = text["what an action takes"]
     assert [line.split()[:3] for line in takes[1:-1]] == [["stage", "5", "F"]]
-    assert takes[-1] == "the other 31 of 32 are as predicted; --json has all"
+    assert takes[-1] == "the other 31 of 32 are as predicted; penstock compare --json has all"
     chance = np.random.default_rng(1)
     text = said(laid("1f1b", 16, 20, Costs(), Costs(f=chance.uniform(1.1, 2, 16).tolist())))
     takes = text["what an action takes"]
     assert len(takes) == 1 + MOST_ROWS + 1
-    assert takes[-1] == f"the other {32 - MOST_ROWS} of 32 differ less; --json has all"
+    assert takes[-1] == f"the other {32 - MOST_ROWS} of 32 differ less; penstock compare --json has all"
 
 
 def test_early_units_and_order_are_said():

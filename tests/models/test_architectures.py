@@ -31,12 +31,14 @@ SMALL = COMMON | {
     "shared_expert_intermediate_size": 16,
 }
 QUIET = (
-    *("activation_dropout", "attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embed_dropout", "hidden_dropout"),
-    *("input_jitter_noise", "layerdrop", "resid_dropout", "resid_pdrop", "residual_dropout", "router_jitter_noise"),
+    *("activation_dropout", "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "dropout", "embd_pdrop", "embed_dropout"),
+    *("hidden_dropout", "hidden_dropout_prob", "input_jitter_noise", "layerdrop", "resid_dropout", "resid_pdrop", "residual_dropout"),
+    "router_jitter_noise",
 )
 DENSE = [
-    *("bloom", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neo", "gpt_neox", "gptj", "granite", "mamba", "mistral"),
-    *("mpt", "olmo2", "opt", "phi", "phi3", "qwen2", "smollm3", "stablelm", "starcoder2", "xglm"),
+    *("biogpt", "bloom", "cohere2", "falcon", "gemma", "gemma2", "gemma3_text", "glm4", "gpt_neo", "gpt_neox", "gptj", "granite"),
+    *("mamba", "mistral", "modernbert-decoder", "mpt", "nanochat", "olmo2", "opt", "phi", "phi3", "qwen2", "smollm3", "stablelm"),
+    *("starcoder2", "xglm"),
 ]
 EXPERTS = ["gpt_oss", "granitemoe", "minimax", "olmoe", "phimoe", "qwen2_moe"]
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from models.tiny import llama, mixtral
+from models.tiny import batch, llama, mixtral, nanochat, opt
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime import HuggingFace
+from penstock.runtime import HuggingFace, Pipeline
 
 
 def cut(model: Any, **given: Any) -> Any:
@@ -68,6 +69,10 @@ def test_a_forward_that_does_more_between_its_layers_is_refused(monkeypatch):
     def from_tokens(self: Any, inner: Any, input_ids: Any = None, **kwargs: Any) -> Any:
         return inner(self, input_ids=input_ids, first=self.embed_tokens(input_ids) * 3, **kwargs)
 
+    def of_tokens(self: Any, inner: Any, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return inner(self, inputs_embeds=hidden, first=hidden.detach() * 3, **kwargs)
+
     def reversed_(self: Any, inner: Any, *args: Any, **kwargs: Any) -> Any:
         self.layers = nn.ModuleList(reversed(self.layers))
         return inner(self, *args, **kwargs)
@@ -76,8 +81,37 @@ def test_a_forward_that_does_more_between_its_layers_is_refused(monkeypatch):
         watched(between)
     with pytest.raises(PlacementError, match="something that was computed from the tokens"):
         watched(from_tokens)
+    with pytest.raises(PlacementError, match="with input_ids they give another output than the whole model"):
+        watched(of_tokens)
     with pytest.raises(PlacementError, match="in another order"):
         watched(reversed_)
+
+
+def test_a_change_in_front_of_a_tail_without_parameters_is_refused(monkeypatch):
+    """The stage before would hand on what has been changed, and the next one would change it again."""
+    model = nanochat()
+
+    def forward(self: Any, input_ids: Any = None, inputs_embeds: Any = None, **kwargs: Any) -> Any:
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return BaseModelOutputWithPast(self.norm(hidden * 2))
+
+    monkeypatch.setattr(type(model.model), "forward", forward)
+    with pytest.raises(PlacementError, match=r"changed between its last layer and model.norm"):
+        cut(model)
+
+
+def test_layers_that_are_left_out_at_random_are_refused():
+    with pytest.raises(PlacementError, match=r"OPTDecoder leaves out layers at random, with layerdrop=0.1"):
+        cut(opt(layerdrop=0.1).train())
+    model = opt(layerdrop=0.1).eval()
+    module = cut(model).parts[0].module
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    module(tokens)
+    model.train()
+    with pytest.raises(PlacementError, match="set its layerdrop to 0"):
+        module(tokens)
 
 
 def test_a_balance_of_its_own_is_refused(monkeypatch):
@@ -100,3 +134,16 @@ def test_wrong_inputs_are_refused():
         module({"input_ids": tokens, "past_key_values": None})
     with pytest.raises(ScheduleError, match="set it in the model's config"):
         module({"input_ids": tokens, "output_router_logits": True})
+
+
+def test_batches_that_cannot_be_trained_on_are_refused():
+    inputs = batch()
+    tokens = {name: each for name, each in inputs.items() if name != "labels"}
+    pipe = Pipeline(llama(), schedule="gpipe", microbatches=2)
+    with pytest.raises(ScheduleError, match="give labels in it, or as target="):
+        pipe.step(tokens)
+    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
+        pipe.step(inputs | {"num_items_in_batch": 12})
+    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
+        pipe.step_list([inputs | {"num_items_in_batch": torch.tensor(12)}])
+    assert torch.equal(pipe.step(inputs | {"num_items_in_batch": None}).loss, pipe.step(inputs).loss)

@@ -15,10 +15,18 @@ from transformers import (
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
+    NanoChatConfig,
+    NanoChatForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    XGLMConfig,
+    XGLMForCausalLM,
 )
 
 from penstock.runtime import Pipeline, launch
@@ -61,6 +69,29 @@ def mixtral(**given: Any) -> MixtralForCausalLM:
 def qwen_experts(**given: Any) -> Qwen3MoeForCausalLM:
     own = {"num_experts": 4, "moe_intermediate_size": 12, "head_dim": 8}
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**COMMON | ROUTERS | own | given))
+
+
+def nanochat(**given: Any) -> NanoChatForCausalLM:
+    """One norm without parameters runs before the layers and after them."""
+    model = NanoChatForCausalLM(NanoChatConfig(**COMMON | given))
+    nn.init.normal_(model.lm_head.weight)
+    return model
+
+
+def modernbert(**given: Any) -> ModernBertDecoderForCausalLM:
+    """Its embeddings are called by name, with None for what is not given."""
+    names = {"cls_token_id": 1, "sep_token_id": 2}
+    return ModernBertDecoderForCausalLM(ModernBertDecoderConfig(**COMMON | names | given))
+
+
+def opt(**given: Any) -> OPTForCausalLM:
+    return OPTForCausalLM(OPTConfig(**COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 16, "dropout": 0.0, "layerdrop": 0.0} | given))
+
+
+def xglm(**given: Any) -> XGLMForCausalLM:
+    """Has its dropout around the layers as a function, by the mode of the module that calls it."""
+    names = {"d_model": 16, "ffn_dim": 24, "num_layers": DEPTH, "attention_heads": 2, "vocab_size": VOCABULARY, "layerdrop": 0.0}
+    return XGLMForCausalLM(XGLMConfig(**names | {"max_position_embeddings": 32, "pad_token_id": 0} | given))
 
 
 MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "qwen": qwen, "gpt2": gpt2, "mixtral": mixtral, "qwen experts": qwen_experts}

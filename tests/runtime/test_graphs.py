@@ -150,6 +150,70 @@ def test_parameters_that_are_replaced_are_recorded_anew() -> None:
         torch.testing.assert_close(found.grad, wanted, rtol=0, atol=0, msg=name)
 
 
+def normed() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Tanh()) for _ in range(4)))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-zb"])
+def test_what_is_tried_first_leaves_no_trace(name: str) -> None:
+    """Running means, counts of batches and random numbers are those of a run without."""
+    x, model, found = torch.randn(16, 6), normed(), []
+    for graphs in (False, True):
+        own = copy.deepcopy(model)
+        pipe = Pipeline(own, schedule=name, microbatches=4, loss_fn=functional.mse_loss, graphs=graphs)
+        torch.manual_seed(5)
+        losses = [pipe.step(x, target=x).loss for _ in range(2)]
+        found.append([*losses, *own.state_dict().values(), *(p.grad for p in own.parameters()), torch.get_rng_state()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("change", ["data", "buffer", "mode", "frozen"])
+def test_what_changes_between_steps_is_recorded_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded work has the memory and the modes that it was recorded with: other ones want other work."""
+    made: list[Any] = []
+    place = Graphs.place
+    monkeypatch.setattr(Graphs, "place", lambda *args: made.append(place(*args)) or made[-1])
+    model, x = normed(), torch.randn(16, 6)
+    pipe = Pipeline(model, schedule="gpipe", microbatches=1, loss_fn=functional.mse_loss, graphs=True)
+    pipe.step(x, target=x)
+    pipe.step(x, target=x)
+    assert made[1] is made[0]
+    linear, norm = model.get_submodule("0.0"), model.get_submodule("0.1")
+    if change == "data":
+        linear.weight.data = linear.weight.data.clone()
+    elif change == "buffer":
+        norm.running_mean = norm.running_mean.clone()
+    elif change == "mode":
+        norm.eval()
+    else:
+        linear.weight.requires_grad_(False)
+    pipe.step(x, target=x)
+    pipe.step(x, target=x)
+    assert made[2] is not made[1]
+    assert made[3] is made[2]
+
+
+class Replacing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block(6)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.block(x)
+
+
+def test_a_buffer_that_is_replaced_is_refused_and_put_back() -> None:
+    module, x = Replacing(), torch.randn(4, 6)
+    pipe = Pipeline([module], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
+    with pytest.raises(ps.PenstockError, match="stage 0 puts another tensor in place of its buffer count"):
+        pipe.step(x, target=x)
+    assert module.count == 0
+
+
 class Sided(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -126,6 +126,26 @@ def test_a_hook_is_passed_over_where_it_would_change_the_numbers(why: str) -> No
     assert all(torch.equal(*pair) for pair in zip(found.values(), wanted.values(), strict=True))
 
 
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"graphs": True}, "graphs=True"),
+        ({"recompute": True}, "the stage is recomputed"),
+        ({"accumulate_dtype": torch.float64}, "precision"),
+    ],
+)
+def test_a_hook_that_is_passed_over_is_told_of_once(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+    schedule, x, seen = ps.schedule("dualpipe-v", ranks=2, microbatches=8), torch.randn(9, 6), list[str]()
+    overlapped = {a.sub_actions[0].stage for row in schedule for a in row if a.kind is Kind.OVERLAP_F_B}
+    with caplog.at_level("WARNING", logger="penstock"):
+        step_of([stage.layers for stage in hooked("last", schedule, [])], schedule, x, **options)  # type: ignore[misc]
+        assert caplog.messages == []
+        step_of(hooked("last", schedule, seen), schedule, x, **options)
+    assert seen == []
+    told = [message for message in caplog.messages if why in message]
+    assert len(told) == len(caplog.messages) == len(set(told)) == len(overlapped) > 0
+
+
 def _with_split() -> ps.Schedule:
     """A forward beside a backward for the input, whose weights follow later."""
     rows = [["0F0", "1F0", "0F1", "(1F1;1I0)OVERLAP_F_B", "0I0", "1W0", "1I1", "0W0", "0B1", "1W1"]]

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Layers, Pipeline, add_loss, launch
-from penstock.runtime.parity import Parity
+from penstock.runtime.parity import Parity, _compare
 from runtime.models import GPT, assert_equal, blocks, gradients, token_loss
 
 
@@ -220,3 +220,29 @@ def test_copies_of_one_s_own_are_all_compared() -> None:
     schedule = ps.schedule("dualpipe", ranks=4, microbatches=4)
     found = launch(lambda: Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y), 4)
     assert max(each.loop.worst for each in found) < 1e-12
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted", "close"),
+    [
+        ([1.0, NAN], [1.0, 2.0], False),
+        ([1.0, 2.0], [1.0, NAN], False),
+        ([1.0, float("inf")], [1.0, 2.0], False),
+        ([1.0, float("-inf")], [1.0, float("inf")], False),
+        ([1.0, NAN], [1.0, NAN], True),
+        ([1.0, NAN], [1.1, NAN], False),
+        ([NAN, float("inf")], [NAN, float("inf")], True),
+    ],
+)
+def test_what_is_not_a_number_is_equal_to_its_like_alone(found: list[float], wanted: list[float], close: bool) -> None:
+    """Whatever else differs, and on whichever rank it is."""
+    off, right, reference = torch.tensor([1.0 + 2e-7]), torch.tensor(wanted), torch.tensor([1.0])
+    for ranks in ([found, wanted], [wanted, found]):
+        held = [{"a": off, "b": torch.tensor(each)} for each in ranks]
+        compared = _compare("loop", held, {"a": reference, "b": right})
+        assert compared.close is close
+        assert not compared.exact
+        assert ("equal up to rounding" in compared.in_words()) is close

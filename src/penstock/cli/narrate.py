@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from penstock.cli.wish import Wish
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
-    from penstock.runtime.parity import Comparison
     from penstock.runtime.trainer import Moment, Trained
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
@@ -76,7 +75,9 @@ class Narrator:
 
     @contextmanager
     def training(self, steps: int, batch: int) -> Iterator[Callable[[Moment], None]]:
-        self.head(f"Train {steps} steps of {batch} samples")
+        from penstock.draw.numbers import count
+
+        self.head(f"Train {count(steps, 'step')} of {count(batch, 'sample')}")
         shown = _bar(steps, batch, self) if self._live else nullcontext(self._lines(steps))
         with shown as show:
 
@@ -139,8 +140,8 @@ class Narrator:
             return
         self.head("Compare loss and gradients with the unpipelined model")
         for step, found in done.parity.items():
-            for each in filter(None, (found.loop, found.batch)):
-                self.say(f"step {step}, {in_words(each)}")
+            for each in found.all:
+                self.say(f"step {step}, {each.in_words()}")
 
     def differences(self, found: Differences, plan: Plan | None) -> None:
         from penstock.planner.units import Units
@@ -155,15 +156,6 @@ class Narrator:
 
     def saved(self, what: str, path: Path) -> None:
         self.out.print(f"\nThe {what} is in [bold]{path}[/bold]")
-
-
-def in_words(found: Comparison) -> str:
-    """How near a step is to the unpipelined model."""
-    from penstock.runtime.trainer import CLOSE
-
-    if found.exact or found.worst > CLOSE:
-        return str(found)
-    return f"{found.reference}: equal up to rounding, {found.worst:.1e} of the largest value"
 
 
 def candidates(plan: Plan, shown: int) -> Iterator[str]:

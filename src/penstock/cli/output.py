@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -43,7 +44,16 @@ def can_print(text: str) -> bool:
 
 
 def to_json(data: Any) -> str:
-    return json.dumps(data, indent=1) + "\n"
+    """JSON that every reader takes: numbers that it has no sign for are null."""
+    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [_finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def write(path: Path, text: str) -> None:

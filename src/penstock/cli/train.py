@@ -44,13 +44,18 @@ def train(
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", parser=whole_number, help="Steps in all, those of earlier runs included.")
     ] = 100,
-    batch: Annotated[int, typer.Option("--batch", metavar="N", parser=whole_number, help="Samples of a step.")] = 32,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", metavar="N", parser=whole_number, help="Samples of a step.  [default: those of a plan, else 32]"),
+    ] = None,
     memory_limit: Annotated[
         str | None,
         typer.Option("--memory-limit", metavar="SIZE", help="The most that a rank may hold, like 40GiB; with --schedule auto or a NAME."),
     ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Let auto run forwards again where something fits only so.")] = False,
-    seconds: Annotated[float, typer.Option("--seconds", metavar="S", help="How long auto searches, after the named schedules.")] = 5.0,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", metavar="S", help="How long auto searches, after the named schedules.  [default: 5]")
+    ] = None,
     checkpoints: Annotated[
         Path | None, typer.Option("--checkpoints", metavar="FOLDER", help="Save checkpoints there, and go on from the last one.")
     ] = None,
@@ -77,7 +82,9 @@ def train(
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Train a model as a pipeline: on processes of this machine, or on those that torchrun has started.
+    """Train a model as a pipeline, here or under torchrun.
+
+    It starts processes on this machine, or joins those that torchrun has started.
 
     With --schedule auto the model is measured layer by layer, and the best schedule found within the memory limit is taken. What is
     to run is proved first. Ctrl-C ends all processes. With --checkpoints the same command goes on where the last one ended, with as
@@ -127,10 +134,10 @@ def _check_files(wish: Wish, files: dict[str, Path | None]) -> None:
     check_output(files["save_plan"], (".json",))
     check_output(files["record"], SUFFIXES)
     check_output(files["report"], (".html",))
-    if files["save_plan"] is not None and wish.schedule != "auto":
-        raise UsageError(f"--save-plan saves what --schedule auto plans, and this is --schedule {wish.schedule}")
+    if files["save_plan"] is not None and not wish.is_planned:
+        raise UsageError(f"--save-plan saves what is planned, and --schedule {wish.schedule} is not: take auto, or give a --memory-limit")
     report = files["report"]
-    if report is not None and (report.is_dir() or report.parent.is_file()):
+    if report is not None and (report.is_dir() or not next(each for each in report.absolute().parents if each.exists()).is_dir()):
         raise UsageError(f"--report: {report} cannot be written: name a file in a folder")
     if report is not None:
         from penstock.draw.canvas import style

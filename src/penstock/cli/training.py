@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.cli.narrate import Narrator
 from penstock.cli.wish import Wish
+from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.planner.plan import Plan
@@ -35,7 +36,6 @@ class Session:
         self.load = partial(load_script, wish.source, os.getcwd())
         self.load()  # says at once what is wrong with it
         self.how = wish.how()
-        self.given: Any = wish.loaded() if wish.is_file else None
         self.narrator = Narrator(quiet)
         self.begun = time.perf_counter()
 
@@ -48,7 +48,7 @@ class Session:
         if not self.first:
             self.narrator = Narrator(quiet=True, silent=True)
         ranks = self.wish.ranks
-        if ranks is None and self.given is not None and not under_torchrun():
+        if self.wish.given is not None and not under_torchrun():
             ranks = self._given_ranks()
         with self.narrator.busy("starting the processes"), crew(ranks) as started:
             self._prepare(started)
@@ -57,8 +57,11 @@ class Session:
             self._compare()
 
     def _given_ranks(self) -> int:
-        table = getattr(self.given, "schedule", self.given)
-        return int(table.ranks)
+        given, asked = self.wish.given, self.wish.ranks
+        ranks = int(getattr(given, "schedule", given).ranks)
+        if asked not in (None, ranks):
+            raise UsageError(f"--ranks {asked}: {self.wish.schedule} is for {ranks}: leave it out, or plan anew")
+        return ranks
 
     # Before training --------------------------------------------------------------------------------------------------
 
@@ -66,7 +69,7 @@ class Session:
         from penstock.planner.plan import Plan
         from penstock.verifier.verify import verify
 
-        what = self._planned(started) if self.wish.is_planned else self.given or self.wish.named(started.ranks)
+        what = self._planned(started) if self.wish.is_planned else self.wish.given or self.wish.named(started.ranks)
         if isinstance(what, Plan):
             self.plan, self.table = what, what.schedule
             self.proof = what.proof
@@ -174,7 +177,7 @@ class Session:
 
     def data(self) -> dict[str, Any]:
         """The results as plain data."""
-        done, found = self.trained, self.differences
+        done, laid = self.trained, self.differences
         assert done is not None
         return {
             "source": self.wish.source,
@@ -185,9 +188,10 @@ class Session:
             "steps": self.wish.steps,
             "losses": done.losses,
             "seconds": done.seconds,
-            "parity": {str(step): str(each).splitlines() for step, each in done.parity.items()},
+            "parity": {str(step): [each.in_words() for each in found.all] for step, found in done.parity.items()},
             "equal": self.equal if done.parity else None,
-            "predicted": None if found is None else found.makespan.predicted,
+            "predicted": None if self.plan is None else self.plan.predicted.makespan,
+            "scale": None if laid is None else laid.scale,
             "measured": None if done.timeline is None else done.timeline.makespan,
             "loaded": done.loaded,
             "saved": done.saved,

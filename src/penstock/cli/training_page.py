@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from penstock.cli.narrate import in_words
 from penstock.draw.numbers import count
 from penstock.draw.page import Card, Section
 from penstock.draw.page import page as put_together
@@ -146,8 +145,8 @@ def _training(done: Trained) -> Section:
 def _parity(done: Trained) -> Section:
     rows = []
     for step, each in done.parity.items():
-        for found in filter(None, (each.loop, each.batch)):
-            reference, _, said = in_words(found).partition(": ")
+        for found in each.all:
+            reference, _, said = found.in_words().partition(": ")
             rows.append([f"step {step}", reference, said])
     text = (
         "The loss, every gradient and their norm, against the unpipelined model with the same weights: over the same microbatches one "

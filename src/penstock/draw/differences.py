@@ -137,7 +137,10 @@ def _shortened(title: str, header: Sequence[str], rows: list[tuple[float, list[s
     shown = sorted(sorted(apart, key=lambda at: -rows[at][0])[:MOST_ROWS])
     others = "differ less" if len(apart) > MOST_ROWS else "are as predicted"
     return Part(
-        title, header, [rows[at][1] for at in shown], [f"the other {len(rows) - len(shown)} of {len(rows)} {others}; --json has all"]
+        title,
+        header,
+        [rows[at][1] for at in shown],
+        [f"the other {len(rows) - len(shown)} of {len(rows)} {others}; penstock compare --json has all"],
     )
 
 

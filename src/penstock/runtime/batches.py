@@ -104,4 +104,8 @@ class Batches:
     def check_target(self, feed: Feed) -> None:
         """Training needs a target, unless the loss does without."""
         if feed.targets is None and not (self.loss.alone and self.weight is None):
+            if self.named:
+                raise ScheduleError(
+                    "the batch has no labels, which a model of transformers' is trained on: give labels in it, or as target="
+                )
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")

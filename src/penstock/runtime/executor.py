@@ -6,6 +6,7 @@ to, which stage and microbatch an operation is for. A step walks the list.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -25,10 +26,13 @@ from penstock.runtime.extras import Extras, collect
 from penstock.runtime.graphs import Graphs
 from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
-from penstock.runtime.overlap import Overlap, TwoStreams, hook_of, pair
+from penstock.runtime.overlap import HOOK, Overlap, TwoStreams, hook_of, pair
+from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import in_place
 from penstock.runtime.result import Share
 from penstock.runtime.stage import Stage
+
+logger = logging.getLogger(__name__)
 
 AUTOCAST = ("cpu", "cuda")
 """Devices on which operators may choose their types by themselves."""
@@ -54,6 +58,8 @@ class Executor(Computing):
         super().__init__(program, rank, stages, loss=loss, group=group, deadline=deadline, number=number, pieces=data.pieces)
         self.overlap, self.data = overlap, data
         self._failed_part: Action | None = None
+        self._passed_over: set[int] = set()
+        """The stages whose hook it was said of."""
         self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
         """The stages in the order in which their gradients are complete."""
         self.autocast: list[str] = []
@@ -227,13 +233,14 @@ class Executor(Computing):
 
     def _hooked(self, action: Action) -> Operation | None:
         """A forward and a backward by the hook of the forward's module, if it has one."""
-        is_bare = self.graphs is None and not any(self.data.surrounds(part.stage) for part in action.sub_actions)
-        places = pair(action) if self.program.training and is_bare else None
-        forward, backward = (None, None) if places is None else (action.sub_actions[place] for place in places)
-        hook = None if forward is None else hook_of(self.stages[forward.stage].module)
-        if forward is None or backward is None or hook is None:
+        places = pair(action) if self.program.training else None
+        if places is None:
             return None
+        forward, backward = (action.sub_actions[place] for place in places)
         module = self.stages[forward.stage].module
+        hook = hook_of(module.module if isinstance(module, Recomputed) else module)
+        if hook is None or self._passes_over(action, forward.stage):
+            return None
 
         def call(*args: Any, **kwargs: Any) -> Any:
             return module(*args, **kwargs) if self.beside is None else hook(args, kwargs, self.beside)
@@ -247,6 +254,21 @@ class Executor(Computing):
             back(self._named(forward, partial(ahead, taken)))
 
         return self._named(backward, together)
+
+    def _passes_over(self, action: Action, stage: int) -> bool:
+        """Whether the hook of a stage's module cannot be used; says so once for each stage."""
+        reasons = {
+            "work is recorded with graphs=True, a forward and a backward apart": self.graphs is not None,
+            "the stage is recomputed": isinstance(self.stages[stage].module, Recomputed),
+            "stages are in shards, or sum their gradients in another precision": any(
+                self.data.surrounds(part.stage) for part in action.sub_actions
+            ),
+        }
+        why = next((reason for reason, holds in reasons.items() if holds), None)
+        if why is not None and stage not in self._passed_over:
+            self._passed_over.add(stage)
+            logger.warning("%s of stage %d is passed over, and a backward runs beside its forward as without it: %s", HOOK, stage, why)
+        return why is not None
 
     def _named(self, part: Action, operation: Operation) -> Operation:
         """The operation, which says of a failure that it was in this part."""

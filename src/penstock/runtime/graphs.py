@@ -7,7 +7,8 @@ what goes out is copied away. A microbatch that looks different runs as without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from penstock.runtime.cells import EMPTY
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import StageOutput, collect
 from penstock.runtime.group import Operation, nothing
+from penstock.runtime.randomness import kept_random_state
 from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import run_backward
 from penstock.runtime.stage import Stage
@@ -59,7 +61,7 @@ class Place:
         self.made: Any = None
         self.grad: Any = None
         self.back: Tensor | None = None
-        with grads.aside():
+        with grads.aside(), kept_random_state(), _kept_buffers(stage):
             device.warm(self._try)
         self.made = self.deferral = None  # nothing of the try is to be met again
         grads.put()
@@ -152,6 +154,44 @@ class _Aside:
             parameter.grad = grad
 
 
+@contextmanager
+def _kept_buffers(stage: Stage) -> Iterator[None]:
+    """Leave a stage's buffers as they were: what is tried before it is recorded counts for nothing."""
+    kept = [(module, name, value, value.clone()) for module, name, value in _buffers(stage.module)]
+    try:
+        yield
+        replaced = next((name for module, name, value, _ in kept if module._buffers.get(name) is not value), None)
+        if replaced is not None:
+            raise ScheduleError(
+                f"stage {stage.index} puts another tensor in place of its buffer {replaced}, which recorded work cannot: change it in "
+                "place, or leave graphs=True out"
+            )
+    finally:
+        for module, name, value, before in kept:
+            value.data.copy_(before)  # past autograd: another microbatch's backward may be about to read what is there again now
+            module._buffers[name] = value
+
+
+def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    return [(each, name, value) for each in module.modules() for name, value in each._buffers.items() if value is not None]
+
+
+def _look(module: nn.Module) -> list[object]:
+    """What recorded work was recorded with: the memory of parameters and buffers, what is trained, and the modules' modes."""
+    found: list[object] = []
+    for each in module.modules():
+        found.append(each.training)
+        for parameter in each._parameters.values():
+            found += [] if parameter is None else [id(parameter), _address(parameter), parameter.requires_grad]
+        found += [_address(buffer) for buffer in each._buffers.values() if buffer is not None]
+    return found
+
+
+def _address(value: Tensor) -> int:
+    """Where a tensor's memory is; one of a kind of its own may have none that it tells of."""
+    return value.data_ptr() if type(value) in (Tensor, nn.Parameter) else id(value)
+
+
 @dataclass
 class _Running:
     """A microbatch between its forward and its last backward: its place, where its loss's backward starts, and whether it has one."""
@@ -171,6 +211,7 @@ class Graphs:
         self._places: dict[tuple[int, int, bool], Place] = {}
         self._grads: dict[int, Gradients] = {}
         self._sums: dict[int, Tensor] = {}
+        self._looks: dict[int, list[object]] = {}
         self._numbers = _numbers(executor.program[executor.rank])
         for index, stage in executor.stages.items():
             self._check(index, stage)
@@ -185,14 +226,12 @@ class Graphs:
             )
 
     def begin(self) -> None:
-        """A step begins: gradients may have been replaced or dropped, and parameters too, whose work is recorded anew then."""
+        """A step begins: gradients may have been replaced or dropped. Where parameters were, or modes changed, work is recorded anew."""
         if self.executor.autocast:
             raise ScheduleError("graphs=True, but the step runs under autocast, which work is recorded without: use one of them")
-        for index, sums in self._grads.items():
-            now = [id(p) for p in self.executor.stages[index].module.parameters() if p.requires_grad]
-            if now != [id(parameter) for parameter, _ in sums.sums]:
-                self._grads, self._places, self._sums = {}, {}, {}
-                return
+        if any(_look(self.executor.stages[index].module) != look for index, look in self._looks.items()):
+            self._grads, self._places, self._sums, self._looks = {}, {}, {}, {}
+            return
         for sums in self._grads.values():
             sums.put()
 
@@ -205,7 +244,8 @@ class Graphs:
             if not isinstance(value, Tensor):
                 return None
             if stage not in self._grads:
-                self._grads[stage] = Gradients(self.executor.stages[stage].module, self._sums)
+                module = self.executor.stages[stage].module
+                self._grads[stage], self._looks[stage] = Gradients(module, self._sums), _look(module)
             found = self._places[key] = Place(self.executor.stages[stage], value, split, self._grads[stage])
         return found if found.fits(value) else None
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
 
 
+CLOSE = 1e-4
+"""Of the largest value: what numbers of 32 bits may differ by when they are summed in another order."""
+
+
 @dataclass(frozen=True)
 class Difference:
     """How far one tensor is from the reference: the largest difference, relative to the reference's largest value."""
@@ -44,6 +48,17 @@ class Comparison:
     def worst(self) -> float:
         return self.differences[0].relative if self.differences else 0.0
 
+    @property
+    def close(self) -> bool:
+        """Whether everything is equal up to rounding."""
+        return self.worst <= CLOSE
+
+    def in_words(self) -> str:
+        """How near it is."""
+        if self.exact or not self.close:
+            return str(self)
+        return f"{self.reference}: equal up to rounding, {self.worst:.1e} of the largest value"
+
     def __str__(self) -> str:
         if self.exact:
             return f"{self.reference}: equal to the last bit"
@@ -59,12 +74,19 @@ class Parity:
     batch: Comparison | None
     """None where the microbatches cannot be joined into one batch."""
 
+    @property
+    def all(self) -> list[Comparison]:
+        return [self.loop] if self.batch is None else [self.loop, self.batch]
+
     def __str__(self) -> str:
-        return "\n".join(map(str, filter(None, (self.loop, self.batch))))
+        return "\n".join(map(str, self.all))
 
 
 def parity(pipeline: Pipeline, feed: Feed) -> Parity:
-    """Run a step and both references on copies of the model; gradients, buffers and random streams are put back afterwards."""
+    """Run a step and both references on copies of the model; gradients, buffers and random streams are put back afterwards.
+
+    The references run the pipeline's own stages one after the other: what they cannot tell is whether the model was cut rightly.
+    """
     parts = [part for part in pipeline.partition.parts if part is not None]
     if len(parts) != pipeline.table.stages:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
@@ -174,8 +196,9 @@ def _compare(reference: str, found: list[dict[str, Tensor | None]], wanted: dict
                 worst[name] = seen
     together = {name: value for rank in found for name, value in rank.items()}
     norms = [_norm(each) for each in (together, {name: wanted[name] for name in together if name in wanted})]
-    if norms[0] is not None and norms[1] is not None and not torch.equal(norms[0], norms[1]):
-        worst["norm"] = Difference("norm", abs(float(norms[0] - norms[1])), abs(float(norms[0] / norms[1] - 1)))
+    norm = _difference("norm", *norms)
+    if norm is not None:
+        worst["norm"] = norm
     return Comparison(reference, not worst, sorted(worst.values(), key=lambda d: -d.relative))
 
 
@@ -189,6 +212,11 @@ def _difference(name: str, found: Tensor | None, wanted: Tensor | None) -> Diffe
         return None if found is wanted else Difference(name, float("inf"), float("inf"))
     if torch.equal(found, wanted):
         return None
-    absolute = float((found.double() - wanted.double()).abs().max())
-    largest = float(wanted.double().abs().max())
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    if bool(same.all()):
+        return None
+    apart = (found.double() - wanted.double()).abs().masked_fill(same, 0.0)
+    absolute = float(apart.nan_to_num(nan=float("inf")).max())  # not a number on one side only: as far off as can be
+    usual = wanted.double().abs()[wanted.isfinite()]
+    largest = float(usual.max()) if len(usual) else 0.0
     return Difference(name, absolute, absolute / largest if largest else float("inf"))

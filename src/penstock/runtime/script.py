@@ -85,7 +85,7 @@ class Script:
         with self._blamed("data()"):
             made = self.data()
         if not hasattr(made, "__len__") or not hasattr(made, "__getitem__") or not len(made):
-            raise ScriptError(f"data() of {self.source} returned a {type(made).__name__}: return what has a length and data[numbers]")
+            raise ScriptError(f"data() of {self.source} returned {type(made).__name__}: return what has a length and data[numbers]")
         return made
 
     def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

@@ -22,9 +22,6 @@ from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.script import Script
 from penstock.simulator.timeline import Timeline
 
-CLOSE = 1e-4
-"""Of the largest value: what numbers of 32 bits may differ by when they are summed in another order."""
-
 Load = Callable[[], Script]
 """Gives the training file's functions; called on every rank."""
 
@@ -94,7 +91,7 @@ class Trained:
     @property
     def equal(self) -> bool:
         """Whether all that was compared is equal, up to rounding."""
-        return all(each.loop.worst <= CLOSE and (each.batch is None or each.batch.worst <= CLOSE) for each in self.parity.values())
+        return all(each.close for found in self.parity.values() for each in found.all)
 
 
 def train(load: Load, plan: Any, how: How, tell: Callable[[Moment], None]) -> Trained | None:

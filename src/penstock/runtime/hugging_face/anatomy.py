@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from penstock.errors import PlacementError
@@ -48,6 +49,12 @@ class Anatomy:
         """How every forward is called: without a cache, and without routers' figures, which are seen to elsewhere."""
         quiet = {"output_router_logits": False} if hasattr(self.config, "output_router_logits") else {}
         return {"use_cache": False, "return_dict": True, **quiet}
+
+    @property
+    def device(self) -> torch.device:
+        """Where tables are, which its forward runs on what it is given with."""
+        tables = (each for module in self.around.values() for each in module.buffers() if not each.is_meta)
+        return next(tables, torch.empty(0)).device
 
     def name(self, path: str) -> str:
         """The name in the model that was given."""
@@ -130,6 +137,25 @@ def _check_on_path(module: nn.Module, path: str) -> None:
         raise PlacementError(f"{what} holds {own[0]!r} itself, which belongs to no layer: {_REMEDY}")
     if "forward" in vars(module):
         raise PlacementError(f"the forward of {what} was replaced, as device_map= does: load the model without it")
+
+
+def path_of(model: nn.Module, layers: str) -> Sequence[nn.Module]:
+    """The modules from the model down to what holds its layers."""
+    found = [model]
+    for step in layers.split(".")[:-1]:
+        found.append(found[-1].get_submodule(step))
+    return found
+
+
+def check_skipping(path: Sequence[nn.Module]) -> None:
+    """Layers that are left out at random while training would be others on each stage."""
+    for each in path:
+        rate = getattr(each, "layerdrop", 0)
+        if each.training and isinstance(rate, (int, float)) and rate > 0:
+            raise PlacementError(
+                f"{type(each).__name__} leaves out layers at random, with layerdrop={rate}, which its stages cannot agree on: "
+                "set its layerdrop to 0, as with config.layerdrop = 0 before it is built, or call model.eval() to train without dropout"
+            )
 
 
 def twin(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = "") -> nn.Module:

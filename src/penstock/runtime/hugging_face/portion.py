@@ -6,7 +6,7 @@ along with the hidden states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
 from penstock.runtime.extras import add_loss
-from penstock.runtime.hugging_face.anatomy import Anatomy, twin
+from penstock.runtime.hugging_face.anatomy import Anatomy, check_skipping, path_of, twin
 from penstock.runtime.hugging_face.balance import Balance, Sums
 from penstock.runtime.hugging_face.probe import Order
-from penstock.runtime.hugging_face.sites import Blank, Site, Slot
+from penstock.runtime.hugging_face.sites import Blank, Site, Slot, Twice
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -32,7 +32,7 @@ class Portion(nn.Module):
         last = anatomy.count + 1
         self.first, self.last, self.balance = 0 in units, last in units, balance
         layers = [f"{anatomy.layers}.{unit - 1}" for unit in units if 0 < unit < last]
-        first, *others = [*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())]
+        first, *others = dict.fromkeys([*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())])
         self.names = (first, *order.tables, *others)
         self.parts = nn.ModuleList(anatomy.model.get_submodule(name) for name in self.names)
         self.slot, self.draws = Slot(), False
@@ -40,7 +40,7 @@ class Portion(nn.Module):
         whole = twin(anatomy.model, replaced)
         # In a tuple, so that the parameters are those of the parts alone, each once and in their order.
         self._own = (whole if self.last else whole.get_submodule(anatomy.base),)
-        self._twins = tuple(each for each in _path(whole, anatomy.layers))
+        self._twins = tuple(path_of(whole, anatomy.layers))
         self._options = anatomy.options
 
     def _replaced(self, anatomy: Anatomy, order: Order, units: range) -> dict[str, nn.Module]:
@@ -50,15 +50,19 @@ class Portion(nn.Module):
             for number, block in enumerate(anatomy.blocks)
         ]
         for site in sites:
-            site.tuples = order.tuples
+            site.layer, site.tuples = True, order.tuples
         if not self.first:
             sites[min(units[0] - 1, count - 1)].enters = True
         replaced: dict[str, nn.Module] = {anatomy.layers: nn.ModuleList(sites)}
-        after = [Site(anatomy.around[path], slot, anatomy.around[path] if self.last else None, path) for path in order.tail]
-        before = [Site(anatomy.around[path], slot, anatomy.around[path], path) for path in order.head]
-        replaced |= dict(zip(order.tail, after, strict=True))
-        blanks = [Blank(anatomy.around[path], slot) for path in order.head]
-        replaced |= dict(zip(order.head, before if self.first else blanks, strict=True))
+        for path in order.head:
+            like = anatomy.around[path]
+            replaced[path] = Site(like, slot, like, path) if self.first else Blank(like, slot)
+        after = []
+        for path in order.tail:
+            like, again = anatomy.around[path], path in replaced
+            site = Site(like, slot, like if self.last else None, f"{path} after" if again else path)
+            replaced[path] = Twice(slot, replaced[path], site) if again else site
+            after.append(site)
         if not self.last:
             [*sites, *after][units[-1]].leaves = True
         return replaced
@@ -90,10 +94,12 @@ class Portion(nn.Module):
         return nullcontext(nothing) if self.balance is None else self.balance.watching(self.parts)
 
     def _begin(self, hidden: Tensor | None) -> None:
-        self.slot.given, self.slot.made = hidden, None
+        self.slot.given, self.slot.made, self.slot.passed = hidden, None, False
         self.slot.begun = torch.initial_seed() if self.draws else None
+        training = any(part.training for part in self.parts)  # as the model's own now is, whose parts these are
         for each in self._twins:
-            each.training = self.training
+            each.training = training
+        check_skipping(self._twins)
 
     def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any], Sums | None]:
         """The hidden states that came in, the model's other inputs, and the sums of the routers so far."""
@@ -123,11 +129,3 @@ class Portion(nn.Module):
         if sums is not None:
             more[_ROUTERS] = sums
         return {_HIDDEN: made, **more} if more else made
-
-
-def _path(model: nn.Module, layers: str) -> Sequence[nn.Module]:
-    """The modules from the model down to what holds its layers."""
-    found = [model]
-    for step in layers.split(".")[:-1]:
-        found.append(found[-1].get_submodule(step))
-    return found

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError
-from penstock.runtime.hugging_face.anatomy import Anatomy, twin
-from penstock.runtime.hugging_face.sites import hidden_of, of_module
+from penstock.runtime.hugging_face.anatomy import Anatomy, check_skipping, path_of, twin
+from penstock.runtime.hugging_face.sites import hidden_of, is_embedding, of_module, take_after
+from penstock.runtime.randomness import kept_random_state
 
 _TOKENS = 1, 2
 
@@ -54,9 +55,7 @@ class _Layer(nn.Module):
     def __init__(self, like: nn.Module, seen: _Seen, number: int) -> None:
         super().__init__()
         self.seen, self.number = seen, number
-        self.__dict__ |= {
-            key: value for key, value in vars(like).items() if isinstance(value, (bool, int, float, str)) and key != "training"
-        }
+        take_after(self, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         seen, given = self.seen, hidden_of(args, kwargs)
@@ -79,7 +78,7 @@ class _Other(nn.Module):
 
     def __init__(self, like: nn.Module, seen: _Seen, path: str) -> None:
         super().__init__()
-        self.like, self.seen, self.path = _present(like), seen, path
+        self.like, self.seen, self.path = present(like), seen, path
         self.holds = next(like.parameters(), None) is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -87,13 +86,13 @@ class _Other(nn.Module):
         if 0 < seen.layers < seen.count:
             seen.blame(f"{self.path} runs between its layers")
         (seen.after if seen.layers else seen.before).append(self.path)
+        if len(seen.after) == 1 and hidden_of(args, kwargs) is not seen.hidden:
+            seen.blame(f"hidden states are changed between its last layer and {self.path}")
         if not self.holds:
             return self.like(*args, **kwargs)
         given = hidden_of(args, kwargs)
-        if isinstance(self.like, nn.Embedding) or not given.is_floating_point():
+        if is_embedding(self) or not given.is_floating_point():
             return torch.zeros(*_TOKENS, seen.width, device=given.device).requires_grad_()
-        if seen.layers and not seen.after[:-1] and given is not seen.hidden:
-            seen.blame(f"hidden states are changed between its last layer and {self.path}")
         return given
 
     def __getattr__(self, name: str) -> Any:
@@ -102,6 +101,7 @@ class _Other(nn.Module):
 
 def watch(anatomy: Anatomy) -> Order:
     """The order in which the parts run, or what cannot be cut about them."""
+    check_skipping(path_of(anatomy.model, anatomy.layers))
     faults = []
     for tuples in (False, True):
         seen = _Seen(tuples, anatomy.count, anatomy.config.hidden_size)
@@ -120,7 +120,7 @@ def watch(anatomy: Anatomy) -> Order:
     )
 
 
-def _present(module: nn.Module) -> nn.Module:
+def present(module: nn.Module) -> nn.Module:
     """The module, or where it has buffers on the meta device and nothing else, a copy of it that has some on the host."""
     absent = [each for each in module.buffers() if each.is_meta]
     if not absent or next(module.parameters(), None) is not None:
@@ -136,10 +136,8 @@ def _run(anatomy: Anatomy, seen: _Seen) -> None:
     replaced: dict[str, nn.Module] = {path: _Other(each, seen, path) for path, each in anatomy.around.items()}
     replaced[anatomy.layers] = nn.ModuleList(_Layer(each, seen, number) for number, each in enumerate(anatomy.blocks))
     model = twin(anatomy.model, replaced)
-    tables = (each for module in anatomy.around.values() for each in module.buffers() if not each.is_meta)
-    device = next(tables, torch.empty(0)).device
-    with torch.enable_grad():
-        model(input_ids=torch.zeros(*_TOKENS, dtype=torch.long, device=device), **anatomy.options)
+    with torch.enable_grad(), kept_random_state():
+        model(input_ids=torch.zeros(*_TOKENS, dtype=torch.long, device=anatomy.device), **anatomy.options)
 
 
 def _ordered(anatomy: Anatomy, seen: _Seen) -> Order:

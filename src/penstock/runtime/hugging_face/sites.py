@@ -19,6 +19,8 @@ class Slot:
         self.made: Tensor | None = None
         self.begun: int | None = None
         """The stream that the forward begins with, where it draws from those of its layers."""
+        self.passed = False
+        """Whether the forward has come to its layers."""
 
 
 class Site(nn.Module):
@@ -29,12 +31,12 @@ class Site(nn.Module):
         super().__init__()
         self.slot, self.module, self.name = slot, module, name
         self.enters = self.leaves = False
-        self.tuples = False
-        # A model may ask a layer of what kind it is.
-        self.__dict__ |= {key: value for key, value in vars(like).items() if isinstance(value, _PLAIN) and key not in self.__dict__}
+        self.layer = self.tuples = False
+        take_after(self, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot = self.slot
+        slot.passed = slot.passed or self.layer
         if self.leaves and slot.made is None:
             slot.made = hidden_of(args, kwargs)
         if self.enters and slot.given is not None:
@@ -56,13 +58,38 @@ class Blank(nn.Module):
 
     def __init__(self, like: nn.Module, slot: Slot) -> None:
         super().__init__()
-        self.slot, self.embeds = slot, isinstance(like, nn.Embedding)
+        self.slot, self.embeds = slot, is_embedding(like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given, hidden = hidden_of(args, kwargs), self.slot.given
         if hidden is None or (given.is_floating_point() and not self.embeds):
             return given
         return hidden.new_zeros(1, 1, hidden.shape[-1])
+
+
+class Twice(nn.Module):
+    """In the place of a module without parameters that runs both before the layers and after them: a stand-in for each."""
+
+    def __init__(self, slot: Slot, before: nn.Module, after: nn.Module) -> None:
+        super().__init__()
+        self.slot, self.before, self.after = slot, before, after
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.after if self.slot.passed else self.before)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return of_module(self, name, "after")
+
+
+def take_after(stand_in: nn.Module, like: nn.Module) -> None:
+    """Have a module's plain attributes: a model may ask a layer of what kind it is."""
+    own = vars(stand_in)
+    stand_in.__dict__ |= {key: value for key, value in vars(like).items() if isinstance(value, _PLAIN) and key not in own}
+
+
+def is_embedding(module: nn.Module) -> bool:
+    """Whether it looks something up, or stands in for a module that does."""
+    return isinstance(getattr(module, "like", module), nn.Embedding)
 
 
 def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
@@ -78,8 +105,17 @@ def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer is given to work on."""
-    return args[0] if args else kwargs["hidden_states"] if "hidden_states" in kwargs else next(iter(kwargs.values()))
+    at = _place(args, kwargs)
+    return args[at] if isinstance(at, int) else kwargs[at]
+
+
+def _place(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | str:
+    """Where among its arguments that is: what is given by position comes first, and None counts as not given."""
+    names = ("hidden_states", *kwargs) if "hidden_states" in kwargs else tuple(kwargs)
+    found: list[int | str] = [at for at, value in enumerate(args) if value is not None]
+    return (found + [name for name in names if kwargs[name] is not None])[0]
 
 
 def _swapped(args: tuple[Any, ...], kwargs: dict[str, Any], hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+    at = _place(args, kwargs)
+    return ((*args[:at], hidden, *args[at + 1 :]), kwargs) if isinstance(at, int) else (args, kwargs | {at: hidden})

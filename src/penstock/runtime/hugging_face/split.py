@@ -8,15 +8,18 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.errors import PlacementError
+from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.hugging_face.anatomy import Anatomy, dissect, is_known
 from penstock.runtime.hugging_face.balance import balance_of
 from penstock.runtime.hugging_face.portion import Portion
 from penstock.runtime.hugging_face.probe import watch
+from penstock.runtime.hugging_face.rehearsal import rehearse
 from penstock.runtime.partition import Part, Partition, balanced
 
 IGNORED = -100
 """What labels are that count for nothing."""
+
+_COUNT = "num_items_in_batch"
 
 
 @dataclass(frozen=True)
@@ -41,12 +44,13 @@ class HuggingFace:
                 "give each stage at least one and use every unit once"
             )
         ends = [sum(sizes[:stage]) for stage in range(stages + 1)]
-        return Partition(tuple(cutter.part(range(ends[stage], ends[stage + 1])) for stage in range(stages)))
+        return Partition(tuple(cutter.parts([range(ends[stage], ends[stage + 1]) for stage in range(stages)])))
 
     def units(self, model: Any) -> list[tuple[str, nn.Module]]:
         """Every unit by itself, as a profile measures them."""
         cutter = _Cutter.of(model)
-        return [(cutter.title(unit), cutter.part(range(unit, unit + 1)).module) for unit in range(cutter.count)]
+        parts = cutter.parts([range(unit, unit + 1) for unit in range(cutter.count)])
+        return [(cutter.title(unit), part.module) for unit, part in enumerate(parts)]
 
     def loss(self, model: Any) -> Callable[[Any, Any], Any]:
         """The model's own loss of scores and labels, which it shifts itself."""
@@ -69,6 +73,11 @@ def opened(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True)
     if len(args) != 1 or not isinstance(args[0], Mapping):
         return args, target
     inputs = dict(args[0])
+    if inputs.pop(_COUNT, None) is not None:
+        raise ScheduleError(
+            f"{_COUNT} in a batch: a step's loss is the mean over all labels of its batch that count, which takes no other number; leave "
+            "it out, and scale gradients yourself where several steps are one batch"
+        )
     labels = inputs.pop("labels", absent)
     return (inputs,), labels if target is absent and wanted else target
 
@@ -109,6 +118,8 @@ class _Cutter:
             return self.anatomy.name(f"{self.anatomy.layers}.{unit - 1}")
         return " + ".join(map(self.anatomy.name, self.order.tail if unit else self.order.head))
 
-    def part(self, units: range) -> Part:
-        portion = Portion(self.anatomy, self.order, units, self.balance)
-        return Part(portion, tuple(map(self.anatomy.name, portion.names)), tuple(portion.parts))
+    def parts(self, cuts: Sequence[range]) -> list[Part]:
+        """The stages that have these units, once they were seen to do as the whole model does."""
+        rehearse(self.anatomy, self.order, cuts)
+        portions = [Portion(self.anatomy, self.order, units, self.balance) for units in cuts]
+        return [Part(each, tuple(map(self.anatomy.name, each.names)), tuple(each.parts)) for each in portions]
