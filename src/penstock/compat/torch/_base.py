@@ -16,7 +16,6 @@ from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _spl
 from penstock.compat.torch.stage import PipelineStage
 from penstock.runtime.loss import Loss
 
-
 LossFunction = Callable[..., Any]
 
 
