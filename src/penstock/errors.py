@@ -86,6 +86,14 @@ class VerifyError(PenstockError, ValueError):
         super().__init__(report)
 
 
+class StageCallError(PenstockError, RuntimeError, TypeError):
+    """A stage's module does not take the arguments of a step; torch says so with one type in the first step and the other later."""
+
+
+class NotAnIteratorError(PenstockError, TypeError):
+    """Data that begin anew each time they are asked for, where an iterator over them is due."""
+
+
 class PipelineError(PenstockError, RuntimeError):
     """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
 

@@ -216,7 +216,7 @@ def test_evaluation(stages: int) -> None:
             "losses": engine.eval_batch(iter(batches), reduce_output=None),
             "mine": engine.eval_batch(iter(batches), bcast_loss=False),
             "outputs": engine.eval_batch(iter(batches), compute_loss=False, reduce_output=None),
-            "more": engine.eval_batch(batches, num_micro_batches=6),
+            "more": engine.eval_batch(iter(batches), num_micro_batches=6),
             "trained": engine.train_batch() if stages == 1 else None,
         }
 
@@ -274,7 +274,8 @@ def test_a_batch_function_and_stages_between() -> None:
     assert launch(train, ranks=3) == [wanted[0].item()] * 3
 
 
-def test_a_subclass_that_chooses_its_schedule_and_adds_an_instruction() -> None:
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_subclass_that_chooses_its_schedule_and_adds_an_instruction(by_class: bool) -> None:
     """As people extend DeepSpeed's engine; a stream with an instruction of their own runs without a proof."""
 
     class Note(s.PipeInstruction):
@@ -294,7 +295,7 @@ def test_a_subclass_that_chooses_its_schedule_and_adds_an_instruction() -> None:
         def _exec_note(self, text: str) -> None:
             self.notes.append(text)
 
-        _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, "Note": _exec_note}  # noqa: RUF012
+        _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, (Note if by_class else "Note"): _exec_note}  # noqa: RUF012
 
     whole, batches = model(), data(3)
     wanted = by_loop(copy.deepcopy(whole), batches, 3)
@@ -327,3 +328,14 @@ def test_ranks_that_are_processes() -> None:
         wanted.append(sum(loss_fn(alone(inputs), labels).item() for inputs, labels in batches[:4]) / 4)
     for found in launch(train, ranks=2, backend="gloo", args=(tied_model, batches, loss_fn, sgd, as_deepspeed("eager-1f1b"))):
         assert found == pytest.approx(wanted, rel=1e-12)
+
+
+@pytest.mark.parametrize("call", ["train_batch", "eval_batch", "set_dataiterator"])
+def test_data_that_would_begin_anew_with_every_batch_are_refused(call: str) -> None:
+    def train() -> str:
+        engine = PipelineEngine(model(2), micro_batches=2, loss_fn=loss_fn, deadline=20)
+        with pytest.raises(TypeError, match=r"the data are a list.*give iter\(\.\.\.\)") as refused:
+            getattr(engine, call)(data(4))
+        return type(refused.value).__name__
+
+    assert launch(train, ranks=2) == ["NotAnIteratorError"] * 2

@@ -12,7 +12,7 @@ from compat.deepspeed.plainly import run
 from penstock.compat.deepspeed import as_deepspeed, prove, to_program
 from penstock.compat.deepspeed import schedule as ours
 from penstock.compat.deepspeed.proof import plain
-from penstock.errors import PassError, ScheduleError, UnknownNameError, VerifyError
+from penstock.errors import ScheduleError, UnknownNameError, VerifyError
 from penstock.ir.placement import Placement
 
 NAMES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "zb-h2", "zb-auto")
@@ -133,7 +133,7 @@ def test_deepspeed_s_own_module_is_taken_where_it_is_loaded(monkeypatch: pytest.
     [
         ("zbv", {}, ScheduleError, "zbv places 2 stages on a rank, but DeepSpeed's instructions know one"),
         ("interleaved-1f1b", {}, ScheduleError, "places 2 stages on a rank"),
-        (ps.schedule("zbv", 2, 4), {}, PassError, "one stage a rank in a line, not v, 2 ranks"),
+        (ps.schedule("zbv", 2, 4), {}, ScheduleError, "4 stages on 2 ranks"),
         ("gpip", {}, UnknownNameError, "did you mean 'gpipe'"),
         (3, {}, ScheduleError, "as_deepspeed takes a Schedule, a Program or the name of a schedule, got int"),
         (ps.schedule("gpipe", 2, 4), {"chunks": 2}, ScheduleError, "option 'chunks' goes with the name of a schedule"),
@@ -160,3 +160,19 @@ def test_stages_that_take_microbatches_in_different_orders_are_refused() -> None
     rows = [["0F0", "0F1", "0B0", "0B1"], ["1F1", "1F0", "1B1", "1B0"]]
     with pytest.raises(VerifyError, match="microbatch"):
         as_deepspeed(ps.Schedule.from_actions(rows, Placement.linear(2)))
+
+
+def test_what_is_refused_at_once() -> None:
+    for make, match in (
+        (lambda: as_deepspeed("gpipe", foo=1), "no option 'foo'"),
+        (lambda: as_deepspeed("interleaved-1f1b"), "2 stages on a rank"),
+        (lambda: prove(ours.TrainSchedule, micro_batches=2, stages=0), "got stages=0"),
+        (lambda: prove(ours.TrainSchedule(2, 2, 0), micro_batches=2, stages=2), "got a TrainSchedule"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ScheduleError, match=match):
+            make()
+
+
+def test_an_interleaved_schedule_of_one_chunk() -> None:
+    made = as_deepspeed("interleaved-1f1b", chunks=1)
+    assert prove(made, micro_batches=4, stages=2)

@@ -165,3 +165,27 @@ def test_no_torch_is_loaded() -> None:
         "print('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+class Same(schedule.TrainSchedule):
+    """Overrides the hook by which DeepSpeed's own schedule says what a step does, and changes nothing."""
+
+    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
+        return super()._step_to_micro_batch(step_id)
+
+
+class NoBackward(schedule.TrainSchedule):
+    def _step_to_micro_batch(self, step_id: int) -> tuple[int, bool]:
+        micro_batch, forward = super()._step_to_micro_batch(step_id)
+        return (micro_batch if forward else -1), forward
+
+
+def test_a_subclass_that_says_what_each_step_does() -> None:
+    for stages in range(1, 6):
+        for micro_batches in range(1, 8):
+            for stage in range(stages):
+                mine = repr(list(Same(micro_batches, stages, stage)))
+                assert mine == repr(list(schedule.TrainSchedule(micro_batches, stages, stage)))
+    names = [each.name for step in NoBackward(2, 2, 0) for each in step]
+    assert names.count("ForwardPass") == 2
+    assert not {"BackwardPass", "RecvGrad"} & set(names)

@@ -45,6 +45,13 @@ def chunks_of(name: str) -> int:
     return 1 if name in SINGLE else 2 if name in ON_A_V else 3
 
 
+def held_by(name: str, rank: int, ranks: int) -> list[int]:
+    """The stages of a rank."""
+    if name in ON_A_V:
+        return [rank, 2 * ranks - 1 - rank]
+    return [rank] if name in SINGLE or name == "_ScheduleForwardOnly" else [rank, rank + ranks]
+
+
 @dataclass
 class Outcome:
     """What a step leaves behind."""

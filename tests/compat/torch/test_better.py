@@ -276,6 +276,41 @@ def test_an_order_that_would_hang_or_lose_work_is_refused_before_it_runs() -> No
     assert not ran
 
 
+@pytest.mark.parametrize(
+    ("count", "row"),
+    [
+        (2, "0F0 1F0 1B0 0B0"),
+        (4, "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"),
+        (1, "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"),
+        (2, "0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2"),
+        (2, "0F0 1F0 0F1 1F1"),
+    ],
+)
+def test_an_order_for_other_microbatches_than_a_step_has_is_refused(count: int, row: str) -> None:
+    modules, (x, y) = blocks(2), data()
+    made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, modules), count, loss_fn=functional.mse_loss)
+    made.pipeline_order_with_comms = parse(OURS, row)
+    with pytest.raises(VerifyError):
+        made.step(x, target=y)
+    assert grads(modules) == [None] * len(grads(modules))
+
+
+def test_an_order_of_forwards_alone_evaluates() -> None:
+    modules, (x, y) = blocks(2), data()
+    made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, modules), 2, loss_fn=functional.mse_loss)
+    made.pipeline_order_with_comms = parse(OURS, "0F0 1F0 0F1 1F1")
+    assert_same(made.eval(x, target=y), loop(modules, x, y, 2).output)
+
+
+def test_a_row_by_itself_that_leaves_microbatches_out_is_refused() -> None:
+    held = stages(OURS, blocks(1), [0], 2)
+    made = OURS.schedules._PipelineScheduleRuntime(held, 2, loss_fn=functional.mse_loss)
+    made.pp_group_size = 2
+    made.pipeline_order_with_comms = parse(OURS, "0F0 0SEND_F0 0RECV_B0 0B0")
+    with pytest.raises(ValueError, match=r"forward for microbatches \[0\], but a step has 2"):
+        made.step(data()[0])
+
+
 def test_stages_that_a_rank_does_not_hold() -> None:
     made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, blocks(1), [0], 2), 1, loss_fn=functional.mse_loss)
     made.pipeline_order_with_comms = parse(OURS, "0F0 1F0 1B0 0B0")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.attention.flex_attention import create_block_mask
 
 from compat.torch.both import BOTH, OURS, TORCH, Package
+from compat.torch.models import assert_same, blocks, data, loop, run
 
 WHOLE = "whole"
 
@@ -158,7 +159,7 @@ def test_specifications() -> None:
         assert [each.split_dim for each in spec.from_tuple((0, 2))] == [0, 2]
         assert {name: each.split_dim for name, each in spec.from_dict({"x": 1}).items()} == {"x": 1}
         assert str(spec(1)) == "TensorChunkSpec(1)"
-        assert repr(spec(1)) == f"{package.name}.microbatch.TensorChunkSpec(1)"
+        assert repr(spec(1)) == f"{TORCH.name}.microbatch.TensorChunkSpec(1)"
 
 
 def wrong(microbatch: Any) -> dict[str, Any]:
@@ -244,3 +245,17 @@ def test_block_masks_that_hold_for_any_batch() -> None:
             package.microbatch._split_block_mask(few, 3)
         with pytest.raises(AssertionError, match="BlockMask only supports split_dim=0"):
             package.microbatch.split_args_kwargs_into_chunks((few,), None, 2, (package.microbatch.TensorChunkSpec(1),))
+
+
+@pytest.mark.usefixtures("alone")
+def test_specifications_of_one_package_go_with_the_other() -> None:
+    modules, (x, y) = blocks(1), data()
+    for theirs, package in ((TORCH, OURS), (OURS, TORCH)):
+        spec, whole = theirs.microbatch.TensorChunkSpec, theirs.microbatch._Replicate
+        split, _ = package.microbatch.split_args_kwargs_into_chunks((x, y), {}, 3, (spec(1), whole()))
+        assert [tuple(a.shape) for a, _ in split] == [(12, 2)] * 3
+        assert all(b is y for _, b in split)
+        assert_same(package.microbatch.merge_chunks([a for a, _ in split], spec(1)), x)
+        assert package.microbatch.merge_chunks([torch.tensor(2.0)] * 3, theirs.microbatch.sum_reducer) == 6
+    options = {"args_chunk_spec": (TORCH.microbatch.TensorChunkSpec(0),), "output_merge_spec": TORCH.microbatch.TensorChunkSpec(0)}
+    assert_same(run(OURS, "ScheduleGPipe", modules, x, y, 4, **options), loop(modules, x, y, 4))

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, TORCH, made, mock_stages, parse, texts
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, made, mock_stages, parse, texts
+from penstock.errors import ScheduleError
 
 LOCAL = 3
 """Up to so many stages a rank torch unshards no stage twice."""
@@ -164,3 +165,51 @@ def test_traces(tmp_path: Path) -> None:
     for event in theirs:  # torch takes a backward for the input to be communication
         event["cat"] = "computation" if re.fullmatch(r"[0-9]+I[0-9]+", event["name"]) else event["cat"]
     assert mine == theirs
+
+
+@pytest.mark.parametrize("name", [*SINGLE, "ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleDualPipeV"])
+def test_no_microbatches(name: str) -> None:
+    chunks = 1 if name in SINGLE else 2
+    theirs, mine = (made(package, name, 2, chunks, 0) for package in BOTH)
+    assert issubclass(mine, ValueError if name in SINGLE else theirs)
+
+
+@pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
+def test_rows_that_a_subclass_gives(name: str) -> None:
+    """What a subclass makes of a rank's row is what runs, in both packages."""
+    found = []
+    for package in BOTH:
+
+        class Mine(getattr(package.schedules, name)):  # type: ignore[misc]
+            def _calculate_single_rank_operations(self, rank: int) -> list[Any]:
+                row = super()._calculate_single_rank_operations(rank)
+                return [None, *(action for action in row if action is not None)]
+
+        mine = Mine(mock_stages(2, 2), 4)
+        assert [action for action in mine.pipeline_order[1] if action is not None] == mine._calculate_single_rank_operations(1)[1:]
+        assert mine.pipeline_order[1][0] is None
+        found.append(texts(mine.pipeline_order_with_comms))
+    assert found[0] == found[1]
+
+
+def test_as_torch_by_name_and_what_it_refuses() -> None:
+    for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 3), ("zbv", 2)):
+        options = {"chunks": chunks} if chunks > 1 else {}
+        table = ps.schedule(name, 2, 4, **options)
+        found = OURS.top.as_torch(name, mock_stages(2, chunks), 4)
+        assert texts(found.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
+    one = mock_stages(2, 1)
+    for table, stages, match in (  # type: ignore[assignment]
+        ("1f1b", one, "give n_microbatches="),
+        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*make the schedule for 2 ranks"),
+        (ps.schedule("zbv", 2, 4), one, "has 2 ranks and 4 stages.*num_stages=4"),
+        (ps.schedule("1f1b", 2, 4), one[0], r"write \[stage\]"),
+        (3, one, "takes a Schedule, a Program or the name"),
+    ):
+        with pytest.raises(ScheduleError, match=match):
+            OURS.top.as_torch(table, stages)
+
+
+def test_class_names_are_understood_as_meant() -> None:
+    with pytest.raises(ValueError, match="did you mean 'GPipe'"):
+        OURS.schedules.get_schedule_class("ScheduleGPipe")

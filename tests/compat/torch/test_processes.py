@@ -15,17 +15,10 @@ from torch.nn import functional
 
 import penstock as ps
 from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, parse
-from compat.torch.models import Outcome, assert_same, blocks, data, grads, loop, schedule, stages
+from compat.torch.models import Outcome, assert_same, blocks, data, grads, held_by, loop, schedule, stages
 from penstock.runtime.workers import Workers
 
 pytestmark = pytest.mark.slow
-
-
-def held_by(name: str, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank."""
-    if name in ON_A_V:
-        return [rank, 2 * ranks - 1 - rank]
-    return [rank] if name in SINGLE or name == "_ScheduleForwardOnly" else [rank, rank + ranks]
 
 
 def feed(made: Any, here: Sequence[int], total: int, x: Any, y: Any, **more: Any) -> tuple[Any, list[Tensor]]:
@@ -379,51 +372,3 @@ def test_replicas_have_the_mean_of_their_gradients(workers: Workers, kind: str, 
         here = held_by(name, rank % 2, 2)
         wanted = [each[0].grads[4 * k + j] + each[1].grads[4 * k + j] for k in here for j in range(4)]  # type: ignore[operator]
         assert_same(theirs, wanted)  # the mean over two replicas, summed over two steps
-
-
-# Failures -------------------------------------------------------------------------------------------------------------
-
-
-def validated(modules: list[nn.Module], x: Tensor) -> list[str]:
-    """Under torch's detailed checks a stage refuses what differs from its first microbatch."""
-    rank = dist.get_rank()
-    stage = stages(OURS, [modules[rank]], [rank], 2)[0]
-    stage._runtime_validate = True
-    made = schedule(OURS, "ScheduleGPipe", [stage], 4)
-    made.step(*([x] if rank == 0 else []))
-    said = []
-    if rank == 0:
-        for wrong in (torch.randn(9, 6), x.to(torch.int32)):
-            with pytest.raises(OURS._utils.PipeliningMetadataError) as error:
-                made.step(wrong)
-            said.append(str(error.value))
-        handle = modules[0].register_forward_hook(lambda module, args, output: output.flatten())
-        with pytest.raises(OURS._utils.PipeliningMetadataError) as error:
-            made.step(x)
-        said.append(str(error.value))
-        handle.remove()
-    dist.barrier()
-    return said
-
-
-def test_detailed_checks(workers: Workers) -> None:
-    said, _ = workers.run(validated, (blocks(2), data(8)[0]), ranks=2)
-    assert ["shape mismatch" in said[0], "dtype mismatch" in said[1], "shape mismatch" in said[2]] == [True] * 3
-
-
-def out_of_step(modules: list[nn.Module], x: Tensor) -> str:
-    rank = dist.get_rank()
-    stage = stages(OURS, [modules[rank]], [rank], 2)[0]
-    made = schedule(OURS, "ScheduleGPipe", [stage], 1)
-    made.step(*([x] if rank == 0 else []))
-    stage._frames.steps += rank  # as if this rank alone had tried a step in between
-    try:
-        made.step(*([x] if rank == 0 else []))
-    except RuntimeError as error:
-        return str(error)
-    return ""
-
-
-def test_messages_of_another_step_are_refused(workers: Workers) -> None:
-    _, said = workers.run(out_of_step, (blocks(2), data(8)[0]), ranks=2)
-    assert "in step 3, but what came is of stage 0 in step 2" in said

@@ -400,3 +400,14 @@ def test_the_weights_backward_by_the_user() -> None:
             made.step(x, target=y)
             calls.append(count[0])
         assert calls[1] == calls[0] == 8
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((torch.ones(4, 6),), {"foo": 1})])
+def test_arguments_that_a_module_does_not_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Torch's type in the first step, which runs the module once ahead of it; its type of later steps as well."""
+    for package in BOTH:
+        made = schedule(package, "ScheduleGPipe", stages(package, [nn.Linear(6, 6)]), 2, loss_fn=nn.functional.mse_loss)
+        with pytest.raises(TypeError, match="argument") as error:
+            made.step(*args, target=torch.ones(4, 6), **kwargs)
+        assert isinstance(made, TORCH.schedules._PipelineSchedule)
+    assert isinstance(error.value, RuntimeError)

@@ -21,7 +21,7 @@ from penstock.compat.deepspeed.player import TRAINING
 from penstock.compat.deepspeed.schedule import InferenceSchedule, TrainSchedule
 from penstock.compat.deepspeed.ties import Ties
 from penstock.compat.deepspeed.transport import Mail, Transport
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import NotAnIteratorError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.deepspeed import Stream
 from penstock.runtime import microbatch as mb
@@ -99,13 +99,18 @@ class PipelineEngine(Interpreter):
         return given
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take the data of the batches to come from a loader."""
-        self.set_dataiterator(loader)
+        """Take the data of the batches to come from a loader, from its beginning."""
+        self.set_dataiterator(iter(loader))
 
-    def set_dataiterator(self, iterator: Iterable[Any] | None) -> None:
+    def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
         """Take the data of the batches to come from here; stages between the first and the last need none."""
+        if iterator is not None and not hasattr(iterator, "__next__"):
+            raise NotAnIteratorError(
+                f"the data are a {type(iterator).__name__}, which would begin anew with every batch: give iter(...) of it, made once, "
+                "or DeepSpeed's RepeatingLoader; set_dataloader() takes a loader"
+            )
         if self.is_first_stage() or self.is_last_stage():
-            self.data_iterator = None if iterator is None else iter(iterator)
+            self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Call this on every microbatch that is loaded."""
@@ -120,7 +125,7 @@ class PipelineEngine(Interpreter):
 
     # Batches ----------------------------------------------------------------------------------------------------------
 
-    def train_batch(self, data_iter: Iterable[Any] | None = None) -> Tensor:
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """Run one batch, each microbatch a pair of inputs and labels; the mean of the microbatches' losses, on every rank."""
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch() needs gradients: call it outside of no_grad(), or call eval_batch()")
@@ -133,7 +138,7 @@ class PipelineEngine(Interpreter):
 
     def eval_batch(  # noqa: PLR0917 - DeepSpeed's order
         self,
-        data_iter: Iterable[Any],
+        data_iter: Iterator[Any],
         return_logits: bool = False,
         compute_loss: bool = True,
         reduce_output: str | None = "avg",
@@ -187,7 +192,7 @@ class PipelineEngine(Interpreter):
         """This stage's instructions and buffers, and what every stage is about to run."""
         made = make()
         commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
-        strange = next((each for step in commands for each in step if each.name not in self._INSTRUCTION_MAP), None)
+        strange = next((each for step in commands for each in step if not self._knows(each)), None)
         if strange is not None:
             raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
         data = None if self.data_iterator is None else self._transport.ident(self.data_iterator)

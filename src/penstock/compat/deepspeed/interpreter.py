@@ -52,8 +52,15 @@ class Interpreter:
             for each in instructions:
                 self._at = f"{each!r} in step {step}"
                 mail.at(index)
-                self._INSTRUCTION_MAP[each.name](self, **each.kwargs)
+                self._function(each)(self, **each.kwargs)
                 index += 1
+
+    def _knows(self, each: Any) -> bool:
+        return type(each) in self._INSTRUCTION_MAP or each.name in self._INSTRUCTION_MAP
+
+    def _function(self, each: Any) -> Callable[..., None]:
+        """What runs an instruction: by its class, as DeepSpeed's engine has it, or by its name."""
+        return self._INSTRUCTION_MAP[type(each) if type(each) in self._INSTRUCTION_MAP else each.name]
 
     def _exec_load_micro_batch(self, buffer_id: int) -> None:
         if not (self.is_first_stage() or self.is_last_stage()):
@@ -133,8 +140,8 @@ class Interpreter:
             self.optimizer.zero_grad()
         self.global_steps += 1
 
-    # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own.
-    _INSTRUCTION_MAP: ClassVar[dict[str, Callable[..., None]]] = {
+    # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own, by name or by class.
+    _INSTRUCTION_MAP: ClassVar[dict[Any, Callable[..., None]]] = {
         "OptimizerStep": _exec_optimizer_step,
         "ReduceGrads": _exec_reduce_grads,
         "ReduceTiedGrads": _exec_reduce_tied_grads,

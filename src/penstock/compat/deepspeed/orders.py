@@ -76,14 +76,22 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 def _checked(schedule: Any, options: dict[str, Any]) -> str:
     """The schedule's name, once it is clear that it can be said in instructions."""
     if isinstance(schedule, str):
-        layout = algorithm(schedule).layout
-        if layout.chunks != 1:
-            raise ScheduleError(f"{schedule} places {layout.chunks} stages on a rank, but DeepSpeed's instructions know one")
+        made = algorithm(schedule)
+        chunks = options.get("chunks", made.layout.chunks)
+        if chunks != 1:
+            raise ScheduleError(f"{schedule} places {chunks} stages on a rank, but DeepSpeed's instructions know one")
+        strange = sorted(set(options) - {"chunks", "graph", *made.options})
+        if strange:
+            raise ScheduleError(f"{schedule} has no option {strange[0]!r}; its options: {', '.join(made.options) or 'none'}")
         return schedule
     if not isinstance(schedule, Table):
         raise ScheduleError(f"as_deepspeed takes a Schedule, a Program or the name of a schedule, got {type(schedule).__name__}")
     if options:
         raise ScheduleError(f"option {next(iter(options))!r} goes with the name of a schedule: this one is already made")
+    if schedule.stages != schedule.ranks:
+        raise ScheduleError(
+            f"{schedule!r} places {schedule.stages} stages on {schedule.ranks} ranks, but DeepSpeed's instructions know one each"
+        )
     return schedule.name or "written"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.compat.deepspeed.blocking import stuck
 from penstock.compat.deepspeed.checklist import Duties
 from penstock.compat.deepspeed.player import CLOSING, KNOWN, TRAINING, Player
-from penstock.errors import PassError, VerifyError
+from penstock.errors import PassError, ScheduleError, VerifyError
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.passes.deepspeed import Instruction, Stream
@@ -37,6 +37,10 @@ def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = T
 
 def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Program:
     """The instructions as a proved program, which can be simulated and drawn; see `prove`."""
+    if not callable(factory):
+        raise ScheduleError(f"it takes what makes a stage's schedule, such as a PipeSchedule class, got a {type(factory).__name__}")
+    if stages < 1:
+        raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
     made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
     name = getattr(factory, "__name__", "")
     return program_of([plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name)

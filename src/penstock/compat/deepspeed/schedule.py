@@ -28,6 +28,7 @@ from penstock.compat.deepspeed.instructions import (
     SendGrad,
     call_to_str,
 )
+from penstock.compat.deepspeed.stepwise import stepwise
 from penstock.compat.deepspeed.streams import all_stages, num_buffers, of_stage
 from penstock.passes.deepspeed import Instruction, Stream
 
@@ -73,7 +74,13 @@ class TrainSchedule(PipeSchedule):
     """One forward, one backward: a stage goes forward in the steps of its own parity, backward in the others."""
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
-        """The stage's stream of `1f1b`. Buffers are those of `_buffer_idx`, so that a subclass may have more of them."""
+        """The stage's stream of `1f1b`, or what a subclass makes of it by its own `_step_to_micro_batch`.
+
+        Buffers are those of `_buffer_idx`, so that a subclass may have more of them.
+        """
+        if type(self)._step_to_micro_batch is not TrainSchedule._step_to_micro_batch:
+            yield from stepwise(self)
+            return
         seen: Counter[str] = Counter()
         for step in self._stream():
             yield [_instruction(each, self._buffer(each, seen)) for each in step]

@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as _torch_schedules
 
-from penstock.compat.torch.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.compat.torch.stage import PipelineStage
 from penstock.runtime.loss import Loss
-
-_TARGET_CHUNK_SPEC = TensorChunkSpec(0)
 
 LossFunction = Callable[..., Any]
 
 
+@_torch_schedules._PipelineSchedule.register
 class _PipelineSchedule(ABC):
     """One rank's part of a schedule, and the stages it runs it on."""
 
@@ -107,7 +106,7 @@ class _PipelineSchedule(ABC):
     def _split_target(self, target: Any) -> list[Any]:
         """The target of each microbatch: along dimension 0, and of a tree every tensor."""
         if isinstance(target, Tensor):
-            return list(_split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches))
+            return list(_split_tensor(target, _ALONG_BATCH, self._n_microbatches))
         return [each for (each,) in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:

@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
+from penstock.compat.torch._actions import _Action
 from penstock.compat.torch._base import LossFunction
+from penstock.compat.torch._orders import Spaced
 from penstock.compat.torch._runtime import _PipelineScheduleRuntime
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
 from penstock.compat.torch._zoo import (
@@ -23,7 +25,19 @@ from penstock.compat.torch._zoo import (
 from penstock.compat.torch.microbatch import TensorChunkSpec
 
 
-class ScheduleLoopedBFS(_PipelineScheduleRuntime):
+class _Ruled(_PipelineScheduleRuntime):
+    """Whose order follows from the counts, rank by rank: a subclass may give another row for a rank."""
+
+    def _set_order(self, order: Spaced) -> None:
+        self._ruled = order
+        self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in range(self.pp_group_size)}
+
+    def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
+        """The row of a rank, with idle slots."""
+        return list(self._ruled[rank])
+
+
+class ScheduleLoopedBFS(_Ruled):
     """The whole batch through each stage of a rank in turn, then back."""
 
     def __init__(
@@ -45,11 +59,12 @@ class ScheduleLoopedBFS(_PipelineScheduleRuntime):
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
         )
-        self.pipeline_order = looped_bfs_order(self.pp_group_size, len(stages), n_microbatches)
+        self.n_local_stages = len(stages)
+        self._set_order(looped_bfs_order(self.pp_group_size, len(stages), n_microbatches))
         self._prepare_schedule_with_comms(self.pipeline_order)
 
 
-class _Interleaved(_PipelineScheduleRuntime):
+class _Interleaved(_Ruled):
     """What the interleaved schedules and those on a V share: their arguments."""
 
     def __init__(
@@ -93,7 +108,7 @@ class ScheduleInterleaved1F1B(_Interleaved):
 
     def _make_order(self) -> None:
         super()._make_order()
-        self.pipeline_order = interleaved_1f1b_order(self.pp_group_size, self.n_local_stages, self._n_microbatches)
+        self._set_order(interleaved_1f1b_order(self.pp_group_size, self.n_local_stages, self._n_microbatches))
 
 
 class ScheduleInterleavedZeroBubble(_Interleaved):
@@ -104,7 +119,7 @@ class ScheduleInterleavedZeroBubble(_Interleaved):
 
     def _make_order(self) -> None:
         super()._make_order()
-        self.pipeline_order = interleaved_zb_order(self.pp_group_size, self.n_local_stages, self._n_microbatches)
+        self._set_order(interleaved_zb_order(self.pp_group_size, self.n_local_stages, self._n_microbatches))
 
 
 class _OnAV(_Interleaved):
@@ -125,7 +140,7 @@ class ScheduleZBVZeroBubble(_OnAV):
 
     def _make_order(self) -> None:
         super()._make_order()
-        self.pipeline_order = zbv_order(self.pp_group_size, self._n_microbatches)
+        self._set_order(zbv_order(self.pp_group_size, self._n_microbatches))
 
 
 class ScheduleDualPipeV(_OnAV):
@@ -138,7 +153,7 @@ class ScheduleDualPipeV(_OnAV):
                 "DualPipeV requires at least as many microbatches as stages, but got "
                 f"{self._n_microbatches} microbatches and {self._num_stages} stages."
             )
-        self.pipeline_order = dualpipe_v_order(self.pp_group_size, self._n_microbatches)
+        self._set_order(dualpipe_v_order(self.pp_group_size, self._n_microbatches))
 
 
 def _check_torch_compile_compatibility(stages: list[Any], schedule_name: str) -> None:

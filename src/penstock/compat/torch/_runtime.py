@@ -10,19 +10,33 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from penstock.compat.torch._actions import _COMPUTE, REDUCE_GRAD, RESHARD, UNSHARD, _Action, _ComputationType, parts_of
+from penstock.compat.torch._actions import (
+    _COMPUTE,
+    BACKWARD_INPUT,
+    FORWARD,
+    FULL_BACKWARD,
+    REDUCE_GRAD,
+    RESHARD,
+    UNSHARD,
+    _Action,
+    _ComputationType,
+    parts_of,
+)
 from penstock.compat.torch._checks import _simulate_comms_compute
 from penstock.compat.torch._multi import Format, PipelineScheduleMulti
 from penstock.compat.torch._orders import Actions, Order, Spaced, pack_rows, read_csv, start_program, unpack_rows, write_csv
 from penstock.compat.torch._passes import _defer_recv_ops
-from penstock.errors import VerifyError
+from penstock.errors import ScheduleError, VerifyError
 from penstock.ir.csv_form import refuse_for_torch
 from penstock.ir.placement import Placement
+from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.passes.pass_list import PassList
 from penstock.passes.reduce_grad import ReduceGrad
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
+from penstock.schedules.registry import schedule
+from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.report import report
 from penstock.verifier.verify import check
 
@@ -33,6 +47,7 @@ logger = logging.getLogger("penstock.compat.torch.schedules")
 
 _ACTIVE_STAGES = 3
 """How many stages of a rank are unsharded at once, as in torch."""
+_BACKWARDS = frozenset((FULL_BACKWARD, BACKWARD_INPUT))
 _LEFT_TO_THE_USER = ("sharding", "reduction")
 """Rules that an order by hand may break: parts of a model may be sharded, and gradients reduced elsewhere."""
 
@@ -133,20 +148,31 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if order != self._proved:
             self._prove(order)
             self._proved = {rank: list(row) for rank, row in order.items()}
+        self._refuse_to_train_nothing(order[self.rank])
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
         return order[self.rank]
 
     def _prove(self, order: Actions) -> None:
-        """Refuse an order that would hang or lose work, where all of it is known."""
+        """Refuse an order that would hang or lose work; where only this rank's row is known, one that leaves microbatches out."""
         if sorted(order) != list(range(self.pp_group_size)):
+            _refuse_missing(order[self.rank], [stage.stage_index for stage in self._stages], self._n_microbatches)
             return
         where = self.stage_index_to_group_rank
         placement = Placement.custom([where[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
-        program = start_program(pack_rows(order), placement, lowered=True)
+        program = Program(pack_rows(order), placement, self._n_microbatches, lowered=True)
         findings = [finding for finding in check(program) if finding.rule not in _LEFT_TO_THE_USER]
         if findings:
             raise VerifyError(findings, report(program, "channels", findings))
+
+    def _refuse_to_train_nothing(self, row: list[_Action]) -> None:
+        """A training step of forwards alone would leave the gradients as they are; a custom function may run the backward itself."""
+        kinds = {part.computation_type for action in row for part in parts_of(action)}
+        if self._has_backward and FORWARD in kinds and not kinds & _BACKWARDS and not self._comp_type_to_function_map:
+            message = "the order has no backward, so that a step with a loss function would train nothing"
+            what = str(next(action for action in row if action.is_compute_op))
+            finding = Finding("complete", Severity.WRONG, self.rank, 0, what, message, "Call eval(), or add the backwards")
+            raise VerifyError([finding], str(finding))
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Wait for a stage's parameters, if it is sharded."""
@@ -178,15 +204,52 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unsharded_stages.remove(index)
 
 
-def as_torch(table: Table, stages: list[Any], **options: Any) -> _PipelineScheduleRuntime:
-    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...)."""
-    refuse_for_torch(table)
+def as_torch(table: Table | str, stages: Any, n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:
+    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...).
+
+    A schedule's name does too, for as many ranks and stages as there are; it needs `n_microbatches`.
+    """
+    if not isinstance(stages, list | tuple) or not stages:
+        raise ScheduleError(f"as_torch takes the list of this rank's stages, got {type(stages).__name__}: write [stage] for one")
+    table = _sized(table, stages[0], n_microbatches)
     made = _PipelineScheduleRuntime(stages, table.microbatches, **options)
     order = unpack_rows(table.rows)
     if not table.lowered:
         made.pipeline_order = {rank: list(row) for rank, row in order.items()}
     made._prepare_schedule_with_comms(order, format="compute_comms" if table.lowered else "compute_only")
     return made
+
+
+def _sized(table: Table | str, stage: Any, count: int | None) -> Table:
+    """The schedule for the pipeline that a stage is of."""
+    ranks, total = stage.group_size, stage.num_stages
+    if isinstance(table, str):
+        if count is None:
+            raise ScheduleError(f"{table} can be made for any number of microbatches: give n_microbatches=")
+        table = schedule(table, ranks, count, **({"chunks": total // ranks} if total > ranks else {}))
+    if not isinstance(table, Table):
+        raise ScheduleError(f"as_torch takes a Schedule, a Program or the name of a schedule, got {type(table).__name__}")
+    refuse_for_torch(table)
+    if (table.ranks, table.stages) != (ranks, total):
+        raise ScheduleError(
+            f"{table!r} has {table.ranks} ranks and {table.stages} stages, but these stages are of a pipeline of {ranks} ranks and "
+            f"{total} stages: make the schedule for {ranks} ranks, or make the stages with num_stages={table.stages}"
+        )
+    if count not in (None, table.microbatches):
+        raise ScheduleError(f"{table!r} is for {table.microbatches} microbatches, not {count}: leave n_microbatches out")
+    return table
+
+
+def _refuse_missing(row: list[_Action], stages: list[int], count: int) -> None:
+    """Refuse one rank's row that does not run each stage once for each microbatch."""
+    parts = [part for action in row for part in parts_of(action)]
+    for stage in stages:
+        found = sorted(part.microbatch_index or 0 for part in parts if part[:2] == (stage, FORWARD))
+        if found != list(range(count)):
+            raise ScheduleError(
+                f"the row runs stage {stage} forward for microbatches {found}, but a step has {count}: run each of 0 to {count - 1} once, "
+                "or make the schedule with another n_microbatches"
+            )
 
 
 def _not_idle(action: _Action | None) -> _Action:

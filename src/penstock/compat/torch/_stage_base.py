@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from penstock.compat.torch._debug import map_debug_info
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
+from penstock.errors import StageCallError
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -49,6 +50,13 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             self._aside = None
         if failed:
             self.clear_runtime_states()
+
+    def _talked(self) -> bool:
+        """Whether it has begun to send or receive in this step."""
+        return True
+
+    def _give_up(self, receives: dict[tuple[int, int], Sequence[Any]], talked: bool) -> None:
+        """The step has failed with these receives under way; `talked` says whether any stage of this rank has begun to send or receive."""
 
     def _both_halves(self) -> Halves:
         if self._halves is None or self._halves.module is not self.submod:
@@ -91,7 +99,8 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             output = self._both_halves().forward(fwd_chunk_id, run) if split else run()
         except Exception as error:
             said = f"args: {map_debug_info(inputs)}\n    kwargs: {map_debug_info(named)}"
-            raise RuntimeError(f"{self.log_prefix} failed to run forward:\n    {said}") from error
+            kind = StageCallError if isinstance(error, TypeError) else RuntimeError
+            raise kind(f"{self.log_prefix} failed to run forward:\n    {said}\n    {type(error).__name__}: {error}") from error
         outputs = _normalize_model_output_as_tuple(output)
         if self.is_last and save_forward_output:
             self._keep_output(fwd_chunk_id, output)

@@ -39,12 +39,14 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _begin_step(self, split: frozenset[int], scale: int) -> None:
         super()._begin_step(split, scale)
         if self._frames is not None:
-            self._frames.steps += 1
+            self._frames.begin()
 
-    def _end_step(self, failed: bool = False) -> None:
-        super()._end_step(failed)
-        if failed and self._frames is not None:
-            self._frames.clear()
+    def _talked(self) -> bool:
+        return self._frames is not None and self._frames.talked
+
+    def _give_up(self, receives: dict[tuple[int, int], Sequence[Any]], talked: bool) -> None:
+        if self._frames is not None:
+            self._frames.end(receives, talked=talked)
 
     def _use_frames(self, num_microbatches: int, has_backward: bool) -> bool:
         """Set up without any agreement; false on devices whose tensors do not go through frames."""
@@ -112,14 +114,14 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
             return []
         # Where nothing goes backward, outputs are not wanted again.
         outputs, _ = self.fwd_cache[fwd_chunk_id] if self.has_backward else self.fwd_cache.pop(fwd_chunk_id)
-        return self._frames.send(ACTIVATIONS, fwd_chunk_id, self.has_backward, self._peer(1), _as_message(outputs))
+        return self._frames.send(ACTIVATIONS, fwd_chunk_id, self._peer(1), _as_message(outputs))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
         if self._frames is None:
             return super().get_fwd_recv_ops(fwd_chunk_id)
         if self.is_first:
             return []
-        return self._frames.receive(ACTIVATIONS, fwd_chunk_id, self.has_backward, self._peer(-1))
+        return self._frames.receive(ACTIVATIONS, fwd_chunk_id, self._peer(-1))
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self._frames is None:
@@ -130,24 +132,24 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         wanted = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
         grads = _or_zeros(self.bwd_cache.pop(bwd_chunk_id), wanted)
         self._forget_inputs(bwd_chunk_id)
-        return self._frames.send(GRADIENTS, bwd_chunk_id, True, self._peer(-1), _as_message(grads))
+        return self._frames.send(GRADIENTS, bwd_chunk_id, self._peer(-1), _as_message(grads))
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
         if self._frames is None:
             return super().get_bwd_recv_ops(bwd_chunk_id)
         if not self.has_backward or self.is_last:
             return []
-        return self._frames.receive(GRADIENTS, bwd_chunk_id, True, self._peer(1))
+        return self._frames.receive(GRADIENTS, bwd_chunk_id, self._peer(1))
 
     def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Any, ...]:
         if self._frames is not None and (ACTIVATIONS, fwd_chunk_id) in self._frames.posted:
-            value = self._frames.take(ACTIVATIONS, fwd_chunk_id, self.has_backward)
+            value = self._frames.take(ACTIVATIONS, fwd_chunk_id)
             self.args_recv_info[fwd_chunk_id] = self._received("recv", self.stage_index - 1, value)
         return tuple(super()._retrieve_recv_activations(fwd_chunk_id))
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Grads:
         if self._frames is not None and (GRADIENTS, bwd_chunk_id) in self._frames.posted:
-            value = self._frames.take(GRADIENTS, bwd_chunk_id, True)
+            value = self._frames.take(GRADIENTS, bwd_chunk_id)
             self.grad_recv_info[bwd_chunk_id] = self._received("recv_grad", self.stage_index + 1, value)
         found = tuple(super()._retrieve_recv_grads(bwd_chunk_id))
         if self._frames is not None:

@@ -70,6 +70,8 @@ class Walk:
         self.feed = NOTHING
         self.sending: dict[tuple[bool, int, int], list[Any]] = {}
         """What is being sent: whether forward, the stage and the microbatch."""
+        self.given_up: list[list[Any]] = []
+        """What a failed step was sending, so that it is not called back."""
         self.forward_works: dict[tuple[int, int], list[Any]] = getattr(schedule, "fwd_recv_ops", {})
         self.backward_works: dict[tuple[int, int], list[Any]] = getattr(schedule, "bwd_recv_ops", {})
         self.operations: list[Operation] = []
@@ -122,12 +124,24 @@ class Walk:
             self._finish(failed)
 
     def _finish(self, failed: bool) -> None:
+        if failed:
+            self._give_up()
         self.feed, self.sending = NOTHING, {}
         self.forward_works.clear()
         self.backward_works.clear()
         for stage in self.stages.values():
             if hasattr(stage, "_end_step"):
                 stage._end_step(failed)
+
+    def _give_up(self) -> None:
+        """What is being sent still goes out, and what was to be received is left to the stages."""
+        self.given_up = list(self.sending.values())
+        ours = [stage for stage in self.stages.values() if hasattr(stage, "_give_up")]
+        talked = any(stage._talked() for stage in ours)
+        for stage in ours:
+            both = enumerate((self.forward_works, self.backward_works))
+            index = stage.stage_index
+            stage._give_up({(what, mb): each for what, works in both for (of, mb), each in works.items() if of == index}, talked)
 
     # Operations -------------------------------------------------------------------------------------------------------
 

@@ -32,6 +32,8 @@ def single_program(name: str, ranks: int, microbatches: int) -> Actions:
 
 
 def _rows(name: str, ranks: int, chunks: int, microbatches: int) -> list[list[_Action]]:
+    if microbatches < 1:
+        raise AssertionError(f"a schedule needs at least one microbatch, got {microbatches}")  # torch's type
     made = schedule(name, ranks, microbatches, chunks=chunks)
     return [list(unpack(made.row(rank).tolist())) for rank in range(ranks)]
 

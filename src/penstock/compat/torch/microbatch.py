@@ -1,70 +1,38 @@
 """A batch as microbatches by torch's chunk specifications.
 
 Torch's rules are its own, beyond what our splitting knows: the count shrinks to the smallest batch among the arguments, block
-masks are cut along their batch, sharded tensors by their local parts, and merging can reduce.
+masks are cut along their batch, sharded tensors by their local parts, and merging can reduce. The specifications are torch's own
+classes, so that programs may import them from either package.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _LossReducer, _Replicate, sum_reducer
 from torch.distributed.tensor import DTensor
-from torch.fx.node import map_aggregate
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from penstock.runtime.microbatch import sizes_of
 
-__all__ = ["TensorChunkSpec", "merge_chunks", "split_args_kwargs_into_chunks"]
+__all__ = [
+    "TensorChunkSpec",
+    "_CustomReducer",
+    "_LossReducer",
+    "_Replicate",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "sum_reducer",
+]
 
 DEFAULT_CHUNK_DIM = 0
+_ALONG_BATCH = TensorChunkSpec(DEFAULT_CHUNK_DIM)  # type: ignore[no-untyped-call]
 _debug_mask_minibatches = False
 """Torch's switch for debugging: microbatches are as large as the batch, all of it zero but their own part."""
-
-
-class _CustomReducer:
-    """How to reduce one value over microbatches: from `init_value` on, by `reduce_fn`."""
-
-    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
-        self.init_value, self.reduce_fn = init_value, reduce_fn
-
-
-class _LossReducer(_CustomReducer):
-    """The same for a loss."""
-
-
-sum_reducer = _LossReducer(torch.tensor(0.0), operator.add)
-
-
-class TensorChunkSpec:
-    """Split along this dimension."""
-
-    def __init__(self, split_dim: int) -> None:
-        self.split_dim = split_dim
-
-    def __repr__(self) -> str:
-        return f"{type(self).__module__}.{type(self).__name__}({self.split_dim})"
-
-    def __str__(self) -> str:
-        return f"TensorChunkSpec({self.split_dim})"
-
-    @staticmethod
-    def from_tuple(chunk_dims: tuple[int, ...]) -> tuple[TensorChunkSpec, ...]:
-        """One specification for each dimension."""
-        return cast("tuple[TensorChunkSpec, ...]", map_aggregate(chunk_dims, TensorChunkSpec))  # type: ignore[arg-type]
-
-    @staticmethod
-    def from_dict(chunk_dims: dict[str, int]) -> dict[str, TensorChunkSpec]:
-        """One specification for each named dimension."""
-        return cast("dict[str, TensorChunkSpec]", map_aggregate(chunk_dims, TensorChunkSpec))  # type: ignore[arg-type]
-
-
-class _Replicate:
-    """Give every microbatch the whole value."""
 
 
 def _is_whole(spec: Any) -> bool:
@@ -205,7 +173,7 @@ def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: dict[Any, An
 
 
 def _default_spec(value: Any) -> TensorChunkSpec | _Replicate:
-    return TensorChunkSpec(DEFAULT_CHUNK_DIM) if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
+    return _ALONG_BATCH if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
 
 
 def split_args_kwargs_into_chunks(
@@ -238,7 +206,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
         specs, tree = tree_flatten(chunk_spec)
     else:
         first, tree = tree_flatten(chunks[0])
-        specs = [TensorChunkSpec(DEFAULT_CHUNK_DIM)] * len(first)
+        specs = [_ALONG_BATCH] * len(first)
     flat = [tree_flatten(chunk)[0] for chunk in chunks]
     for chunk, leaves in zip(chunks, flat, strict=True):
         if len(leaves) != len(specs):

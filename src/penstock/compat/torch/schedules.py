@@ -130,4 +130,4 @@ def get_schedule_class(schedule_name: str) -> Any:
     for name, found in _CLASSES.items():
         if name.lower() == schedule_name.lower():
             return found
-    raise ValueError(f"Unknown schedule name '{schedule_name}': {nearest(schedule_name, _CLASSES)}")
+    raise ValueError(f"Unknown schedule name '{schedule_name}': {nearest(schedule_name.removeprefix('Schedule'), _CLASSES)}")
