@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from functools import partial
 from typing import Any
@@ -72,8 +73,10 @@ def test_rank_that_returns_early(workers: Workers) -> None:
     found = workers.run(run, ranks=apart.RANKS)
     assert found[0][1] == found[2][1] == ("PipelineError", "rank 1 has returned: it made fewer calls than the others")
     for place in (0, 2):
-        again = f"rank {place} cannot connect to the others: ranks [1] have returned: they made fewer calls"
-        assert found[place][2] == ("PipelineError", again)
+        kind, said = found[place][2]
+        assert kind == "PipelineError"
+        gone = r"\[(1|0, 1|1, 2)\]"  # the other one may have given up by then
+        assert re.fullmatch(rf"rank {place} cannot connect to the others: ranks {gone} have returned: they made fewer calls", said), said
 
 
 def test_ranks_that_return_together_do_not_disturb_the_last_step(workers: Workers) -> None:
