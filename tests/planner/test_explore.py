@@ -61,6 +61,8 @@ def test_an_order_that_was_found_is_taken_where_it_is_quicker(monkeypatch):
     assert {each.name for each in plan.alternatives} == {"gpipe", "searched"}
     assert "quicker than the best named schedule that fits, gpipe" in str(plan)
     assert [each for each in told if each.phase == "searching" and each.best_name == "searched"]
+    phases = [each.phase for each in told]
+    assert phases.index("timing") < phases.index("preparing") < phases.index("searching")
 
 
 def test_one_that_is_slower_is_not(monkeypatch):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 import penstock as ps
 from penstock.ir.costs import Costs
+from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from simulator.draws import programs, schedules_of_any_kind, timed, zoo
@@ -55,6 +57,26 @@ def test_a_wait_for_a_slot_is_memory() -> None:
     assert simulated.idle_by_cause["memory"] > 0
     measured = replace(simulated, source="measured")
     assert measured.idle_by_cause["memory"] == simulated.idle_by_cause["memory"]
+
+
+def test_a_send_that_takes_long_is_no_wait_for_a_slot() -> None:
+    """Sends of two, behind actions of one: the rank itself is slowed by what they take, and nobody waits for room."""
+    program = ps.lower(ps.schedule("gpipe", ranks=2, microbatches=4))
+    quick = ps.simulate(program, Costs())
+    sends = np.array([action.kind in (Kind.SEND_F, Kind.SEND_B) for rank in range(2) for action in program[rank]])
+    late = 2.0 * np.concatenate([np.cumsum(part) for part in np.split(sends, [len(program[0])])])
+    after = 2.0 * len(program[0])  # the second rank runs when all has come, so that only sends are between two actions
+    late[len(program[0]) :] += after
+    measured = replace(
+        quick,
+        source="measured",
+        start=quick.start + late - 2.0 * sends,
+        end=quick.end + late,
+        depart=np.where(quick.messages.source == 0, quick.depart, quick.depart + 2 * after),
+        arrive=np.where(quick.messages.source == 0, quick.arrive, quick.arrive + 2 * after),
+    )
+    assert measured.idle_by_cause["memory"] == 0
+    assert [(gap.cause, gap.end - gap.start) for gap in measured.gaps(0)[:4]] == [("overhead", 2.0)] * 4  # one behind each forward
 
 
 def test_gathers_are_communication() -> None:

@@ -124,7 +124,12 @@ class Explorer:
 
     def search(self) -> None:
         """Search for orders in the settings that promise most, then longer in those that keep it."""
+        from penstock.planner.orders.ready import get_ready
+
         todo = self._promising()
+        if todo and not self.request.stop():
+            self._tell("preparing", 0, 1, "the search is compiled once on a machine")
+            get_ready()
         total, seconds = len(todo) + _FINALISTS, self.request.seconds
         short = _FIRST_SHARE * seconds / max(len(todo), 1)
         tried = [self._search_in(setting, short, place, total) for place, setting in enumerate(todo)]

@@ -120,6 +120,7 @@ class FramedOutbox(Outbox):
         if isinstance(held, Slot) and held.size <= KEPT and held is not self._hello:
             self._keep(held)
         activity.waits = None
+        activity.began = clock()  # what came before was waiting
 
     def drop(self) -> None:
         self.flight.clear()

@@ -273,6 +273,7 @@ class _Outbox(Outbox):
         if len(channel.messages) >= slots and not channel.has_room(slots):
             rank, target, what = self.route
             self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
+            self.group.activity(rank).began = clock()  # what came before was waiting
         channel.sent.append(device.mark() or clock())
         channel.messages.append(value)
         if self.group.parallel:

@@ -40,19 +40,28 @@ def _causes(waits: Waits, place: int) -> Iterator[tuple[float, str, Action, int]
     timeline, graph, rows = waits.timeline, waits.timeline.flat.graph(), waits.timeline.table.rows
     node, rank = int(waits.node[place]), int(waits.rank[place])
     for own in range(int(waits.node[place - 1]) + 1, node):
-        if waits.sends[own] and timeline.end[own] - timeline.end[own - 1] > waits.negligible:
-            yield float(timeline.end[own]), "memory", _action(timeline, own), rank
+        if waits.sends[own]:
+            yield from _sending(waits, own, float(timeline.end[own - 1]))
     message = int(waits.message[place])
     if message >= 0:
         sender, maker = int(graph.sender[message]), int(waits.maker[message])
         made, who = rows.part_at(int(timeline.messages.maker[message])), int(timeline.messages.source[message])
         yield float(waits.end[maker]), "waiting", made, who
-        if timeline.end[sender] - waits.end[maker] > waits.negligible:
-            yield float(timeline.end[sender]), "memory", _action(timeline, sender), who
+        yield from _sending(waits, sender, float(waits.end[maker]))
         yield float(timeline.arrive[message]), "communication", made, who
     for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
         yield float(timeline.collective_end[gather]), "communication", _action(timeline, gather), rank
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
+
+
+def _sending(waits: Waits, send: int, free: float) -> Iterator[tuple[float, str, Action, int]]:
+    """A send begins when it has a slot; what it takes from there on is its own."""
+    timeline, action = waits.timeline, _action(waits.timeline, send)
+    start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])
+    if start - free > waits.negligible:
+        yield start, "memory", action, rank
+    if end - max(start, free) > waits.negligible:
+        yield end, OVERHEAD, action, rank
 
 
 def measured_path(timeline: Timeline) -> list[PathStep]:
