@@ -49,6 +49,9 @@ class DirectOutbox(Outbox):
             self.forms.clear()
             self.ahead.begin()
 
+    def learned(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self.forms)) if self.group.learning else []
+
     def put(self, value: Any) -> None:
         number, self.count = self.count, self.count + 1
         if self.group.learning:

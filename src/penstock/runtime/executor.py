@@ -30,6 +30,7 @@ from penstock.runtime.overlap import HOOK, Overlap, TwoStreams, hook_of, pair
 from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import in_place
 from penstock.runtime.result import Share
+from penstock.runtime.sizes import new_sizes
 from penstock.runtime.stage import Stage
 
 logger = logging.getLogger(__name__)
@@ -112,6 +113,8 @@ class Executor(Computing):
         finally:
             self.clear()
         activity.stop()
+        if logger.isEnabledFor(logging.DEBUG) and (said := new_sizes(self.sends, self.outboxes)):
+            logger.debug("%s sends what is new:\n%s", self.group.called(self.rank), said)
         return feed.share
 
     def _set_watch(self) -> device.Watch | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -17,8 +16,6 @@ from penstock.runtime.group import Inbox, Operation, Outbox, Route, nothing
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
     from penstock.runtime.sliced import Slice
-
-logger = logging.getLogger(__name__)
 
 AHEAD, ROOM = 32, 1 << 22
 """How many receives are posted before they are asked for, at most, and how many bytes they may take together: gloo moves a message
@@ -49,6 +46,7 @@ class FramedOutbox(Outbox):
         self._what = f"{group.called(self.target)} to take {route[2]}"
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
+        self._new: list[int] = []
         self.generation = group.generation
         self.count = 0
         self.flight: deque[tuple[int, Any, Slot | Tensor]] = deque()
@@ -64,6 +62,7 @@ class FramedOutbox(Outbox):
         while self.flight:  # all taken, for the step that they belong to is over
             self._wait_for_oldest()
         self.count = 0
+        self._new.clear()
         self._hello.words[PROGRAM] = self.program
         self._dispatch(0, self._hello.frames, TAGS[self.route[2]], self._hello)
 
@@ -84,10 +83,13 @@ class FramedOutbox(Outbox):
     def _put_new(self, number: int, size: int, value: Any) -> None:
         """A value of a new form follows apart, behind a frame of the size that the other end expects."""
         new, overflow = pack_new(value)
-        logger.debug("rank %d sends %s %d to rank %d: %s, %d bytes", self.route[0], self.route[2], number, self.target, new, new.size)
         self.forms[number : number + 1] = [new]
+        self._new.append(number)
         self._send(number, self._slot(size), len(overflow))
         self._dispatch(number, [overflow], self.tag + 1, overflow)
+
+    def learned(self) -> list[tuple[int, Any]]:
+        return [(number, self.forms[number]) for number in self._new]
 
     def _slot(self, size: int) -> Slot:
         free = self.free.get(size)

@@ -28,6 +28,10 @@ class Outbox(ABC):
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """A step begins."""
 
+    def learned(self) -> list[tuple[int, Any]]:
+        """The messages of the last step whose form was new, by their number in it, and the form."""
+        return []
+
     def drop(self) -> None:  # noqa: B027
         """Let go of everything under way, so that the connection can close. May be called from another thread."""
 

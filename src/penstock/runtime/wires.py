@@ -31,6 +31,8 @@ class Wires:
         self.activity: Activity = group.activity(rank)
         self.inboxes: dict[Route, Inbox] = {}
         self.outboxes: dict[Route, Outbox] = {}
+        self.sends: dict[Route, list[Action]] = {}
+        """What each outbox carries, in order."""
 
     def _cell(self, *key: Any) -> int:
         found = self._places.get(key)
@@ -90,7 +92,9 @@ class Wires:
         what, step = ("activations", 1) if action.kind is Kind.SEND_F else ("gradients", -1)
         other = action.stage + step if action.peer is None else action.peer
         cells, cell = self.cells, self._cell("sending", what, action.stage, other, microbatch)
-        put, pieces = self._outbox(self._rank_of(other, microbatch), what, action.kind).put, self.pieces
+        target = self._rank_of(other, microbatch)
+        put, pieces = self._outbox(target, what, action.kind).put, self.pieces
+        self.sends.setdefault((self.rank, target, what), []).append(action)
 
         def send() -> None:
             put(cells[cell] if pieces is None else pieces.apart(cells[cell]))
