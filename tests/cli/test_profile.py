@@ -98,6 +98,7 @@ def test_the_example_can_be_profiled_and_planned(run, tmp_path):
         (("{file}:build", "--bandwidth", "quick"), "--bandwidth: 'quick' is not a size"),
         (("{file}:build", "--microbatch-sizes", "2;3"), "is not a list of whole numbers"),
         (("{file}:build", "--repeats", 0), "repeats=0"),
+        (("{file}:build", "--device", "abacus"), "device 'abacus' cannot be used here"),
         (("{file}:build", "-o", "p.csv"), "the suffix is not one of .json, .toml"),
     ],
 )

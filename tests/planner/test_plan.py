@@ -169,6 +169,13 @@ def test_a_batch_is_cut_into_the_sizes_that_were_measured():
 # Robustness -----------------------------------------------------------------------------------------------------------
 
 
+def test_sizes_that_do_not_cut_the_batch_are_named():
+    made = ps.plan(EVEN, ranks=2, batch=12, microbatch_sizes=[2, 8, 5], schedules=["1f1b"], seconds=0)
+    assert made.microbatch == 2
+    assert [note.split(":")[0] for note in made.notes] == ["microbatches of 5 are left out", "microbatches of 8 are left out"]
+    assert "a batch of 12 cannot be cut into them" in str(made)
+
+
 def test_of_equally_quick_plans_the_robust_one_is_taken(monkeypatch):
     plan = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     close = [each for each in plan.alternatives if each.p95 is not None]

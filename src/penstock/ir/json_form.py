@@ -64,7 +64,9 @@ def decode(data: Any, file: str = "JSON") -> Table:
 def check_header(data: Any, file: str, *types: str) -> None:
     """Refuse what is not one of our files of these types, in a version that is known."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in types:
-        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: 'format' and 'type' say otherwise")
+        kind = data.get("type") if isinstance(data, dict) and data.get("format") == FORMAT else None
+        said = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
+        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: {said}")
     if data.get("version") != VERSION:
         raise FileFormatError(file, f"version {data.get('version')!r}: this Penstock reads version {VERSION}")
 

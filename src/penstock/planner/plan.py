@@ -33,6 +33,7 @@ from penstock.planner.request import (
     checked_limits,
     checked_names,
     is_in_bytes,
+    left_out,
 )
 from penstock.planner.setting import Setting
 from penstock.planner.stage_costs import runs
@@ -257,6 +258,7 @@ def plan(
         found=found or (lambda attempt: None),
     )
     explorer = Explorer(request)
+    explorer.notes += left_out(request.cases, batch, microbatch_sizes or profile.sizes)
     explorer.run()
     return _made(explorer)
 

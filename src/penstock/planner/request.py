@@ -89,6 +89,12 @@ def checked_cases(profile: Profile, microbatches: int | None, batch: int | None,
     return tuple(Case(profile.at(size), total // size) for size in even)
 
 
+def left_out(cases: Sequence[Case], batch: int | None, sizes: Sequence[int]) -> list[str]:
+    """What is said of the microbatch sizes that are not tried."""
+    missing = sorted(set(sizes) - {case.profile.microbatch for case in cases})
+    return [f"microbatches of {size} are left out: a batch of {batch} cannot be cut into them" for size in missing] if batch else []
+
+
 def checked_limits(memory_limit: Limit, ranks: int) -> tuple[float, ...] | None:
     """One limit a rank."""
     if memory_limit is None:

@@ -138,7 +138,11 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
     """The value on the device, to which the layers are moved too; where nothing is said, all stay where they are."""
     if device is None:
         return value
-    where = torch.device(device_calls.best() if device == "auto" else device)
+    try:
+        where = torch.device(device_calls.best() if device == "auto" else device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError) as error:  # torch's answers to a name that it does not know, and to a device that is not there
+        raise ScheduleError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     for _, layer in named:
         layer.to(where)
     return pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, value)
