@@ -39,10 +39,7 @@ function causesOf(view: View, timing: Timing, waits: Waits, place: number): Piec
 function ownSends(view: View, timing: Timing, waits: Waits, place: number): Piece[] {
   const found: Piece[] = [];
   for (let own = waits.node[place - 1] + 1; own < waits.node[place]; own++) {
-    const sends = isSend(view.entries.kind[view.entries.at[own]]);
-    if (sends && timing.end[own] - timing.end[own - 1] > waits.negligible) {
-      found.push({ until: timing.end[own], cause: "memory", action: actionText(view, own), rank: waits.rank[place] });
-    }
+    if (isSend(view.entries.kind[view.entries.at[own]])) found.push(...sending(view, timing, waits, own, timing.end[own - 1]));
   }
   return found;
 }
@@ -52,11 +49,20 @@ function messageCauses(view: View, timing: Timing, waits: Waits, message: number
   const { graph, messages } = view;
   const [sender, rank, made] = [graph.sender[message], messages.source[message], entryText(view, messages.maker[message])];
   const ended = timing.end[waits.node[makerOf(view, waits, message)]];
-  const found: Piece[] = [{ until: ended, cause: "waiting", action: made, rank }];
-  if (timing.end[sender] - ended > waits.negligible) {
-    found.push({ until: timing.end[sender], cause: "memory", action: actionText(view, sender), rank });
-  }
-  return [...found, { until: timing.arrive[message], cause: "communication", action: made, rank }];
+  return [
+    { until: ended, cause: "waiting", action: made, rank },
+    ...sending(view, timing, waits, sender, ended),
+    { until: timing.arrive[message], cause: "communication", action: made, rank },
+  ];
+}
+
+/** A send begins when it has a slot; what it takes from there on is its own. */
+function sending(view: View, timing: Timing, waits: Waits, send: number, free: number): Piece[] {
+  const [start, end, action, rank] = [timing.start[send], timing.end[send], actionText(view, send), view.graph.rank[send]];
+  const found: Piece[] = [];
+  if (start - free > waits.negligible) found.push({ until: start, cause: "memory", action, rank });
+  if (end - Math.max(start, free) > waits.negligible) found.push({ until: end, cause: "overhead", action, rank });
+  return found;
 }
 
 function gatherCauses(view: View, timing: Timing, node: number): Piece[] {
