@@ -180,9 +180,11 @@ def test_of_equally_quick_plans_the_robust_one_is_taken(monkeypatch):
     plan = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     close = [each for each in plan.alternatives if each.p95 is not None]
     assert len(close) > 1  # on one rank everything takes the same
-    assert plan.p95 <= min(each.p95 for each in close) * 1.011  # what is less than that may be chance
+    assert plan.p95 * (1 - choose.NOISE) <= min(each.p95 for each in close)  # none is more robust by more than chance
     monkeypatch.setattr(choose, "robustness", lambda trial, request: -trial.objective if trial.name == "gpipe" else 0.0)
-    assert ps.plan(EVEN, ranks=1, microbatches=4, seconds=0).name == "gpipe"
+    robust = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
+    assert robust.name == "gpipe"
+    assert robust.p95 == min(each.p95 for each in robust.alternatives if each.p95 is not None)
 
 
 def test_p95_is_that_of_the_simulator(plan):

@@ -15,7 +15,7 @@ SCENARIOS = 100
 _MOST = 6
 """Candidates that are tried under jitter."""
 _EVEN, _SAME = 1e-12, 1e-9
-_NOISE = 0.01
+NOISE = 0.01
 """The share of a p95 below which a difference may come of the scenarios drawn: about two standard errors of a hundred of them."""
 
 
@@ -35,7 +35,7 @@ def choose(fitting: Sequence[Attempt], request: Request) -> tuple[Attempt, dict[
     p95 = {place: robustness(trial, request) for place, trial in trials.items()}
     steady = min(close, key=p95.__getitem__)
     gained, lost = p95[first] - p95[steady], trials[steady].objective - trials[first].objective
-    return fitting[steady if gained > max(lost, _NOISE * p95[first]) else first], p95
+    return fitting[steady if gained > max(lost, NOISE * p95[first]) else first], p95
 
 
 def _ceiling(fitting: Sequence[Attempt], near: float) -> float:
