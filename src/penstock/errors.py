@@ -94,6 +94,10 @@ class NotAnIteratorError(PenstockError, TypeError):
     """Data that begin anew each time they are asked for, where an iterator over them is due."""
 
 
+class CopyError(PenstockError, TypeError):
+    """An object that is bound to this process, and can be neither copied nor sent to another."""
+
+
 class PipelineError(PenstockError, RuntimeError):
     """A step that failed on some rank; every rank raises it, with the first failure as its cause."""
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime import microbatch as mb
 from penstock.runtime.cells import Feed
 from penstock.runtime.hugging_face import opened
 from penstock.runtime.loss import Loss
+from penstock.runtime.values import overlap
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
 
@@ -61,6 +67,7 @@ class Batches:
             [],
             outputs=outputs,
         )
+        feed.guards = _guards(feed)
         return self._weighed(feed, sizes if total is not None else None)
 
     def ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
@@ -79,6 +86,7 @@ class Batches:
         sizes = [self._size(piece, None if targets is None else targets[k]) for k, piece in enumerate(pieces)]
         known = [size for size in sizes if size is not None]
         feed = Feed(pieces, kwargs, None if targets is None else list(targets), [], outputs=outputs)
+        feed.guards = _guards(feed)
         return self._weighed(feed, known if len(known) == len(sizes) else None)
 
     def _size(self, args: tuple[Any, ...], target: Any) -> int | None:
@@ -111,3 +119,38 @@ class Batches:
                     "the batch has no labels, which a model of transformers' is trained on: give labels in it, or as target="
                 )
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
+
+
+Guards = list[tuple[Tensor, int, str]]
+
+
+def _guards(feed: Feed) -> list[Guards]:
+    """The tensors of each microbatch whose change in place would be seen elsewhere too: by other microbatches, the loss or other stages."""
+    count = len(feed.args)
+    columns: list[list[Any]] = [list(feed.args), *map(list, feed.kwargs.values())]
+    leaves = [[_tensors(column[k]) for column in columns] for k in range(count)]
+    targets = [[] if feed.targets is None else _tensors(feed.targets[k]) for k in range(count)]
+    uses = Counter(id(tensor) for parts in leaves for tensor in {id(t): t for part in parts for t in part}.values())
+    found: list[Guards] = []
+    for parts, target in zip(leaves, targets, strict=True):
+        guards: Guards = []
+        for place, part in enumerate(parts):
+            others = [tensor for other in (*parts[:place], *parts[place + 1 :], target) for tensor in other]
+            for tensor in part:
+                if uses[id(tensor)] > 1:
+                    guards.append((tensor, tensor._version, "other microbatches get too"))
+                elif any(_meet(tensor, other) for other in others):
+                    guards.append((tensor, tensor._version, "the target or another stage's arguments have too"))
+        found.append(guards)
+    return found if any(found) else []
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested]
+
+
+def _meet(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have a number in common."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
+        return False
+    return overlap(one, other)

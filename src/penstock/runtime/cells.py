@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from penstock.errors import ScheduleError
 from penstock.runtime.result import Share
 
@@ -39,10 +41,20 @@ class Feed:
     outputs: bool = False
     losses: bool = True
     share: Share = field(default_factory=Share)
+    guards: list[list[tuple[Tensor, int, str]]] = field(default_factory=list)
+    """For each microbatch the tensors that no stage may change in place, each with its version and the reason; empty if there are none."""
 
     @property
     def total(self) -> float:
         return 0.0 if self.weights is None else sum(self.weights)
+
+    def check_unchanged(self, stage: int, microbatch: int) -> None:
+        """Refuse a change in place of an input that is read elsewhere too."""
+        for tensor, version, reason in self.guards[microbatch]:
+            if tensor._version != version:
+                raise ScheduleError(
+                    f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
+                )
 
     def normalise(self, total: float) -> None:
         """Set the scales, out of the weights of all microbatches, those of other data ranks included."""

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.errors import ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.cells import EMPTY, NOTHING
@@ -23,7 +22,7 @@ from penstock.runtime.randomness import draw_from
 from penstock.runtime.recomputed import Ended, Recomputed
 from penstock.runtime.recording import run_backward
 from penstock.runtime.stage import Stage
-from penstock.runtime.values import add_grads, changeable, cut, detached, roots, take_grads, versions
+from penstock.runtime.values import Watch, add_grads, check_output, detached, hand_on, roots
 from penstock.runtime.wires import Wires
 
 if TYPE_CHECKING:
@@ -70,15 +69,21 @@ class Computing(Wires):
         graph = self.program.graph
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
+    def _borrowed(self, stage: int, microbatch: int) -> list[bool]:
+        """For each input of a stage, whether it lies in memory of the stage that made it."""
+        lower = sorted(self.program.graph.inputs_of(stage), reverse=True)
+        return [self.group.shares_memory or self._rank_of(other, microbatch) == self.rank for other in lower]
+
     def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
         """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
 
-        In training, what comes in are leaves, which torch lets nobody change in place: a module that does gets stand-ins.
+        Until it is known whether the module changes its inputs in place, it is free to, see `Watch`.
         """
         part, others = self.stages[stage], self._fellow_readers(stage)
         module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
-        single = len(self.program.graph.inputs_of(stage)) == 1
+        borrowed = self._borrowed(stage, microbatch)
+        single = len(borrowed) == 1
 
         def apply(leaves: list[Any]) -> Any:
             feed = self.feed
@@ -87,17 +92,21 @@ class Computing(Wires):
                 draw_from(feed.seed, part.stream, feed.first + microbatch)
             if front:
                 made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
-                return made if type(made) is Tensor else unwrap(made)
-            watched = training and part.changes_input is not False
-            inputs = changeable(leaves) if watched else leaves
-            try:
-                plain = single and kwargs is None and type(inputs[0]) is Tensor
-                made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
-            except RuntimeError as error:
-                part.look_at_error(error)
-                raise
-            if watched:
-                part.look_for_changes(leaves, inputs, others)
+            else:
+                free = part.changes_input[training] is not False
+                watched = free or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
+                watch = Watch(leaves, borrowed, free=free) if watched else None
+                inputs = leaves if watch is None else watch.inputs
+                try:
+                    plain = single and kwargs is None and type(inputs[0]) is Tensor
+                    made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
+                except RuntimeError as error:
+                    part.look_at_error(error)
+                    raise
+                if watch is not None:
+                    part.look_for_changes(watch, others, training)
+            if feed.guards:
+                feed.check_unchanged(stage, microbatch)
             return made if type(made) is Tensor else unwrap(made)
 
         return apply
@@ -110,9 +119,11 @@ class Computing(Wires):
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
         last = part.module if not readers and isinstance(part.module, Recomputed) else None
+        mesh = self.pieces is not None
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
+            wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
             if last is not None:
                 last.loss = self._loss_of(microbatch)
             deferral = None
@@ -125,9 +136,9 @@ class Computing(Wires):
             ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
             extras = self.extras
             side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
-            cells[context] = (leaves, ends, grads, side, deferral)
+            cells[context] = (wanting, ends, grads, side, deferral)
             for reader in readers:
-                cells[reader] = cut(made)
+                cells[reader] = hand_on(made, part, mesh)
 
         return forward
 
@@ -141,6 +152,7 @@ class Computing(Wires):
         feed = self.feed
         output, loss = (made.output, made.loss) if isinstance(made, Ended) else (made, None)
         if feed.outputs:
+            check_output(output)
             feed.share.outputs[microbatch] = complete(detached(output))
         if not feed.losses or not (self.program.training or self.loss.fits(output)):
             return [], []
@@ -169,22 +181,18 @@ class Computing(Wires):
 
     def _infer(self, stage: int, microbatch: int) -> Operation:
         """A forward that leaves nothing behind."""
-        cells = self.cells
+        cells, part, mesh = self.cells, self.stages[stage], self.pieces is not None
         takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
-        readers, others = self._readers(stage, microbatch), self._fellow_readers(stage)
+        readers = self._readers(stage, microbatch)
 
         def infer() -> None:
-            inputs = [take() for take in takes]
-            before = versions(inputs) if others else None
-            made = apply(inputs)
-            if others and versions(inputs) != before:
-                raise ScheduleError(f"stage {stage} changes its input in place, but stage {others[0]} reads the same value: clone it")
+            made = apply([take() for take in takes])
             if not readers:
                 self._finish(made, microbatch)
             if self.extras.losses or self.extras.metrics:
                 self._extras(stage, microbatch)
             for reader in readers:
-                cells[reader] = made
+                cells[reader] = hand_on(made, part, mesh)
 
         return infer
 
@@ -202,7 +210,7 @@ class Computing(Wires):
         deferrable = None if stash is None else part.deferrable()
 
         def backward(together: Operation | None = None) -> None:
-            leaves, ends, grads, side, deferral = cells[context]
+            wanting, ends, grads, side, deferral = cells[context]
             cells[context] = EMPTY
             if first is not None:
                 grads = first()
@@ -221,8 +229,8 @@ class Computing(Wires):
                     deferrable.backward_input(deferral, ends, grads)
             if stash is not None:
                 cells[stash] = deferral
-            for writer, value in zip(writers, leaves, strict=False):
-                cells[writer] = take_grads(value)
+            for writer, leaves in zip(writers, wanting, strict=False):
+                cells[writer] = [leaf.grad for leaf in leaves]
 
         return backward
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.frames import NUMBER, OVERFLOW, PROGRAM, SENT, TRAILER, Form, Slot, empty, pack_new, trailer, unpack_new
-from penstock.runtime.group import Inbox, Operation, Outbox, Route, nothing
+from penstock.runtime.group import Inbox, Operation, Outbox, Route, nothing, runs_another
 
 if TYPE_CHECKING:
     from penstock.runtime.processes import Processes
@@ -208,10 +208,7 @@ class FramedInbox(Inbox):
         """What comes before all else says which program the sender runs."""
         frame = self._arrived(clock())
         if trailer(frame)[PROGRAM] != self.program:
-            text = f"{self.group.called(self.source)} runs another step than {self.group.called(self.route[1])}"
-            raise self.group.report_failure(
-                self.route[1], f"{text}: give all ranks the same count of microbatches, and make the same calls on all"
-            )
+            raise self.group.report_failure(self.route[1], runs_another(self.group, self.source, self.route[1]))
 
     def _learn(self, number: int, size: int) -> Any:
         """A value of a new form, which follows apart."""

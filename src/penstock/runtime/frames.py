@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from penstock.errors import ScheduleError
 from penstock.runtime.alarm import serializer
 from penstock.runtime.device import on_host, placed
+from penstock.runtime.values import FIXED, check_tensor, how_to_register
 
 _ALIGN = 64
 """Tensors in a frame lie as they would in memory of their own."""
@@ -68,7 +68,7 @@ class Leaf:
 
     @classmethod
     def of(cls, tensor: Tensor, offset: int) -> Leaf:
-        _check_plain(tensor)
+        check_tensor(tensor)
         stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
         size = tensor.numel() * tensor.element_size()
         return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
@@ -99,13 +99,11 @@ class Leaf:
         return tensor.requires_grad_() if self.grad else tensor
 
 
-def _check_plain(tensor: Any) -> None:
-    """Refuse what is more than one stretch of numbers: its bytes alone would not say what it is."""
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or is_traceable_wrapper_subclass(tensor):
-        sorts = {"nested": tensor.is_nested, "quantized": tensor.is_quantized, str(tensor.layout): tensor.layout is not torch.strided}
-        sort = next((name for name, found in sorts.items() if found), type(tensor).__name__)
-        hint = "give the pipeline mesh=, which it lies over" if sort == "DTensor" else "pass on dense tensors, for example its parts"
-        raise ScheduleError(f"a stage passes on a tensor that cannot be sent ({sort}): {hint}")
+@dataclass(frozen=True)
+class Repeated:
+    """A place in a tree where the same tensor stands as in an earlier one."""
+
+    place: int
 
 
 _ONE, _LIST = "one tensor", "a list"
@@ -131,18 +129,24 @@ class Form:
     alone: Leaf | None = field(init=False, compare=False)
     """The one tensor that it is or that its list holds: most messages, so they have a quick way."""
     dtype: torch.dtype = field(init=False, compare=False)
+    first: list[int] = field(init=False, compare=False)
+    """For each leaf, the first place where the same tensor stands."""
 
     def __post_init__(self) -> None:
         alone = self.leaves[0] if self.spec in (_ONE, _LIST) and len(self.leaves) == 1 and type(self.leaves[0]) is Leaf else None
         object.__setattr__(self, "alone", alone)
+        object.__setattr__(self, "first", [leaf.place if type(leaf) is Repeated else place for place, leaf in enumerate(self.leaves)])
         object.__setattr__(self, "dtype", torch.uint8 if alone is None else alone.dtype)
 
     @classmethod
     def of(cls, value: Any) -> Form:
         parts, spec = _flat(value)
-        end, leaves = 0, []
-        for part in parts:
-            if isinstance(part, Tensor):
+        end, first = 0, _first_places(parts)
+        leaves: list[Any] = []
+        for place, part in enumerate(parts):
+            if first[place] != place:
+                leaves.append(Repeated(first[place]))
+            elif isinstance(part, Tensor):
                 leaves.append(Leaf.of(part, end))
                 end = -(-(end + leaves[-1].size) // _ALIGN) * _ALIGN
             else:
@@ -156,7 +160,12 @@ class Form:
                 value = value[0] if type(value) is list and len(value) == 1 else None
             return type(value) is Tensor and self.alone.fits(value)
         parts, spec = _flat(value)
-        return bool(spec == self.spec) and len(parts) == len(self.leaves) and all(map(_part_fits, parts, self.leaves))
+        return (
+            bool(spec == self.spec)
+            and len(parts) == len(self.leaves)
+            and all(map(_part_fits, parts, self.leaves))
+            and _first_places(parts) == self.first
+        )
 
     def pack(self, value: Any, address: int) -> None:
         """Copy the value's tensors into the frame at an address."""
@@ -185,6 +194,8 @@ class Form:
 
     def join(self, parts: list[Any]) -> Any:
         """The reverse of `parts`."""
+        if any(type(part) is Repeated for part in parts):
+            parts = [parts[part.place] if type(part) is Repeated else part for part in parts]
         if self.spec is _ONE:
             return parts[0]
         return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
@@ -196,14 +207,20 @@ class Form:
 
     def __str__(self) -> str:
         def one(leaf: Any) -> str:
+            if type(leaf) is Repeated:
+                return f"the {leaf.place + 1}. again"
             return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if type(leaf) is Leaf else repr(leaf)
 
         return ", ".join(map(one, self.leaves)) or "nothing"
 
 
 def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
-    spec = next((name for name in (_ONE, _LIST) if tree == name), None)
-    return Form(pytree.tree_structure(tree) if spec is None else spec, leaves, size)
+    known = next((name for name in (_ONE, _LIST) if type(tree) is str and tree == name), None)
+    spec: Any = pytree.tree_structure(tree) if known is None else known
+    if known is None and spec.num_leaves != len(leaves):
+        unknown = next((leaf for leaf in pytree.tree_leaves(tree) if type(leaf) is not int), tree)
+        raise ScheduleError(f"a class of a message is not known to pytree on this rank: {how_to_register(type(unknown))}")
+    return Form(spec, leaves, size)
 
 
 def pack_new(value: Any) -> tuple[Form, Tensor]:
@@ -249,11 +266,13 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-_FIXED = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
-"""Plain values that nothing can change, and that are the same if they are written the same; others are told anew each time."""
+def _first_places(parts: Sequence[Any]) -> list[int]:
+    """For each part, the first place where the same tensor stands."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]
 
 
 def _part_fits(part: Any, leaf: Any) -> bool:
     if isinstance(part, Tensor):
-        return type(leaf) is Leaf and leaf.fits(part)
-    return type(part) is type(leaf) and type(part) in _FIXED and repr(part) == repr(leaf)
+        return type(leaf) is Repeated or (type(leaf) is Leaf and leaf.fits(part))
+    return type(part) is type(leaf) and type(part) in FIXED and repr(part) == repr(leaf)

@@ -56,7 +56,7 @@ def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> Ten
     ordered = [merged[place] for place in sorted(merged)]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for parameter in pipeline.parameters():
+    for _, parameter in pipeline.named_parameters():
         if parameter.grad is not None:
             local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
     if pipeline.shared.one_object:

@@ -77,10 +77,12 @@ class Group(ABC):
     """Whether messages between two ranks share one queue, so that programs must be proved under `rendezvous`."""
     direct = False
     """Whether the forms of messages must be agreed before a step."""
+    shares_memory = False
+    """Whether a message is the sender's own tensor rather than a copy of it."""
 
-    def count(self) -> int:
-        """How many pipelines this rank has made, where messages of one must not be taken for those of another."""
-        return 0
+    @abstractmethod
+    def count(self, rank: int) -> int:
+        """How many pipelines this rank has made, so that messages of one are not taken for those of another."""
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:  # noqa: B027 - most have nothing to do
         """Make the channels ready that a program uses."""
@@ -123,3 +125,11 @@ class Group(ABC):
     @abstractmethod
     def ident(self, thing: object) -> Hashable:
         """What tells an object from all others, those of other ranks included."""
+
+
+def runs_another(group: Group, source: int, rank: int) -> str:
+    """What is said of a message that belongs to another program than the one that its reader runs."""
+    return (
+        f"{group.called(source)} runs another step than {group.called(rank)}: give all ranks the same count of microbatches, and make the "
+        "same calls on all"
+    )

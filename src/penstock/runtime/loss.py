@@ -39,6 +39,13 @@ class Loss:
                 "wrongly, so give both the same"
             )
 
+    def trained_outside(self, stage: nn.Module) -> str | None:
+        """The name of a parameter that the loss function would train, and that is none of this stage's."""
+        fn = _plain(self.fn)
+        known = {id(parameter) for parameter in stage.parameters()}
+        named = fn.named_parameters() if isinstance(fn, nn.Module) else ()
+        return next((name for name, parameter in named if parameter.requires_grad and id(parameter) not in known), None)
+
     def can_run(self, targets: Sequence[Any] | None) -> bool:
         """Whether what was given is enough to call it."""
         return self.alone or targets is not None

@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
+from penstock.runtime.values import FIXED, hides_tensor, how_to_register, is_array
 
 Dims = Any
 """The batch dimension of everything (an int), or a tree like the value's: an int for what is split, None for what stays whole.
-A name that a dict of dimensions lacks is split along dimension 0."""
+A name that a dict of dimensions lacks is split along dimension 0. Plain values stay whole by themselves; an array, or an object that
+is no pytree but holds a tensor, is refused unless None says that it is to stay whole."""
 
 
 def batch_size(value: Any, dims: Dims) -> int | None:
@@ -39,12 +41,12 @@ def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
         _slices(leaf, dim, sizes) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
         for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True)
     ]
-    if not columns:
-        return [value] * len(sizes)
     if type(value) is Tensor:
         return list(columns[0])
-    if type(value) is tuple and len(value) == len(columns):
-        return list(zip(*columns, strict=True))  # the usual arguments: a tuple that holds no other trees
+    if _is_tuple_of_tensors(value) and value:
+        return list(zip(*columns, strict=True))
+    if not columns:  # a tree of its own for each microbatch, so that none changes another's
+        return [pytree.tree_map(lambda leaf: leaf, value) for _ in sizes]
     spec = pytree.tree_structure(value)
     return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
 
@@ -104,17 +106,45 @@ def _size(leaf: Tensor, dim: int) -> int:
 
 
 def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:
-    pairs = zip(_leaves(value), _spread(dims, value), strict=True)
-    return [(leaf, dim) for leaf, dim in pairs if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0]
+    found = []
+    for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True):
+        if dim is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            _check_leaf(leaf)
+        elif leaf.dim() > 0:
+            found.append((leaf, dim))
+    return found
+
+
+def _check_leaf(leaf: Any) -> None:
+    """Refuse what holds rows that could not be told apart, so that every microbatch would get all of them."""
+    if type(leaf) in FIXED:
+        return
+    kind = type(leaf)
+    if is_array(leaf):
+        raise ScheduleError(
+            f"the batch has a NumPy array of shape {list(leaf.shape)}, which is not cut into microbatches: give torch.from_numpy(...), or "
+            "say None for it in batch_dims, target_dims or kwarg_dims to give every microbatch all of it"
+        )
+    if hides_tensor(leaf):
+        raise ScheduleError(
+            f"the batch has an object of the class {kind.__name__} that holds a tensor, but is no pytree, so it cannot be cut into "
+            f"microbatches: {how_to_register(kind)}; or say None for it in batch_dims, target_dims or kwarg_dims to give every microbatch "
+            "all of it"
+        )
 
 
 def _leaves(value: Any) -> list[Any]:
     """A tree's leaves; quick for what most steps are given, a tensor and a tuple of tensors."""
     if type(value) is Tensor:
         return [value]
-    if type(value) is tuple and all(type(part) is Tensor for part in value):
-        return list(value)
-    return pytree.tree_leaves(value)
+    return list(value) if _is_tuple_of_tensors(value) else pytree.tree_leaves(value)
+
+
+def _is_tuple_of_tensors(value: Any) -> bool:
+    """The usual arguments."""
+    return type(value) is tuple and all(type(part) is Tensor for part in value)
 
 
 def _spread(dims: Dims, value: Any) -> list[int | None]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, nearest
 
@@ -120,6 +121,7 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
 
     A whole one is cut into so many layers for each stage, by `Layers`, by an object with `cut(model, stages)`, or balanced by parameters.
     """
+    _check_materialised(model)
     if isinstance(model, Mapping):
         return _from_map(model, stages)
     if isinstance(model, (list, tuple)) or (isinstance(model, nn.ModuleList) and split is None):
@@ -143,6 +145,15 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
         first += size
     _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
     return Partition(tuple(parts))
+
+
+def _check_materialised(model: Any) -> None:
+    """Refuse layers that get their shapes from a first batch, which only one rank would see."""
+    modules = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else [model]
+    for module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()) if isinstance(module, nn.Module) else ():
+            if is_lazy(tensor):
+                raise PlacementError(f"{name!r} has no shape before its layer has run: run the model on a sample, then make the pipeline")
 
 
 def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:

@@ -26,10 +26,15 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if in_parts(tensor) else tensor
 
 
+def is_gathering(value: object) -> bool:
+    """Whether this is a tensor that torch is still gathering."""
+    module = sys.modules.get("torch.distributed._functional_collectives")
+    return module is not None and isinstance(value, module.AsyncCollectiveTensor)
+
+
 def arrived(value: Any) -> Any:
     """The value, waited for if it is a tensor that torch is still gathering."""
-    module = sys.modules.get("torch.distributed._functional_collectives")
-    return value.wait() if module is not None and isinstance(value, module.AsyncCollectiveTensor) else value
+    return value.wait() if is_gathering(value) else value
 
 
 def complete(value: Any) -> Any:

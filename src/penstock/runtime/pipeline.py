@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -12,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime import device
@@ -25,7 +27,6 @@ from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
-from penstock.runtime.frames import Form
 from penstock.runtime.gradients import Backup, clip_grad_norm
 from penstock.runtime.graphs import refuse_graphs
 from penstock.runtime.grid import group_of
@@ -52,6 +53,10 @@ from penstock.simulator.timeline import Timeline
 logger = logging.getLogger(__name__)
 
 
+_NO_COPY = (
+    "a Pipeline cannot be copied or pickled, because it holds connections to the other ranks: copy the model and make another pipeline of "
+    "it, or save it with save_checkpoint"
+)
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
 
@@ -130,7 +135,7 @@ class Pipeline:
         self.deadline = _checked_deadline(deadline)
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.number = self.group.count()
+        self.number = self.group.count(self.rank)
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
         split, loss_fn, weight = recognised(model, split, loss_fn, weight)
@@ -161,7 +166,10 @@ class Pipeline:
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
         self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
+        self._names: set[str] | None = None
+        """This rank's parameters by name, once the ranks have agreed on them."""
         self.shared = Shared.find(self, [*ties, *tied])
+        self._names = set(self.shared.place)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
@@ -190,17 +198,25 @@ class Pipeline:
         }
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
-        found = self.gather_all("Pipeline", (mine, unable, modules))
+        last = self.stages.get(self.table.stages - 1)
+        lost = None if last is None else self.loss.trained_outside(last.module)
+        found = self.gather_all("Pipeline", (mine, unable, modules, lost))
         first = found[0][0]
-        for rank, (theirs, _, _) in enumerate(found):
+        for *_, lost in found:
+            if lost is not None:
+                raise ScheduleError(
+                    f"loss_fn has a trainable parameter, {lost!r}, that is not in the last stage, so no optimizer would get it: make it "
+                    "part of the last stage, which can take the target by stage_kwargs and return the loss itself, or freeze it"
+                )
+        for rank, (theirs, *_) in enumerate(found):
             for what, value in theirs.items():
                 if value != first[what]:
                     raise PipelineError(
                         f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same"
                     )
-        unsplit = tuple(sorted({stage for _, stages, _ in found for stage in stages}))
+        unsplit = tuple(sorted({stage for _, stages, *_ in found for stage in stages}))
         own = self.rank if self.grid is None else self.grid.whole.rank
-        return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs) in enumerate(found))
+        return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs, _) in enumerate(found))
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Everyone's value, by rank."""
@@ -218,7 +234,16 @@ class Pipeline:
             for name, parameter in part.parameters if part is not None else ():
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
+                    self._check_known(name)
                     yield name, parameter
+
+    def _check_known(self, name: str) -> None:
+        """Refuse a parameter that the ranks have not agreed on."""
+        if self._names is not None and name not in self._names:
+            raise ScheduleError(
+                f"parameter {name!r} was added to the model after the pipeline was made, which knows nothing of it: make the pipeline once "
+                "the model has all its parameters"
+            )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this rank is to update, under the model's own names.
@@ -229,8 +254,21 @@ class Pipeline:
         return ((name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this rank is to update."""
-        return (parameter for _, parameter in self.named_parameters())
+        """The parameters that this rank is to update. Warns if there are none, which torch's optimizers do not take."""
+        found = [parameter for _, parameter in self.named_parameters()]
+        if not found:
+            warnings.warn(
+                f"rank {self.rank} has no parameters to update: its stages have none, or another rank updates them. An optimizer takes an "
+                "empty list only in a group: AdamW([{'params': list(pipe.parameters())}])",
+                stacklevel=2,
+            )
+        return iter(found)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise CopyError(_NO_COPY)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise CopyError(_NO_COPY)
 
     def program(self, microbatches: int | None = None, *, training: bool = True) -> Program:
         """The program that a step of so many microbatches runs."""
@@ -353,7 +391,8 @@ class Pipeline:
         """All that the forms of this rank's messages can depend on."""
         kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
         trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
-        return [str(Form.of(value)) for value in (*feed.args, kwargs, trained, torch.is_autocast_enabled("cpu"))]
+        leaves = pytree.tree_leaves((feed.args, kwargs, trained, torch.is_autocast_enabled("cpu")))
+        return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():

@@ -267,7 +267,7 @@ class Processes(Group):
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
         return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
 
-    def count(self) -> int:
+    def count(self, rank: int) -> int:
         self._pipelines += 1
         return self._pipelines
 

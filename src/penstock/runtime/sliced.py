@@ -93,8 +93,8 @@ class Slice(Group):
     def ident(self, thing: object) -> Hashable:
         return self.whole.ident(thing)
 
-    def count(self) -> int:
-        return self.whole.count()
+    def count(self, rank: int) -> int:
+        return self.whole.count(rank)
 
     # Failures ---------------------------------------------------------------------------------------------------------
 

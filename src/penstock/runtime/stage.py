@@ -9,9 +9,10 @@ from torch import nn
 
 from penstock.errors import ScheduleError
 from penstock.runtime.deferred import Deferral
+from penstock.runtime.parts import in_parts
 from penstock.runtime.recording import Deferrable
 from penstock.runtime.streamed import draws_by_layer
-from penstock.runtime.values import was_changed
+from penstock.runtime.values import Watch
 
 
 class Stage:
@@ -21,10 +22,12 @@ class Stage:
         self.index, self.module, self.unpack, self.fused = index, module, unpack, fused
         self.stream: int | str = "layers" if draws_by_layer(module) else index
         """What tells the stage's random stream from others'."""
-        self.changes_input: bool | None = None if self.splits else False
-        """Whether the module changes its input in place; None until it has run once. Compilers do not take inputs that can be looked at
-        for that, so that a compiled one is found out by the error that it raises."""
+        known = None if self.splits else False
+        self.changes_input: dict[bool, bool | None] = {True: known, False: known}
+        """Whether the module changes its input in place, in training and in evaluation; None until it has run once. Compilers do not take
+        inputs that can be looked at for that, so that a compiled one is found out by the error that it raises."""
         self._deferrable: Deferrable | None = None
+        self._memory: dict[int, str] | None = None
 
     def deferrable(self) -> Deferrable:
         """Made when the first split backward asks for it."""
@@ -34,6 +37,7 @@ class Stage:
 
     def refresh(self) -> None:
         """Before a step: parameters may have been replaced, frozen or given hooks since the last one."""
+        self._memory = None
         if self._deferrable is not None:
             self._deferrable.look(self.module)
 
@@ -51,18 +55,32 @@ class Stage:
         return call(first, *more, **kwargs)
 
     def look_at_error(self, error: RuntimeError) -> None:
-        """Where the module has changed its input in place for the first time, it may from the next step on."""
+        """After the first in-place change of an input, in-place changes are allowed from the next step on."""
         if "leaf Variable that requires grad" in str(error):
-            self.changes_input = True
+            self.changes_input[True] = True
             error.add_note(f"stage {self.index} has changed its input in place for the first time, which the next step will allow")
 
-    def look_for_changes(self, leaves: Any, given: Any, others: list[int]) -> None:
-        """See whether the module has changed its input in place, which no other stage may be reading."""
-        self.changes_input = was_changed(leaves, given) or bool(self.changes_input)
-        if self.changes_input and others:
+    def look_for_changes(self, watch: Watch, others: list[int], training: bool) -> None:
+        """See whether the module has changed its input in place; refuse what something else in the model would have seen."""
+        changed, reason = watch.changed()
+        self.changes_input[training] = changed or bool(self.changes_input[training])
+        if changed and others:
             raise ScheduleError(
                 f"stage {self.index} changes its input in place, but stage {others[0]} reads the same value: clone it in stage {self.index}"
             )
+        if reason is not None:
+            raise ScheduleError(
+                f"stage {self.index} changes {reason} in place; stages hand on copies, so the change would be lost elsewhere: clone it in "
+                f"stage {self.index} before changing it"
+            )
+
+    def memory(self) -> dict[int, str]:
+        """The names of the module's parameters and buffers, by the address of their memory."""
+        if self._memory is None:
+            module = self.module
+            named = [("parameter", *each) for each in module.named_parameters()] + [("buffer", *each) for each in module.named_buffers()]
+            self._memory = {t.untyped_storage().data_ptr(): f"{sort} {name!r}" for sort, name, t in named if not in_parts(t)}
+        return self._memory
 
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run the hooks that wait for a parameter's gradient, once each."""

@@ -1,41 +1,319 @@
-"""What crosses the edge between two stages: trees of tensors and plain values, and the gradients that come back."""
+"""What may cross the edge between two stages, and the gradients that come back.
+
+A stage hands on a pytree: tensors and plain values, in tuples, lists, dicts and classes that are registered as pytree nodes.
+The rule is the same for every transport, and so is what the reader gets: a copy, which it may change in place without the sender
+noticing. Whatever a copy would make wrong without a word is refused: an object that hides a tensor, a tensor that carries more than
+its numbers, and an in-place change of a tensor whose memory something else in the model reads too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import enum
+import functools
+import itertools
+import sys
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from penstock.errors import ScheduleError
+from penstock.runtime.alarm import serializer
+from penstock.runtime.parts import in_parts, is_gathering
+
+if TYPE_CHECKING:
+    from penstock.runtime.stage import Stage
+
 _unsafe_view = torch.ops.aten._unsafe_view.default
+_strided = torch.strided
+
+FIXED = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+"""Plain values that nothing can change, and that are the same if they are written the same."""
+
+# What may be handed on ------------------------------------------------------------------------------------------------
+
+
+def hides_tensor(value: Any, seen: set[int] | None = None) -> bool:
+    """Whether an object that is a leaf to pytree has a tensor somewhere inside, which nothing would cut or follow."""
+    if isinstance(value, Tensor):
+        return True
+    if type(value) in FIXED or isinstance(value, (type, types.ModuleType, enum.Enum)):
+        return False
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(hides_tensor(part, seen) for part in _contents(value))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    """What an object holds: items, attributes, and what a function has bound."""
+    if isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (Sequence, Set)) and not isinstance(value, (str, bytes, bytearray, range)):
+        yield from value
+    if isinstance(value, functools.partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots) if name != "__dict__")
+    if isinstance(value, types.FunctionType):
+        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - asked for its error
+    except ValueError:
+        return False
+    return True
+
+
+def is_array(value: Any) -> bool:
+    """Whether this is NumPy's, which holds numbers but is cut and followed by nothing here."""
+    return type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap", "matrix", "recarray")
+
+
+def how_to_register(kind: type) -> str:
+    """The end of a message about a class that pytree does not know."""
+    return (
+        f"register the class on every rank, with torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten) or "
+        "torch.export.register_dataclass, or put its tensors into a tuple, list or dict"
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is one stretch of numbers and nothing more."""
+    return (
+        ((type(tensor) is Tensor and not tensor.__dict__) or type(tensor) is nn.Parameter)
+        and tensor.layout is _strided
+        and not tensor.is_nested
+        and not tensor.is_quantized
+    )
+
+
+def check_tensor(tensor: Tensor, mesh: bool = False) -> None:
+    """Refuse a tensor that would arrive as less than it is. With a mesh, tensors in parts may pass."""
+    if _is_plain(tensor) or (mesh and (in_parts(tensor) or is_gathering(tensor))):
+        return
+    attributes = [name for name in tensor.__dict__ if not name.startswith("_dynamo")]
+    if in_parts(tensor):
+        sort, way_out = "a DTensor", "give the pipeline mesh=, which it lies over"
+    elif tensor.is_nested:
+        sort, way_out = "a nested tensor", "pass on its values and offsets as tensors of their own"
+    elif tensor.layout is not _strided or tensor.is_quantized:
+        sort = "a quantized tensor" if tensor.is_quantized else f"a tensor of the layout {tensor.layout}"
+        way_out = "pass on a dense tensor, or its parts"
+    elif type(tensor) not in (Tensor, nn.Parameter):
+        sort, way_out = f"a tensor of the class {type(tensor).__name__}", "pass on a plain tensor, or its parts"
+    elif attributes:
+        sort, way_out = f"a tensor with the attribute {attributes[0]!r}", "pass on the attribute beside the tensor, in a tuple or dict"
+    else:
+        return
+    raise ScheduleError(f"a stage passes on {sort}, which cannot be sent as it is: {way_out}")
+
+
+def check_output(value: Any) -> None:
+    """Refuse an output of the whole model that could not be sent to the other ranks."""
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, Tensor):
+            _check_leaf(leaf, "the last stage")
+
+
+def _check_leaf(leaf: Any, who: str) -> None:
+    if type(leaf) not in FIXED and hides_tensor(leaf):
+        kind = type(leaf)
+        raise ScheduleError(
+            f"{who} returns an object of the class {kind.__name__} that holds a tensor, but is no pytree, so no gradient would find its "
+            f"way through it: {how_to_register(kind)}"
+        )
+
+
+def _copied(values: list[Any], stage: int) -> list[Any]:
+    """Plain values as another process would get them."""
+    for value in values:
+        _check_leaf(value, f"stage {stage}")
+    pickler = serializer()
+    try:
+        return list(pickler.loads(pickler.dumps(values)))
+    except Exception as error:
+        kinds = ", ".join(sorted({type(value).__name__ for value in values}))
+        raise ScheduleError(
+            f"stage {stage} passes on objects that cannot be sent to another process ({kinds}: {error}): pass on tensors and plain values"
+        ) from error
+
+
+# Handing on -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A message some of whose tensors its reader must not change in place: their places among the leaves, and why."""
+
+    value: Any
+    reasons: tuple[tuple[int, str], ...]
+
+
+pytree.register_pytree_node(
+    Guarded,
+    lambda guarded: ([guarded.value], guarded.reasons),
+    lambda children, reasons: Guarded(next(iter(children)), reasons),
+    serialized_type_name="penstock.runtime.values.Guarded",
+)
 
 
 def cut(value: Any) -> Any:
-    """The value as a new beginning for autograd: tensors that want a gradient become leaves that do."""
+    """The value as a new beginning for autograd: tensors that want a gradient become leaves that do.
+
+    A tensor that stands in several places of a tree stays one tensor.
+    """
     if type(value) is Tensor:
         return value.detach().requires_grad_(value.requires_grad)
-    return pytree.tree_map(lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, Tensor) else leaf, value)
+    return _map_once(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
 
 
-def changeable(leaves: Any) -> Any:
-    """A cut value as a stage may change it in place, which torch allows of no leaf: the same memory, one step behind the leaf."""
-    return pytree.tree_map(lambda leaf: _unsafe_view(leaf, leaf.shape) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, leaves)
+def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The tree with each tensor changed, once for all the places that it stands in."""
+    changed: dict[int, Tensor] = {}
+
+    def once(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if id(leaf) not in changed:
+            changed[id(leaf)] = change(leaf)
+        return changed[id(leaf)]
+
+    return pytree.tree_map(once, value)
 
 
-def was_changed(leaves: Any, given: Any) -> bool:
-    """Whether a stage has changed in place what `changeable` gave it; if so, whoever saved the value for its backward gets to know."""
-    found = False
-    for leaf, value in zip(pytree.tree_leaves(leaves), pytree.tree_leaves(given), strict=True):
-        if value is not leaf and value._version:
-            torch.autograd.graph.increment_version(leaf)
-            found = True
-    return found
+def hand_on(value: Any, stage: Stage, mesh: bool = False) -> Any:
+    """A stage's output as the next one may have it, cut off from this one's graph; refused if it cannot be had right."""
+    if type(value) is Tensor and value.requires_grad and _is_plain(value):
+        return value.detach().requires_grad_()
+    leaves, spec = pytree.tree_flatten(value)
+    others = []
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor):
+            check_tensor(leaf, mesh)
+        elif type(leaf) not in FIXED:
+            others.append(place)
+    if others:
+        for place, copy in zip(others, _copied([leaves[place] for place in others], stage.index), strict=True):
+            leaves[place] = copy
+    message = cut(pytree.tree_unflatten(leaves, spec))
+    reasons = (*_shared_memory(leaves), *_own_memory(leaves, stage))
+    return Guarded(message, reasons) if reasons else message
+
+
+def _own_memory(leaves: Sequence[Any], stage: Stage) -> Iterator[tuple[int, str]]:
+    """Leaves that lie in a parameter's or buffer's memory. One with a gradient torch itself lets nobody change."""
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and not leaf.requires_grad and type(leaf) is Tensor:
+            name = stage.memory().get(leaf.untyped_storage().data_ptr())
+            if name is not None:
+                yield place, f"{name} of stage {stage.index}"
+
+
+def _shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
+    """Leaves whose numbers are also those of another leaf, as a tensor's and its view's are."""
+    by_storage: dict[int, list[int]] = {}
+    for place, leaf in enumerate(leaves):
+        if type(leaf) is Tensor and leaf.numel():
+            by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
+    for places in by_storage.values():
+        for place in places if len(places) > 1 else ():
+            mine = leaves[place]
+            if any(leaves[other] is not mine and overlap(mine, leaves[other]) for other in places):
+                yield place, "a tensor that shares memory with another tensor of the same message"
+
+
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one storage have a number in common; also yes if that is not easily told."""
+    start, end = int(one.storage_offset()), int(other.storage_offset())
+    if start + _extent(one) <= end or end + _extent(other) <= start:
+        return False
+    # Pieces of one tensor, as chunk and split give them, are boxes on one grid.
+    if one.stride() != other.stride():
+        return True
+    axes = sorted(zip(one.stride(), one.shape, other.shape, strict=True), reverse=True)
+    strides = [stride for stride, _, _ in axes]
+    if 0 in strides or any(big % small for big, small in itertools.pairwise(strides)):
+        return True
+    room = [sys.maxsize, *(big // small for big, small in itertools.pairwise(strides))]
+    apart = False
+    for (stride, mine, theirs), most in zip(axes, room, strict=True):
+        (a, start), (b, end) = divmod(start, stride), divmod(end, stride)
+        if max(a + mine, b + theirs) > most:
+            return True
+        apart = apart or a + mine <= b or b + theirs <= a
+    return not apart
+
+
+def _extent(tensor: Tensor) -> int:
+    """How far a tensor reaches in its memory."""
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+# Changes in place -----------------------------------------------------------------------------------------------------
+
+
+class Watch:
+    """What a stage is given, and whether it has changed any of it in place.
+
+    A borrowed input lies in memory of its sender. If the stage is `free` to change its inputs it gets stand-ins: copies of what is
+    borrowed, and of other leaves that want a gradient, which torch lets nobody change, a view that autograd takes for a new tensor.
+    Otherwise it gets the leaves themselves, except for those that are guarded, which a change must not reach.
+    """
+
+    __slots__ = ("given", "inputs", "reasons")
+
+    def __init__(self, inputs: Sequence[Any], borrowed: Sequence[bool], *, free: bool) -> None:
+        self.reasons: dict[int, str] = {}
+        """Why a stand-in must not be changed, by its id."""
+        self.given: list[tuple[Tensor, int]] = []
+        """What torch would not tell of by itself if it were changed, with its version now."""
+        self.inputs = [self._open(value, copies, free) for value, copies in zip(inputs, borrowed, strict=True)]
+
+    def _open(self, value: Any, copies: bool, free: bool) -> Any:
+        reasons: dict[int, str] = {}
+        if type(value) is Guarded:
+            leaves = pytree.tree_leaves(value.value)
+            reasons = {id(leaves[place]): reason for place, reason in value.reasons}
+            value = value.value
+
+        def stand_in(leaf: Tensor) -> Tensor:
+            wants = leaf.requires_grad
+            if copies and (free or (id(leaf) in reasons and not wants)):
+                given = leaf.clone()
+            else:
+                given = _unsafe_view(leaf, leaf.shape) if free and wants else leaf
+            if free or not wants:
+                self.given.append((given, given._version))
+            if id(leaf) in reasons:
+                self.reasons[id(given)] = reasons[id(leaf)]
+            return given
+
+        return _map_once(value, stand_in)
+
+    def changed(self) -> tuple[bool, str | None]:
+        """Whether anything was changed, and the reason why that must not be, if there is one."""
+        changed = [given for given, version in self.given if given._version != version]
+        return bool(changed), next((self.reasons[id(given)] for given in changed if id(given) in self.reasons), None)
 
 
 def versions(value: Any) -> list[int]:
     """How often each tensor was changed in place."""
     return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+# Gradients ------------------------------------------------------------------------------------------------------------
 
 
 def detached(value: Any) -> Any:
@@ -46,24 +324,14 @@ def detached(value: Any) -> Any:
 
 
 def roots(value: Any) -> list[Tensor]:
-    """The tensors of an output that gradients can flow into, in the order of the tree."""
+    """The tensors of a value that gradients can flow into, in the order of the tree, each once."""
     if type(value) is Tensor:
         return [value] if value.requires_grad else []
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    return list(_distinct(leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.requires_grad))
 
 
-def take_grads(leaves: Any) -> list[Tensor | None]:
-    """The gradients of an input's leaves that want one, in the order of `roots`; None where none arrived."""
-    if type(leaves) is Tensor:
-        if not leaves.requires_grad:
-            return []
-        grad, leaves.grad = leaves.grad, None
-        return [grad]
-    wanting = roots(leaves)
-    found = [leaf.grad for leaf in wanting]
-    for leaf in wanting:
-        leaf.grad = None
-    return found
+def _distinct(tensors: Iterable[Tensor]) -> Iterable[Tensor]:
+    return {id(tensor): tensor for tensor in tensors}.values()
 
 
 def add_grads(one: list[Tensor | None], other: list[Tensor | None]) -> list[Tensor | None]:

@@ -18,7 +18,7 @@ from penstock.errors import PipelineError
 from penstock.runtime import device
 from penstock.runtime.activity import Activity, clock
 from penstock.runtime.cells import EMPTY
-from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route, runs_another
 from penstock.runtime.result import Share
 
 
@@ -26,7 +26,8 @@ from penstock.runtime.result import Share
 class Channel:
     """One way from a rank to another: messages that were sent, and the cells of receives that were posted, each in order."""
 
-    messages: deque[Any] = field(default_factory=deque)
+    messages: deque[tuple[int, Any]] = field(default_factory=deque)
+    """Which program each is of, and its value."""
     posted: deque[int] = field(default_factory=deque)
     sent: deque[Any] = field(default_factory=deque)
     """When each of the messages was; on a device, the place in the sender's stream to wait for."""
@@ -64,6 +65,8 @@ class _Board:
 class VirtualGroup(Group):
     """The virtual ranks of one `launch`: the channels between them, what they share, and whose turn it is."""
 
+    shares_memory = True
+
     def __init__(self, ranks: int, *, parallel: bool = False) -> None:
         self.ranks = ranks
         self.parallel = parallel
@@ -76,6 +79,7 @@ class VirtualGroup(Group):
         self._waiting: dict[int, _Waiting] = {}
         self._ended: set[int] = set()
         self._activities = [Activity() for _ in range(ranks)]
+        self._pipelines = [0] * ranks
         self._told: set[int] = set()
         """Ranks on their way out of a failure that another has told them of."""
 
@@ -217,6 +221,10 @@ class VirtualGroup(Group):
     def activity(self, rank: int) -> Activity:
         return self._activities[rank]
 
+    def count(self, rank: int) -> int:
+        self._pipelines[rank] += 1
+        return self._pipelines[rank]
+
     def ident(self, thing: object) -> int:
         return id(thing)
 
@@ -227,10 +235,10 @@ class VirtualGroup(Group):
         return self._channels.setdefault(route, Channel())
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return _Outbox(self, route, slots, deadline)
+        return _Outbox(self, route, slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return _Inbox(self, route, deadline)
+        return _Inbox(self, route, program, deadline)
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
@@ -264,8 +272,8 @@ class VirtualGroup(Group):
 
 
 class _Outbox(Outbox):
-    def __init__(self, group: VirtualGroup, route: Route, slots: int, deadline: float) -> None:
-        self.group, self.route, self.slots, self.deadline = group, route, slots, deadline
+    def __init__(self, group: VirtualGroup, route: Route, slots: int, program: int, deadline: float) -> None:
+        self.group, self.route, self.slots, self.program, self.deadline = group, route, slots, program, deadline
         self.channel = group.channel(route)
 
     def put(self, value: Any) -> None:
@@ -275,7 +283,7 @@ class _Outbox(Outbox):
             self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
             self.group.activity(rank).began = clock()  # what came before was waiting
         channel.sent.append(device.mark() or clock())
-        channel.messages.append(value)
+        channel.messages.append((self.program, value))
         if self.group.parallel:
             self.group.changed()
 
@@ -283,9 +291,9 @@ class _Outbox(Outbox):
 class _Inbox(Inbox):
     """Messages go to the cells that receives were posted for, in order."""
 
-    def __init__(self, group: VirtualGroup, route: Route, deadline: float) -> None:
+    def __init__(self, group: VirtualGroup, route: Route, program: int, deadline: float) -> None:
         super().__init__()
-        self.group, self.rank, self.deadline = group, route[1], deadline
+        self.group, self.source, self.rank, self.program, self.deadline = group, route[0], route[1], program, deadline
         self.count = 0
         self.channel = group.channel(route)
         self.name = f"{route[2]} from rank {route[0]}"
@@ -310,7 +318,9 @@ class _Inbox(Inbox):
             asked = clock()
             if not messages:
                 self.group.wait(self.rank, lambda: bool(messages), self.name, self.deadline)
-            value, sent = messages.popleft(), self.channel.sent.popleft()
+            (program, value), sent = messages.popleft(), self.channel.sent.popleft()
+            if program != self.program:
+                raise self.group.report_failure(self.rank, runs_another(self.group, self.source, self.rank))
             self.times[self.count] = (sent, asked, clock()) if type(sent) is int else self._followed(sent, value)
             self.count += 1
             cells[posted.popleft()] = value
