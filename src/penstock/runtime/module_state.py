@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from penstock.runtime.parts import local
 
@@ -55,6 +56,22 @@ class ModuleState:
         """What did not exist when the state was captured."""
         known = {(id(value.place.holder), value.key) for value in self._values}
         return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """The contents of the tensors of a pytree at one moment, to be put back in place."""
+
+    tensors: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def capture(cls, tree: Any) -> TensorState:
+        pairs = ((leaf, _copy_tensor(leaf)) for leaf in pytree.tree_leaves(tree))
+        return cls([(leaf, copy) for leaf, copy in pairs if copy is not None])
+
+    def restore(self) -> None:
+        for tensor, copy in self.tensors:
+            _restore_tensor(tensor, copy)
 
 
 @dataclass(frozen=True)

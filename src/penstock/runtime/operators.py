@@ -36,7 +36,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     deferral = active(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
-    if deferral is None or stand_in is None or dims < 2:
+    if deferral is None or stand_in is None or dims < 2 or input.is_nested:
         return _linear(input, weight, bias)
     bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ScheduleError
-from penstock.runtime.deferred import Deferral
+from penstock.errors import ScheduleError, SplitError
+from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.recording import Deferrable
 from penstock.runtime.streamed import draws_by_layer
 from penstock.runtime.values import was_changed
@@ -24,6 +24,10 @@ class Stage:
         self.changes_input: bool | None = None if self.splits else False
         """Whether the module changes its input in place; None until it has run once. Compilers do not take inputs that can be looked at
         for that, so that a compiled one is found out by the error that it raises."""
+        self.tried = False
+        """Whether a forward has been run with its backward split, so that nothing speaks against it."""
+        self.whole: str | None = None
+        """What the stage does that needs its backward whole, once a forward has done so."""
         self._deferrable: Deferrable | None = None
 
     def deferrable(self) -> Deferrable:
@@ -63,6 +67,14 @@ class Stage:
             raise ScheduleError(
                 f"stage {self.index} changes its input in place, but stage {others[0]} reads the same value: clone it in stage {self.index}"
             )
+
+    def refuse_split(self, need: WholeBackwardNeeded, why: str) -> SplitError:
+        """The error for a forward that can be neither split nor run again; the next step runs the backward whole."""
+        self.whole = need.reason
+        return SplitError(
+            f"stage {self.index} {need.reason} in its forward or loss, so its backward cannot be split, and {why}. From the next step "
+            "on the stage runs its backward whole: run this step again"
+        )
 
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run the hooks that wait for a parameter's gradient, once each."""
