@@ -12,6 +12,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, SplitError
 from penstock.runtime import Pipeline, launch
+from penstock.runtime.deferred import WholeBackwardNeeded
 from penstock.runtime.recording import Deferrable
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
@@ -234,12 +235,20 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
     """The weight's part in the inner gradient would be lost."""
     for shape in ((4, 5), (2, 4, 5)):
         half = Half(Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), force))
-        with pytest.raises(SplitError, match="merge-backward"):
+        with pytest.raises(WholeBackwardNeeded, match="create_graph"):
             half.forward(wants(*shape))
 
 
-def test_the_way_out_of_a_refusal() -> None:
-    parts = [nn.Linear(5, 5), Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), force), nn.Linear(5, 5), nn.Linear(5, 5)]
+def by_engine(inner: nn.Module, x: Tensor) -> Tensor:
+    """As `force`, but around torch's own functions."""
+    x = x.detach().requires_grad_()
+    out = inner(x).tanh().sum()
+    run = torch.autograd.Variable._execution_engine.run_backward
+    return run((out,), (torch.ones_like(out),), True, True, (x,), allow_unreachable=True, accumulate_grad=False)[0]  # type: ignore[no-any-return]
+
+
+def test_a_gradient_of_a_gradient_by_the_engine_itself_is_refused_with_the_way_out() -> None:
+    parts = [nn.Linear(5, 5), Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh()), by_engine), nn.Linear(5, 5), nn.Linear(5, 5)]
     schedule, x = ps.schedule(SPLIT, ranks=2, microbatches=3), torch.randn(6, 5)
     with pytest.raises(PipelineError, match=r"1F0 .*merge-backward\{stages=\.\.\.,apart=true\}"):
         launch(lambda: Pipeline(parts, schedule, loss_fn=functional.mse_loss).step(x, target=x), 2)

@@ -1,4 +1,4 @@
-"""Compiled stages, and what it costs that they run their backward in one piece."""
+"""Compiled stages, and what it costs that a stage runs its backward in one piece."""
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ class Merged:
     """As it runs."""
     measured: bool
     """Whether the costs are a plan's, rather than F = I = W = 1."""
+    reason: str = "are compiled and cannot split their backward"
 
     @property
     def cost(self) -> float:
@@ -69,14 +70,19 @@ class Merged:
     def __str__(self) -> str:
         costs = "the plan's costs" if self.measured else "F = I = W = 1"
         return (
-            f"stages {list(self.stages)} are compiled and cannot split their backward: they run I and W as one B. "
+            f"stages {list(self.stages)} {self.reason}: they run I and W as one B. "
             f"With {costs} a step takes {self.after.makespan:.6g} in place of {self.before.makespan:.6g} ({self.cost:+.1%}), "
             f"and idles {self.after.bubble:.1%} in place of {self.before.bubble:.1%}"
         )
 
 
-def merged(table: Table, unsplit: Sequence[int], plan: Any = None) -> Merged | None:
-    """What becomes of a schedule where these stages cannot split their backward; None where it does not ask them to."""
+def merged(table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mapping[int, str] | None = None) -> Merged | None:
+    """What becomes of a schedule where these stages cannot split their backward; None where it does not ask them to.
+
+    `whole` adds stages that are not compiled, each with what it does that needs its backward whole.
+    """
+    whole = whole or {}
+    unsplit = sorted({*unsplit, *whole})
     splits = table.rows.stage[table.rows.is_kind(Kind.I)]
     stages = tuple(stage for stage in unsplit if bool((splits == stage).any()))
     if not stages:
@@ -84,6 +90,12 @@ def merged(table: Table, unsplit: Sequence[int], plan: Any = None) -> Merged | N
     own = getattr(plan, "costs", None)
     costs = own if isinstance(own, Costs) else Costs()
     start = Program.start(table)
-    whole = MergeBackward(stages, apart=True).apply(start)
-    before, after = (simulate(each if each.lowered else lower(each.schedule()), costs) for each in (start, whole))
-    return Merged(stages, before, after, isinstance(own, Costs))
+    joined = MergeBackward(stages, apart=True).apply(start)
+    before, after = (simulate(each if each.lowered else lower(each.schedule()), costs) for each in (start, joined))
+    lost = Merged(stages, before, after, isinstance(own, Costs))
+    if not whole:
+        return lost
+    reasons = [
+        f"stage {stage} {whole[stage]} in its forward or loss" if stage in whole else f"stage {stage} is compiled" for stage in stages
+    ]
+    return replace(lost, reason=f"cannot split their backward ({', '.join(reasons)})")

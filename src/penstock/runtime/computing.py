@@ -7,13 +7,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.cells import EMPTY, NOTHING
-from penstock.runtime.deferred import Deferral
+from penstock.runtime.deferred import Deferral, Observation, WholeBackwardNeeded
 from penstock.runtime.extras import Extras, unwrap
+from penstock.runtime.forward_state import ForwardState
 from penstock.runtime.group import Group, Operation
 from penstock.runtime.loss import Loss
 from penstock.runtime.overlap import Backward
@@ -27,6 +28,11 @@ from penstock.runtime.wires import Wires
 
 if TYPE_CHECKING:
     from penstock.runtime.pieces import Pieces
+
+
+Computed = tuple[Any, list[Tensor], list[Tensor | None] | None, Deferral | None]
+"""What a forward gives: its output, where its backward starts and from which gradients, and its deferral if that is split."""
+Compute = Callable[[list[Any], Deferral | None], Computed]
 
 
 class Computing(Wires):
@@ -118,22 +124,32 @@ class Computing(Wires):
         readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
+        observed = deferrable is None and any(stage == split for split, _ in self._split)
         last = part.module if not readers and isinstance(part.module, Recomputed) else None
         mesh = self.pieces is not None
+
+        def compute(leaves: list[Any], deferral: Deferral | None) -> Computed:
+            if last is not None:
+                last.loss = self._loss_of(microbatch)
+            if deferral is None or deferrable is None:
+                made = apply(leaves)
+                return made, *((roots(made), None) if readers else self._finish(made, microbatch)), None
+            with deferrable.forward(deferral):
+                made = apply(leaves)
+            if readers:
+                return made, roots(made), None, deferral
+            with deferrable.checked(deferral):
+                return made, *self._finish(made, microbatch), deferral
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
             wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
-            if last is not None:
-                last.loss = self._loss_of(microbatch)
-            deferral = None
-            if deferrable is None:
-                made = apply(leaves)
+            if deferrable is not None and part.whole is None:
+                made, ends, grads, deferral = self._split_forward(part, microbatch, leaves, compute, hooked=call is not None)
+            elif observed and not part.tried and part.whole is None:
+                made, ends, grads, deferral = self._observed_forward(part, leaves, compute, hooked=call is not None)
             else:
-                deferral = Deferral()
-                with deferrable.forward(deferral):
-                    made = apply(leaves)
-            ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                made, ends, grads, deferral = compute(leaves, None)
             extras = self.extras
             side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
             cells[context] = (wanting, ends, grads, side, deferral)
@@ -141,6 +157,54 @@ class Computing(Wires):
                 cells[reader] = hand_on(made, part, mesh)
 
         return forward
+
+    def _split_forward(self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, *, hooked: bool) -> Computed:
+        """A forward whose backward is to be split.
+
+        If the stage's first one shows that this cannot be, it is run again for a whole backward, from the state before it. A later
+        one cannot: other microbatches are on their way with theirs split.
+        """
+        deferral = Deferral(beside=hooked and self.beside is not None)
+        if part.tried:
+            try:
+                return compute(leaves, deferral)
+            except WholeBackwardNeeded as need:
+                raise part.refuse_split(need, "earlier forwards did not do so") from need
+        before = None if deferral.beside else self._state(part, microbatch, leaves)
+        try:
+            made = compute(leaves, deferral)
+        except WholeBackwardNeeded as need:
+            if before is None:
+                raise part.refuse_split(need, "a forward that runs another stage's backward cannot be run again") from need
+            if not before.restorable:
+                raise part.refuse_split(need, "a forward that changes its parameters in place cannot be run again") from need
+            part.whole = need.reason
+        else:
+            part.tried = True
+            return made
+        before.restore()
+        return compute(leaves, None)
+
+    def _observed_forward(self, part: Stage, leaves: list[Any], compute: Compute, *, hooked: bool) -> Computed:
+        """A forward for a whole backward, of a stage that is to split others: it shows whether that can be."""
+        observation = Observation(beside=hooked and self.beside is not None)
+        with part.deferrable().checked(observation):
+            made = compute(leaves, None)
+        part.whole, part.tried = observation.reason, True
+        return made
+
+    def _state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
+        """The state before a forward of a stage."""
+        feed, graph = self.feed, self.program.graph
+        front, back = not graph.inputs_of(part.index), not graph.outputs_of(part.index)
+        modules = [part.module, *([self.loss.fn] if back and isinstance(self.loss.fn, nn.Module) else [])]
+        inputs = [
+            leaves,
+            feed.args[microbatch] if front else None,
+            feed.kwargs[part.index][microbatch] if part.index in feed.kwargs else None,
+            feed.targets[microbatch] if back and feed.targets is not None else None,
+        ]
+        return ForwardState.capture(modules, inputs, self.extras)
 
     def _loss_of(self, microbatch: int) -> Callable[[Any], Tensor] | None:
         """The loss of a microbatch as a function of the output, to be recomputed with it."""
@@ -223,7 +287,7 @@ class Computing(Wires):
                 with nullcontext() if self.beside is None else self.beside.expected(deferrable):
                     together()
             elif ends:
-                if deferrable is None:
+                if deferrable is None or deferral is None:
                     run_backward(ends, grads)
                 else:
                     deferrable.backward_input(deferral, ends, grads)
@@ -238,9 +302,10 @@ class Computing(Wires):
         cells, cell, part = self.cells, self._cell("stash", stage, microbatch), self.stages[stage]
 
         def weights() -> None:
-            deferral: Deferral = cells[cell]
+            deferral: Deferral | None = cells[cell]
             cells[cell] = EMPTY
-            part.backward_weights(deferral)
+            if deferral is not None:  # else the backward was run whole
+                part.backward_weights(deferral)
 
         return weights
 

@@ -35,9 +35,12 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 
 class _Here(threading.local):
-    """What the operators of this thread are recorded into, if anything."""
+    """What this thread does for a split backward, if anything."""
 
     deferral: Deferral | None = None
+    """What its operators are recorded into."""
+    guarded: Deferral | None = None
+    """The forward, or the loss after it, whose own calls of autograd are checked."""
 
 
 _here = _Here()
@@ -49,6 +52,18 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_g
 _set_grad_enabled = torch._C._set_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class WholeBackwardNeeded(BaseException):
+    """Raised where a split forward asks autograd for something that the weights' stand-ins keep from it.
+
+    It is no `Exception`, so that handlers in the forward's own code let it pass.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        """What the stage does, as the end of a sentence."""
 
 
 class Record:
@@ -131,9 +146,11 @@ def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:
 class Deferral:
     """The records of one stage and microbatch, and the weights that can wait, by their id, each with what stands in for it."""
 
-    __slots__ = ("backward", "due", "hooked", "records", "stand_ins")
+    __slots__ = ("backward", "beside", "due", "hooked", "records", "stand_ins")
 
-    def __init__(self) -> None:
+    def __init__(self, beside: bool = False) -> None:
+        self.beside = beside
+        """Whether the forward runs another stage's backward by the way."""
         self.records: list[Record] = []
         """Those that a gradient has reached, in the order of the backward."""
         self.stand_ins: dict[int, Tensor] = {}
@@ -171,6 +188,17 @@ class Deferral:
         return list(self.due.values())
 
 
+class Observation(Deferral):
+    """Stands for a forward that is not split, to see whether it could be."""
+
+    __slots__ = ("reason",)
+
+    def __init__(self, beside: bool = False) -> None:
+        super().__init__(beside)
+        self.reason: str | None = None
+        """What the forward does that a split one could not."""
+
+
 class _Batch:
     """Adds to parameters' gradients, as autograd does, but those of small ones many at a time: for a device that is one launch."""
 
@@ -185,7 +213,8 @@ class _Batch:
     def add(self, target: nn.Parameter, found: Tensor) -> None:
         total = target.grad
         if total is None:
-            target.grad = found if found.dtype == target.dtype else found.to(target.dtype)
+            found = found if found.dtype == target.dtype else found.to(target.dtype)
+            target.grad = found if found.is_contiguous() and target.is_contiguous() else _match_layout(found, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = found + total
         elif found.is_cpu or found.numel() > self.LARGEST or found.dtype != total.dtype:  # on a CPU one by one is quicker
@@ -201,6 +230,26 @@ class _Batch:
             torch._foreach_add_(self.totals, self.found)
             self.totals.clear()
             self.found.clear()
+
+
+def _match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Give a gradient the strides that autograd would: the parameter's if it fills its memory without gaps, else contiguous ones."""
+    if not _is_dense(parameter):
+        return grad.contiguous()
+    sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
+    if all(mine == wanted for mine, wanted in sizes):
+        return grad
+    return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps or overlaps, in whatever order of its dimensions."""
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != filled:
+            return tensor.numel() == 0
+        filled *= size
+    return True
 
 
 _NONE_LEFT: Counter[int] = Counter()
@@ -295,7 +344,34 @@ def active(weight: Any) -> Deferral | None:
     return _here.deferral
 
 
-def activate(deferral: Deferral | None) -> Deferral | None:
-    """Record what this thread does into this from now on; what was recorded into before."""
-    before, _here.deferral = _here.deferral, deferral
+Active = tuple[Deferral | None, Deferral | None]
+
+
+def activate(deferral: Deferral | None, guarded: Deferral | None = None) -> Active:
+    """Record this thread's operators into the first, and check its calls of autograd for the second; return those before."""
+    before = _here.deferral, _here.guarded
+    _here.deferral, _here.guarded = deferral, guarded
     return before
+
+
+def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
+    """Check a call of autograd: inside a split forward, stand-ins are in the graph in place of the weights."""
+    guarded = _here.guarded
+    if guarded is None or _is_compiling() or _are_transforms_active():
+        return
+    if create_graph:
+        reason = "differentiates a gradient (create_graph=True)"
+    elif not inputs and not guarded.beside:
+        reason = "runs a backward of its own"
+    elif any(id(_tensor_of(each)) in guarded.stand_ins for each in inputs):
+        reason = "asks autograd for a weight's gradient"
+    else:
+        return
+    if not isinstance(guarded, Observation):
+        raise WholeBackwardNeeded(reason)
+    guarded.reason = reason
+
+
+def _tensor_of(asked: Any) -> Any:
+    """The tensor that a gradient is asked of, which may be named by its place in the graph."""
+    return asked if isinstance(asked, Tensor) else getattr(getattr(asked, "node", None), "variable", None)

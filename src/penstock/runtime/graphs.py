@@ -20,7 +20,7 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime import device
 from penstock.runtime.cells import EMPTY
-from penstock.runtime.deferred import Deferral
+from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.extras import StageOutput, collect
 from penstock.runtime.group import Operation, nothing
 from penstock.runtime.randomness import kept_random_state
@@ -237,16 +237,21 @@ class Graphs:
 
     def place(self, stage: int, microbatch: int, value: Any) -> Place | None:
         """Where to work on a value; None where it does not look as the first one did."""
-        split = (stage, microbatch) in self.executor._split
+        part = self.executor.stages[stage]
+        split = (stage, microbatch) in self.executor._split and part.whole is None
         key = stage, self._numbers[stage, microbatch], split
         found = self._places.get(key)
         if found is None:
             if not isinstance(value, Tensor):
                 return None
             if stage not in self._grads:
-                module = self.executor.stages[stage].module
-                self._grads[stage], self._looks[stage] = Gradients(module, self._sums), _look(module)
-            found = self._places[key] = Place(self.executor.stages[stage], value, split, self._grads[stage])
+                self._grads[stage], self._looks[stage] = Gradients(part.module, self._sums), _look(part.module)
+            try:
+                found = Place(part, value, split, self._grads[stage])
+            except WholeBackwardNeeded as need:
+                part.whole = need.reason
+                return self.place(stage, microbatch, value)
+            self._places[key] = found
         return found if found.fits(value) else None
 
     # Operations -------------------------------------------------------------------------------------------------------
@@ -276,7 +281,7 @@ class Graphs:
             place.forward()
             if not readers:
                 leaf = (place.made.detach().clone() if executor.feed.outputs else place.made.detach()).requires_grad_()
-                cells[context] = _Running(place, leaf, *executor._finish(leaf, microbatch))  # type: ignore[arg-type]
+                cells[context] = _Running(place, leaf, *self._loss(stage, microbatch, leaf))
                 return
             cells[context] = _Running(place, None, (), ())
             made = place.made.detach().clone().requires_grad_()
@@ -284,6 +289,17 @@ class Graphs:
                 cells[reader] = cut(made)
 
         return forward
+
+    def _loss(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
+        """The loss of an output, and where its backward starts; it does not reach the recorded stage's weights."""
+        deferrable, deferral = self.executor.stages[stage].deferrable(), Deferral()
+        try:
+            with deferrable.checked(deferral):
+                return self.executor._finish(leaf, microbatch)
+        except WholeBackwardNeeded as need:
+            raise ScheduleError(
+                f"graphs=True, but the loss function {need.reason}, while stage {stage} is recorded apart from it: leave graphs=True out"
+            ) from need
 
     def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
         executor, cells, graph = self.executor, self.executor.cells, self.executor.program.graph

@@ -36,7 +36,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     deferral = active(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
-    if deferral is None or stand_in is None or dims < 2:
+    if deferral is None or stand_in is None or dims < 2 or input.is_nested:
         return _linear(input, weight, bias)
     bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
@@ -64,7 +64,12 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
-    return None if weight is None else grad.t().mm(_rows(value)), None if bias is None else grad.sum(0)
+    of_bias = None if bias is None else grad.sum(0)
+    if weight is None:
+        return None, of_bias
+    if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
+        return grad.t().mm(_rows(value)), of_bias
+    return _rows(value).t().mm(grad).t(), of_bias  # autograd's choice for a weight that lies any other way
 
 
 def _grads_in_parts(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -173,7 +178,10 @@ def _batched_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: A
 
 
 def _product_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
-    return value.t().mm(grad), None if bias is None else grad.sum(0)
+    of_bias = None if bias is None else grad.sum(0)
+    if weight.stride(0) == 1 and weight.stride(1) == weight.size(0):
+        return grad.t().mm(value).t(), of_bias  # autograd's choice for a weight that lies in columns
+    return value.t().mm(grad), of_bias
 
 
 def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -95,7 +95,8 @@ class Pipeline:
     - `recompute`: whether stages keep their inputs alone and run their forward again before their backward: for all, or one word a
       stage; as the plan says unless given;
     - `compile`: True, options for `torch.compile`, a function that makes a compiled module of a stage's, or one of these a stage.
-      Compiled stages run their backward in one piece; where the schedule splits it, `merged` says what that costs;
+      Compiled stages run their backward in one piece, and so do stages that ask autograd for a weight's gradient in their forward or
+      loss, or that differentiate a gradient. Where the schedule splits it, `merged` says what that costs;
     - `graphs`: record each stage's work as CUDA graphs and launch those, see `graphs`. Gradients then stay in the same memory from
       step to step. Refused where a stage's work cannot be recorded; a microbatch of another shape runs as without.
     """
@@ -162,6 +163,9 @@ class Pipeline:
         """How many batches this rank was given, those that it refused included."""
         self._executors: dict[tuple[int, bool], Executor] = {}
         self.unsplit, self._shares_modules = self._agree()
+        self._plan: Any = plan
+        self._whole: dict[int, str] = {}
+        """The stages that turned out to need their backward whole, see `Stage.whole`."""
         self.merged: Merged | None = merged(self.table, self.unsplit, plan)
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
@@ -408,13 +412,23 @@ class Pipeline:
                 share = executor.run(feed)
             self.data.finish()
             self.shared.sum(self)
+            share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._meet("step", share)
+            self._look_for_whole(shares)
         except BaseException:
             self.data.reset()
             backup.restore()
             raise
         self._steps += 1
         return shares
+
+    def _look_for_whole(self, shares: Sequence[Share]) -> None:
+        """Say what it costs if more stages than before turned out to need their backward whole."""
+        whole = {stage: reason for share in shares for stage, reason in share.whole.items()}
+        if whole.keys() > self._whole.keys():
+            self._whole, self.merged = whole, merged(self.table, self.unsplit, self._plan, whole)
+            if self.merged is not None and self.rank == 0:
+                logger.warning("%s", self.merged)
 
     def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]

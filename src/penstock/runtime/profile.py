@@ -17,9 +17,10 @@ from penstock.planner.profile import Layer, Profile
 from penstock.runtime import device as device_calls
 from penstock.runtime import holdings
 from penstock.runtime import microbatch as mb
-from penstock.runtime.deferred import Deferral
+from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
+from penstock.runtime.module_state import ModuleState
 from penstock.runtime.partition import Layers, partition
 from penstock.runtime.randomness import kept_random_state
 from penstock.runtime.recording import run_backward
@@ -230,30 +231,35 @@ class _One:
         f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
         return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
 
+    @property
+    def _splits(self) -> bool:
+        return self.stage.splits and self.stage.whole is None
+
     def _forward(self, split: bool = True) -> _Run:
-        leaves = cut(self.given)
-        deferral = Deferral()
-        with self._recording(deferral) if split else nullcontext():
+        """A forward; a layer that turns out to need its backward whole is measured so from then on."""
+        if split and self._splits:
+            try:
+                return self._run_forward(Deferral())
+            except WholeBackwardNeeded as need:
+                self.stage.whole = need.reason
+        return self._run_forward(None)
+
+    def _run_forward(self, deferral: Deferral | None) -> _Run:
+        leaves, deferrable = cut(self.given), self.stage.deferrable()
+        with nullcontext() if deferral is None else deferrable.forward(deferral):
             made = self.stage.run([leaves], {})
         if self.loss is None:
             ends = roots(made)
-            return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral)
-        loss = self.loss(made, None if self.target is None else [self.target], 0)
-        ends = [loss] if loss.requires_grad else []
-        return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral)
-
-    @contextmanager
-    def _recording(self, deferral: Deferral) -> Iterator[None]:
-        if self.stage.splits:
-            with self.stage.deferrable().forward(deferral):
-                yield
         else:
-            yield
+            with nullcontext() if deferral is None else deferrable.checked(deferral):
+                loss = self.loss(made, None if self.target is None else [self.target], 0)
+            ends = [loss] if loss.requires_grad else []
+        return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral or Deferral())
 
     def _backward(self, run: _Run) -> None:
         if not run.ends:
             return
-        if self.stage.splits:
+        if self._splits:
             self.stage.deferrable().backward_input(run.deferral, run.ends, run.grads)
         else:
             run_backward(run.ends, run.grads)
@@ -304,9 +310,9 @@ def _beyond(work: Callable[[], None]) -> int:
 
 @contextmanager
 def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave gradients, buffers and torch's random state as they were."""
+    """Leave gradients, buffers, attributes and torch's random state as they were."""
     grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    buffers = [(buffer, buffer.clone()) for module in modules for buffer in module.buffers()]
+    states = [ModuleState.capture(module) for module in modules]
     for parameter, _ in grads:
         parameter.grad = None
     try:
@@ -315,6 +321,5 @@ def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for parameter, grad in grads:
             parameter.grad = grad
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+        for state in states:
+            state.restore()

@@ -1,13 +1,14 @@
 """Recording a stage's operators: who sees that a weight is applied.
 
 `torch.nn.functional`'s operators are seen by a wrapper that stands in their place while any thread records; all others (`x @ w`,
-`torch.bmm`) by the class of the parameters.
+`torch.bmm`) by the class of the parameters. Calls of autograd are seen by a wrapper, too.
 """
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, activate, running
+from penstock.runtime.deferred import Active, Deferral, activate, check_request, running
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.parts import in_parts
 
@@ -45,9 +46,9 @@ class Deferrable:
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
     def forward(self, deferral: Deferral) -> _Recording:
-        """A context in which operators on these parameters are recorded."""
+        """A context in which operators on these parameters are recorded, and calls of autograd checked."""
         deferral.stand_ins, deferral.hooked = self.stand_ins, self.hooked
-        return _Recording(deferral, self.watched)
+        return _Recording(deferral, self.watched, deferral)
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
@@ -62,6 +63,18 @@ class Deferrable:
                     run_backward(roots, grads)
         finally:
             running.remove(deferral)
+
+    @contextmanager
+    def checked(self, deferral: Deferral) -> Iterator[None]:
+        """A context in which calls of autograd are checked, but nothing is recorded: for the loss of a forward that was."""
+        deferral.stand_ins = self.stand_ins
+        before = activate(None, deferral)
+        _wrappers.enter()
+        try:
+            yield
+        finally:
+            _wrappers.exit()
+            activate(*before)
 
     @contextmanager
     def backward(self, deferral: Deferral) -> Iterator[None]:
@@ -90,13 +103,13 @@ def _can_wait(parameter: nn.Parameter) -> bool:
 
 
 class _Recording:
-    __slots__ = ("before", "deferral", "watched")
+    __slots__ = ("before", "deferral", "guarded", "watched")
 
-    def __init__(self, deferral: Deferral, watched: list[nn.Parameter]) -> None:
-        self.deferral, self.watched = deferral, watched
+    def __init__(self, deferral: Deferral, watched: list[nn.Parameter], guarded: Deferral | None = None) -> None:
+        self.deferral, self.watched, self.guarded = deferral, watched, guarded
 
     def __enter__(self) -> None:
-        self.before = activate(self.deferral)
+        self.before: Active = activate(self.deferral, self.guarded)
         _wrappers.enter()
         for parameter in self.watched:
             parameter.__class__ = _Watched
@@ -105,7 +118,7 @@ class _Recording:
         for parameter in self.watched:
             parameter.__class__ = nn.Parameter
         _wrappers.exit()
-        activate(self.before)
+        activate(*self.before)
 
 
 class _Watched(nn.Parameter):
@@ -143,26 +156,61 @@ class _HeldBack:
         self._one_at_a_time.release()
 
 
+def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that all of torch's calls of its engine go through, with a check."""
+
+    def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        check_request(inputs, create_graph)
+        return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+
+    return run
+
+
+def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.grad` or `backward` with a check, for a torch that has no such function."""
+    signature = inspect.signature(original)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        inputs = named.get("inputs")
+        several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
+        check_request(() if inputs is None else inputs if several else (inputs,), bool(named.get("create_graph", False)))
+        return original(*args, **kwargs)
+
+    return run
+
+
+def autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
+    """Of `torch.autograd`: the functions that ask for gradients, each with its wrapper."""
+    engine = getattr(autograd, "_engine_run_backward", None)
+    if engine is not None:
+        return {"_engine_run_backward": (engine, _checked_engine(engine))}
+    return {name: (original, _checked_call(original)) for name in ("grad", "backward") for original in (getattr(autograd, name),)}
+
+
 class _Wrappers:
-    """The wrappers in place of `torch.nn.functional`'s operators, while any thread records."""
+    """The wrappers in place of torch's functions, while any thread records."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        self.wrappers = {name: wrapper for name, (_, wrapper) in FUNCTIONAL.items()}
-        self.originals = {name: original for name, (original, _) in FUNCTIONAL.items()}
+        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), autograd_calls())]
+        self.wrappers = [(place, {name: wrapper for name, (_, wrapper) in pairs.items()}) for place, pairs in places]
+        self.originals = [(place, {name: original for name, (original, _) in pairs.items()}) for place, pairs in places]
 
     def enter(self) -> None:
         with self.lock:
             self.users += 1
             if self.users == 1:
-                vars(functional).update(self.wrappers)
+                for place, wrappers in self.wrappers:
+                    place.update(wrappers)
 
     def exit(self) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
-                vars(functional).update(self.originals)
+                for place, originals in self.originals:
+                    place.update(originals)
 
 
 _wrappers = _Wrappers()

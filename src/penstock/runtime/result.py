@@ -83,6 +83,8 @@ class Share:
     call: int = 0
     """How many batches the rank was given before this one and with it."""
     records: bool = False
+    whole: dict[int, str] = field(default_factory=dict)
+    """The rank's stages that turned out to need their backward whole, each with what it does."""
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process: losses of one kind as one tensor, which is quicker to send than many."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ScheduleError
-from penstock.runtime.deferred import Deferral
+from penstock.errors import ScheduleError, SplitError
+from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.parts import in_parts
 from penstock.runtime.recording import Deferrable
 from penstock.runtime.streamed import draws_by_layer
@@ -26,6 +26,10 @@ class Stage:
         self.changes_input: dict[bool, bool | None] = {True: known, False: known}
         """Whether the module changes its input in place, in training and in evaluation; None until it has run once. Compilers do not take
         inputs that can be looked at for that, so that a compiled one is found out by the error that it raises."""
+        self.tried = False
+        """Whether a forward has been run with its backward split, so that nothing speaks against it."""
+        self.whole: str | None = None
+        """What the stage does that needs its backward whole, once a forward has done so."""
         self._deferrable: Deferrable | None = None
         self._memory: dict[int, str] | None = None
 
@@ -81,6 +85,14 @@ class Stage:
             named = [("parameter", *each) for each in module.named_parameters()] + [("buffer", *each) for each in module.named_buffers()]
             self._memory = {t.untyped_storage().data_ptr(): f"{sort} {name!r}" for sort, name, t in named if not in_parts(t)}
         return self._memory
+
+    def refuse_split(self, need: WholeBackwardNeeded, why: str) -> SplitError:
+        """The error for a forward that can be neither split nor run again; the next step runs the backward whole."""
+        self.whole = need.reason
+        return SplitError(
+            f"stage {self.index} {need.reason} in its forward or loss, so its backward cannot be split, and {why}. From the next step "
+            "on the stage runs its backward whole: run this step again"
+        )
 
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run the hooks that wait for a parameter's gradient, once each."""
