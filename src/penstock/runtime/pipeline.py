@@ -367,7 +367,7 @@ class Pipeline:
             self.data.begin(executor.reduces)
             with torch.enable_grad():
                 share = executor.run(feed)
-            self.data.finish()
+            self.data.finish(self.shared.ids(self))
             self.shared.sum(self)
             shares = self._meet("step", share)
         except BaseException:
