@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.errors import ScheduleError
 from penstock.runtime.deferred import Deferral
+from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import Deferrable
 from penstock.runtime.streamed import draws_by_layer
 from penstock.runtime.values import was_changed
@@ -59,7 +60,8 @@ class Stage:
     def look_for_changes(self, leaves: Any, given: Any, others: list[int]) -> None:
         """See whether the module has changed its input in place, which no other stage may be reading."""
         self.changes_input = was_changed(leaves, given) or bool(self.changes_input)
-        if self.changes_input and others:
+        copied = isinstance(self.module, Recomputed) and self.module.changes_input
+        if (self.changes_input or copied) and others:
             raise ScheduleError(
                 f"stage {self.index} changes its input in place, but stage {others[0]} reads the same value: clone it in stage {self.index}"
             )
