@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
 from penstock.runtime import Pipeline
 from penstock.runtime.workers import Workers
 from runtime.distributed import local_grads
+from runtime.models import loop_step
 from runtime.summing import COUNT, HALF, assert_rounded_once, model_of, terms
 
 
@@ -28,3 +32,26 @@ def test_copies_sum_in_the_dtype_on_processes(workers: Workers) -> None:
         assert all(laid)
         for key, grad in grads.items():
             assert_rounded_once(grad, wanted["0.weight" if key == "1.weight" else key], 2, key)
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_running_statistics_of_both_copies(workers: Workers, name: str) -> None:
+    """Those of the plain loop, on each process; each evaluates as the plain model does, for any number of microbatches."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2))).double()
+    x, y = torch.randn(12, 6).double() * 2 + 1, torch.randn(12, 6).double()
+    schedule = ps.schedule(name, ranks=2, microbatches=4)
+
+    def train() -> tuple[dict[str, Tensor], list[Tensor]]:
+        mine = copy.deepcopy(model)
+        pipe = Pipeline(mine, schedule, loss_fn=functional.mse_loss)
+        for _ in range(2):
+            pipe.step(x, target=y)
+        return dict(mine.named_buffers()), [pipe.infer(x, microbatches=count) for count in (1, 3)]
+
+    again = copy.deepcopy(model)
+    for _ in range(2):
+        loop_step(again, list(zip(x.chunk(4), y.chunk(4), strict=True)), [1 / 4] * 4, functional.mse_loss)
+    for buffers, outputs in workers.run(train, ranks=2):
+        torch.testing.assert_close(buffers, dict(again.named_buffers()), rtol=1e-12, atol=1e-14)
+        for output in outputs:
+            torch.testing.assert_close(output, again.eval()(x).detach(), rtol=1e-10, atol=1e-12)

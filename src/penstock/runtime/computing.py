@@ -28,6 +28,7 @@ from penstock.runtime.wires import Wires
 
 if TYPE_CHECKING:
     from penstock.runtime.pieces import Pieces
+    from penstock.runtime.running_statistics import RunningStatistics
 
 
 class Computing(Wires):
@@ -44,6 +45,7 @@ class Computing(Wires):
         deadline: float,
         number: int,
         pieces: Pieces | None,
+        statistics: RunningStatistics | None = None,
     ) -> None:
         super().__init__(program, rank, group, deadline, number, pieces=pieces)
         self.stages, self.loss = stages, loss
@@ -52,6 +54,9 @@ class Computing(Wires):
         self.beside: Backward | None = None
         """The backward that a hook is to run now."""
         self.actions = program[rank]
+        self.statistics = statistics
+        self.scattered = statistics.scattered(self.actions) if statistics is not None and program.training else set()
+        """The stages whose running statistics are kept apart until the step's end."""
         self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
 
     # Forward ----------------------------------------------------------------------------------------------------------
@@ -76,6 +81,8 @@ class Computing(Wires):
         In training, what comes in are leaves, which torch lets nobody change in place: a module that does gets stand-ins.
         """
         part, others = self.stages[stage], self._fellow_readers(stage)
+        if stage in self.scattered and self.statistics is not None:
+            call = self.statistics.around(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
         single = len(self.program.graph.inputs_of(stage)) == 1

@@ -94,10 +94,13 @@ class ModuleState:
         for value in self._values:
             value.restore()
 
-    def changed(self) -> list[str]:
-        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN."""
-        differing = [value.place.name_of(value.key) for value in self._values if value.differs()]
-        return differing + [place.name_of(key) for place, key in self._added()]
+    def changed(self, *, set_first: bool = True) -> list[str]:
+        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN.
+
+        Without `set_first`, what was None or did not exist is left out, as a forward may set it once.
+        """
+        differing = [value.place.name_of(value.key) for value in self._values if value.differs() and (set_first or value.value is not None)]
+        return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
 
     def _added(self) -> list[tuple[_Place, str]]:
         """What did not exist when the state was captured."""
@@ -123,17 +126,20 @@ class ModuleVersions:
         entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
         return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
 
-    def changes(self) -> tuple[ModuleState, list[str]]:
-        """What was replaced by another object or added, as it was; and the names of what was changed in place."""
+    def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
+        """What was replaced by another object or added, as it was; and the names of what was changed in place.
+
+        Without `set_first`, what was None or did not exist is left out.
+        """
         replaced: list[_Value] = []
         in_place: list[str] = []
         for place, key, value, version in self._entries:
             now = place.holder.get(key, _MISSING)
-            if now is not value and not _is_same(now, value, None):
+            if now is not value and (set_first or value is not None) and not _is_same(now, value, None):
                 replaced.append(_Value(place, key, value, None))
             if version != -1 and _version(value) != version:
                 in_place.append(place.name_of(key))
-        if any(len(place.holder) != size for place, size in self._sizes):
+        if set_first and any(len(place.holder) != size for place, size in self._sizes):
             known = {(id(place.holder), key) for place, key, _, _ in self._entries}
             replaced += [
                 _Value(place, key, _MISSING, None)

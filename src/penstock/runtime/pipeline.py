@@ -42,6 +42,7 @@ from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.refusal import told
 from penstock.runtime.result import Share, StepResult, check_same
+from penstock.runtime.running_statistics import RunningStatistics, write
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
@@ -162,6 +163,7 @@ class Pipeline:
             logger.warning("%s", self.merged)
         self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
         self.shared = Shared.find(self, [*ties, *tied])
+        self.statistics = RunningStatistics(self)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
@@ -250,6 +252,7 @@ class Pipeline:
                 "group": self.group,
                 "deadline": self.deadline,
                 "data": self.data,
+                "statistics": self.statistics,
                 "overlap": self.overlap,
                 "number": self.number,
                 "graphs": self.graphs,
@@ -369,8 +372,11 @@ class Pipeline:
                 share = executor.run(feed)
             self.data.finish(self.shared.ids(self))
             self.shared.sum(self)
+            folded = self.statistics.fold(self)
             shares = self._meet("step", share)
+            write(folded)
         except BaseException:
+            self.statistics.reset()
             self.data.reset()
             backup.restore()
             raise

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, ScheduleError, nearest
 from penstock.runtime.parts import in_parts, laid_as, like_part, local, part_of
@@ -83,6 +84,8 @@ class Shared:
         owned = {name for name, each in mine.items() if owner[each.ident] == pipeline.rank}
         found = cls({name: places[name] for name in mine}, copies, owned, one_object, bool(several))
         found._start_equal(pipeline)
+        if len(pipeline.table.placement.copies) > 1:
+            _start_buffers_equal(pipeline)
         return found
 
     def _held(self, pipeline: Pipeline) -> dict[Place, list[nn.Parameter]]:
@@ -147,6 +150,20 @@ class Shared:
             if parameter.grad is not None:
                 terms[pipeline.group.ident(parameter)] = local(laid_as(parameter.grad, parameter))
         return list(terms.items())
+
+
+def _start_buffers_equal(pipeline: Pipeline) -> None:
+    """The buffers of all copies of a stage begin with the values of the first."""
+    mine = {index: dict(stage.module.named_buffers()) for index, stage in pipeline.stages.items()}
+    plain = {index: {name: local(buffer) for name, buffer in held.items() if not is_lazy(buffer)} for index, held in mine.items()}
+    everyone = pipeline.gather("buffers", plain)
+    for index, held in plain.items():
+        first = next(theirs[index] for theirs in everyone if index in theirs)
+        for name, buffer in held.items():
+            other = first.get(name, buffer)
+            if other.data_ptr() != buffer.data_ptr() and other.shape == buffer.shape:
+                buffer.copy_(other)
+    pipeline.gather("buffers copied", None)
 
 
 def _sum(terms: Iterable[_Term]) -> Tensor | None:
