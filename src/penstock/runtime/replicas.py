@@ -102,7 +102,10 @@ class Replicas:
         self._before, self._due = [], []
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """This rank's sum for a parameter that other ranks hold too, in the precision of the sums; None if autograd has it."""
+        """The sum for a parameter that other ranks hold too, over all data ranks and in the precision of the sums.
+
+        None if the parameter's own gradient is the sum.
+        """
         return self._sums.pop(id(parameter), None)
 
     def reset(self) -> None:

@@ -147,7 +147,7 @@ class Shared:
             total = pipeline.data.take_sum(parameter)
             if total is not None:
                 terms[pipeline.group.ident(parameter), pipeline.rank] = local(laid_as(total, parameter))
-            if parameter.grad is not None:
+            elif parameter.grad is not None:
                 terms[pipeline.group.ident(parameter)] = local(laid_as(parameter.grad, parameter))
         return list(terms.items())
 
