@@ -101,15 +101,16 @@ def test_parameters_in_bfloat16(name: str) -> None:
         assert_equal(mine.get_parameter(key).grad, grad, key)
 
 
-def summed(model: nn.Module, x: Tensor, y: Tensor, pieces: int) -> dict[str, Tensor]:
-    """Each microbatch's gradients in bfloat16, added up in float32."""
+def summed(model: nn.Module, x: Tensor, y: Tensor, pieces: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Each microbatch's gradients in bfloat16, added up in higher precision."""
     totals: dict[str, Tensor] = {}
     for one, other in zip(x.tensor_split(pieces), y.tensor_split(pieces), strict=True):
         again = copy.deepcopy(model)
         loss = functional.mse_loss(again(one), other)
         torch.autograd.backward(loss, torch.full_like(loss, len(one) / len(x)))
         for key, parameter in again.named_parameters():
-            totals[key] = totals[key] + parameter.grad.float() if key in totals else parameter.grad.float()
+            grad = parameter.grad.to(dtype)
+            totals[key] = totals[key] + grad if key in totals else grad
     return totals
 
 
@@ -162,6 +163,25 @@ def test_sums_in_float32_over_data_ranks(workers: Workers, name: str, shard: boo
             # Sums of the two data ranks in another order, so that a value between two of bfloat16 may be rounded to the other.
             torch.testing.assert_close(grad.float(), totals[key], rtol=2**-8, atol=1e-6, msg=key)
             assert float((grad == totals[key].to(HALF)).float().mean()) > 0.9, key
+
+
+@pytest.mark.parametrize("name", ["chimera", "dualpipe"])
+def test_sums_in_float64_over_data_ranks_and_copies(workers: Workers, name: str) -> None:
+    """Microbatches, data ranks and both copies of a stage, then rounded once; in double no sum depends on its order."""
+    made = schedule(name, 2)
+    model, (x, y) = perceptrons(made.stages, HALF), batch(16, HALF)
+
+    def train() -> dict[str, Tensor]:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = Pipeline(copy.deepcopy(model), made, loss_fn=functional.mse_loss, mesh=mesh, accumulate_dtype=torch.float64)
+        mine, target = split_over(mesh, x, y, (8, 8))
+        pipe.step(mine, target=target)
+        return {key: parameter.grad for key, parameter in pipe.local_parameters()}
+
+    totals = summed(model, x, y, 8, torch.float64)
+    for theirs in workers.run(train):
+        for key, grad in theirs.items():
+            assert_equal(grad, totals[key].to(HALF), key)
 
 
 def test_sharding_with_a_mixed_precision_policy(workers: Workers) -> None:

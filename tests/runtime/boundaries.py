@@ -209,12 +209,15 @@ def loop(case: Case) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     return losses, {name: parameter.grad for name, parameter in stages.named_parameters()}
 
 
-def step(case: Case, name: str, stages: nn.ModuleList | None = None) -> tuple[str | None, list[Tensor], dict[str, Tensor | None], bool]:
+Found = tuple[str | None, list[Tensor], dict[str, Tensor | None], bool]
+
+
+def step(case: Case, name: str, stages: nn.ModuleList | None = None, recompute: bool = False) -> Found:
     """The refusal, if any; the losses, this rank's gradients, and whether buffers are as they were."""
     stages = stages_of(case) if stages is None else stages
     before = copy.deepcopy(stages.state_dict())
     x, y = data()
-    pipe = Pipeline(stages, schedule_of(case, name), loss_fn=functional.mse_loss, deadline=30.0)
+    pipe = Pipeline(stages, schedule_of(case, name), loss_fn=functional.mse_loss, deadline=30.0, recompute=recompute)
     try:
         for _ in range(STEPS):
             result = pipe.step(x, target=y)

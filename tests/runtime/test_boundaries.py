@@ -286,3 +286,9 @@ def test_no_parameters_to_update_is_said() -> None:
     with pytest.warns(UserWarning, match="rank 0 has no parameters to update"):
         assert list(pipe.parameters()) == []
     torch.optim.AdamW([{"params": []}])
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "memory" in (CASES[case].refused or "") or "buffer" in case])
+def test_recomputed_stages_are_held_to_the_same_rule(case: str) -> None:
+    ranks, stages = schedule_of(CASES[case], "1f1b").ranks, stages_of(CASES[case])
+    assert_case(CASES[case], launch(step, ranks, args=(CASES[case], "1f1b", stages, True)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from penstock.runtime.module_state import ModuleState
+from penstock.runtime.module_state import ModuleState, ModuleVersions
 
 
 class Inner(nn.Module):
@@ -168,3 +168,50 @@ def test_a_tensor_with_a_history_is_put_back_by_reference() -> None:
     assert module.last is kept
     kept.sum().backward()
     assert weight.grad is not None
+
+
+def test_copies_stand_in_for_a_while() -> None:
+    """What runs meanwhile starts from what was captured, and may do what it likes: the present objects are as they were."""
+    module = nested()
+    captured = ModuleState.capture(module)
+    part: Any = module[1].part
+    for change in CHANGES.values():
+        change(part)
+    part.late = 5
+    assert "1.part.late" in captured.keep_changed()
+    now = ModuleState.capture(module)
+    with captured.stand_in():
+        assert (part.runs, part.losses[0], len(part.losses), float(part.total.sum())) == (0, 1, 2, 0.0)
+        assert not hasattr(part, "late")
+        kept = part.total
+        for change in CHANGES.values():
+            change(part)
+    assert not now.changed()
+    assert float(kept.sum()) == 3
+    with captured.stand_in():
+        assert float(part.total.sum()) == 0
+
+
+def test_some_names_are_captured_alone() -> None:
+    module = nested()
+    captured = ModuleState.capture_only(module, ["1.part.total", "1.part.later"])
+    part: Any = module[1].part
+    part.total.add_(1)
+    part.runs, part.later = 7, 1
+    assert sorted(captured.changed()) == ["1.part.later", "1.part.total"]
+    captured.restore()
+    assert float(part.total.sum()) == 0
+    assert part.runs == 7
+    assert not hasattr(part, "later")
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"norm.running_mean", "pair"}))
+def test_versions_notice_changes(name: str) -> None:
+    """Except in what leaves no trace: `data`, and tensors inside of a tuple."""
+    module = nested()
+    versions, others = ModuleVersions.capture(module), ModuleVersions.capture(module, skip=[f"1.part.{name}"])
+    CHANGES[name](module[1].part)
+    replaced, in_place = versions.changes()
+    assert [*replaced.names(), *in_place] == [f"1.part.{name}"]
+    replaced, in_place = others.changes()
+    assert [*replaced.names(), *in_place] == []

@@ -67,14 +67,14 @@ class Together(nn.Module):
 
     def __init__(self, layers: nn.Module, way: str, seen: list[str]) -> None:
         super().__init__()
-        self.layers, self.way, self.seen = layers, way, seen
+        self.layers, self.way, self.tell = layers, way, seen.append
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
     def overlapped_forward_backward(self, inputs: tuple[Tensor, ...], kwargs: dict[str, Any], backward: Backward) -> Tensor:
         assert not kwargs
-        self.seen.append(self.way)
+        self.tell(self.way)
         assert isinstance(backward.module, Together)
         if self.way == "first":
             backward()

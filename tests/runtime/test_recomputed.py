@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +19,7 @@ from penstock.planner.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
 from penstock.runtime.profile import profile
 from runtime.live import Live
-from runtime.models import Block, Counting, Numbers, assert_same, blocks, gradients
+from runtime.models import Block, Numbers, assert_equal, assert_same, blocks, count_forwards, gradients, loop_step
 
 FLAGS = {"1f1b": (True, False), "gpipe": (True, True), "zb-h1": (False, True), "zbv": (True, False, False, True), "dualpipe-v": (True,) * 4}
 COUNT = 4
@@ -32,21 +33,21 @@ def test_forwards_are_as_many_as_the_simulator_counts(name):
     profiled = ps.Profile([ps.Layer(f=1, i=0, w=0)] * (per_stage * schedule.stages))
     costs = stage_costs(profiled, [per_stage] * schedule.stages, schedule.placement, flags)
     timeline = ps.simulate(ps.lower(schedule), costs)
-    model = nn.Sequential(*(Counting(layer) for layer in blocks(per_stage * schedule.stages)))
-    x = torch.randn(8, 6)
+    model, x = blocks(per_stage * schedule.stages), torch.randn(8, 6)
+    runs = count_forwards(model)
 
-    def train() -> list[Any]:
+    def train() -> list[int]:
         pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, recompute=flags)
         pipe.step(x, target=x)
-        return [layer.runs for stage in pipe.stages for layer in model[per_stage * stage : per_stage * (stage + 1)]]
+        return [each for stage in pipe.stages for each in runs[per_stage * stage : per_stage * (stage + 1)]]
 
-    for of, runs in enumerate(launch(train, 2)):
+    for of, found in enumerate(launch(train, 2)):
         busy = sum(
             span.end - span.start
             for span in timeline.spans(of)
             if span.action.kind not in (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
         )
-        assert sum(runs) == pytest.approx(busy)
+        assert sum(found) == pytest.approx(busy)
 
 
 @pytest.mark.parametrize("name", FLAGS)
@@ -157,6 +158,157 @@ def test_what_a_forward_keeps_is_what_the_plan_says(flags):
     held = [costs.of_stage("activation", stage) for stage in range(3)]
     assert all(held[stage] <= 2 * size for stage in range(3) if flags[stage])
     assert all(held[stage] > 10 * size for stage in range(3) if not flags[stage])
+
+
+# State ------------------------------------------------------------------------------------------------------------------
+
+
+class Counter(nn.Module):
+    """Counts its forwards in every way; what it gives depends on the counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.runs, self.plain, self.history, self.seen = nn.Linear(6, 6), 0, torch.zeros(()), [], {}
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = 1.0
+        self.runs += 1
+        self.plain += 1
+        self.total = self.total + x.detach().mean()
+        self.history.append(float(x.detach().mean()))
+        self.seen[self.runs] = self.scale
+        self.scale *= 0.9
+        return torch.tanh(self.map(x)) * (self.runs + self.plain * 0.5 + self.total + len(self.history) + len(self.seen)) * self.scale
+
+
+class Averaged(nn.Module):
+    """Saves a buffer for its backward that it has changed just before, past autograd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+        self.register_buffer("mean", torch.ones(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.data.lerp_(x.detach().mean(0), 0.3)
+        return torch.tanh(self.map(x)) * self.mean
+
+
+def old_spectral_norm() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.spectral_norm(nn.Linear(6, 6))
+
+
+STATEFUL = {
+    "batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)),
+    "cumulative batch norm": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, momentum=None)),
+    "batch norm of which some is frozen": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval(), nn.BatchNorm1d(6)),
+    "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)),
+    "spectral norm by hooks": old_spectral_norm,
+    "counters": Counter,
+    "a buffer that the backward reads": Averaged,
+}
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Buffers and attributes by name."""
+    found: dict[str, Any] = dict(model.named_buffers())
+    for prefix, part in model.named_modules():
+        if isinstance(part, Counter):
+            found |= {f"{prefix}.{name}": vars(part)[name] for name in ("runs", "plain", "history", "seen", "scale")}
+    return found
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
+@pytest.mark.parametrize("kind", STATEFUL)
+def test_state_is_that_of_one_forward(kind, name):
+    """Two steps with recomputed stages against the loop of the plain model: the numbers, and what is left in the modules."""
+    schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(16, 6).double()
+    model = nn.Sequential(*(STATEFUL[kind]() for _ in range(schedule.stages))).double()
+    again = copy.deepcopy(model)
+
+    def train() -> list[Any]:
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, recompute=True)
+        return [pipe.step(x, target=x.sin()).loss for _ in range(2)]
+
+    losses = launch(train, 2)[0]
+    pieces = list(zip(x.chunk(COUNT), x.sin().chunk(COUNT), strict=True))
+    wanted = [loop_step(again, pieces, [1 / COUNT] * COUNT, functional.mse_loss) for _ in range(2)]
+    torch.testing.assert_close(losses, [each.loss for each in wanted], rtol=1e-12, atol=0)
+    for key, grad in gradients(again).items():
+        torch.testing.assert_close(gradients(model)[key], grad, rtol=1e-9, atol=1e-12, msg=key)
+    torch.testing.assert_close(state_of(model), state_of(again), rtol=1e-12, atol=1e-12)
+
+
+class Late(nn.Module):
+    """Changes a buffer in its third forward only: in place, or by another one."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.map, self.runs, self.in_place = nn.Linear(6, 6), 0, in_place
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        made = torch.tanh(self.map(x)) * self.scale.clone()
+        if self.runs == 3:
+            self.scale = self.scale.mul_(2) if self.in_place else self.scale * 2
+        return made
+
+
+def test_state_that_changes_late_is_put_back_if_it_was_replaced():
+    model, x = Late(in_place=False), torch.randn(8, 6)
+    wanted = step(nn.ModuleList([model]), ps.schedule("gpipe", 1, COUNT), x)
+    assert_same(step(nn.ModuleList([model]), ps.schedule("gpipe", 1, COUNT), x, recompute=True), wanted)
+
+
+def test_state_that_changes_late_in_place_is_refused_once():
+    model, x = Late(in_place=True), torch.randn(8, 6)
+    pipe = Pipeline([model], schedule="gpipe", microbatches=COUNT, loss_fn=functional.mse_loss, recompute=True)
+    with pytest.raises(PipelineError, match="has changed 'scale' for the first time in a later forward"):
+        pipe.step(x, target=x)
+    model.runs = 0
+    pipe.step(x, target=x)
+    again = Late(in_place=True)
+    again.load_state_dict(model.state_dict())
+    again.scale.fill_(1)
+    pieces = list(zip(x.chunk(COUNT), x.chunk(COUNT), strict=True))
+    assert_equal(model.map.weight.grad, loop_step(again, pieces, [1 / COUNT] * COUNT, functional.mse_loss).grads["map.weight"])
+
+
+class InPlace(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        if scale is not None:
+            x *= scale.add_(1)
+        return self.map(x.mul_(2)) + 1
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+def test_inputs_may_be_changed_in_place(name):
+    schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(8, 6)
+    model, scales = nn.ModuleList([InPlace(), InPlace()]), torch.ones(8, 1)
+
+    def numbers(again: bool) -> Numbers:
+        mine = copy.deepcopy(model)
+
+        def train() -> Any:
+            pipe = Pipeline(mine, schedule, loss_fn=functional.mse_loss, recompute=again)
+            pipe.step(x.clone(), target=x, stage_kwargs={1: {"scale": scales.clone()}})
+            return pipe.step(x.clone(), target=x, stage_kwargs={1: {"scale": scales.clone()}})
+
+        results = launch(train, 2)
+        return Numbers(results[0].loss, results[0].losses, gradients(mine))
+
+    assert_same(numbers(True), numbers(False))
 
 
 def test_flags_must_fit():

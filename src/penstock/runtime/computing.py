@@ -28,6 +28,7 @@ from penstock.runtime.wires import Wires
 
 if TYPE_CHECKING:
     from penstock.runtime.pieces import Pieces
+    from penstock.runtime.running_statistics import RunningStatistics
 
 
 Computed = tuple[Any, list[Tensor], list[Tensor | None] | None, Deferral | None]
@@ -49,6 +50,7 @@ class Computing(Wires):
         deadline: float,
         number: int,
         pieces: Pieces | None,
+        statistics: RunningStatistics | None = None,
     ) -> None:
         super().__init__(program, rank, group, deadline, number, pieces=pieces)
         self.stages, self.loss = stages, loss
@@ -57,6 +59,9 @@ class Computing(Wires):
         self.beside: Backward | None = None
         """The backward that a hook is to run now."""
         self.actions = program[rank]
+        self.statistics = statistics
+        self.scattered = statistics.scattered(self.actions) if statistics is not None and program.training else set()
+        """The stages whose running statistics are kept apart until the step's end."""
         self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
 
     # Forward ----------------------------------------------------------------------------------------------------------
@@ -86,6 +91,8 @@ class Computing(Wires):
         Until it is known whether the module changes its inputs in place, it is free to, see `Watch`.
         """
         part, others = self.stages[stage], self._fellow_readers(stage)
+        if stage in self.scattered and self.statistics is not None:
+            call = self.statistics.around(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
         borrowed = self._borrowed(stage, microbatch)

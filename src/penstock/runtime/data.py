@@ -8,7 +8,7 @@ microbatches count, and after it on the loss.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -137,12 +137,16 @@ class Data:
         return found
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """All of a training step has run."""
+    def finish(self, shared: Collection[int] = ()) -> None:
+        """All of a training step has run; `shared` are the ids of parameters that other ranks of the pipeline hold too."""
         for each in self.sharded.values():
             each.finish()
         if self.replicas is not None:
-            self.replicas.finish(self.deadline)
+            self.replicas.finish(self.deadline, shared)
+
+    def take_sum(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum of a shared parameter's gradients on this rank in `accumulate_dtype`, if it was summed in that."""
+        return None if self.replicas is None else self.replicas.take(parameter)
 
     def rest(self) -> None:
         """All of an evaluation has run."""

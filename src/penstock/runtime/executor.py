@@ -30,6 +30,7 @@ from penstock.runtime.overlap import HOOK, Overlap, TwoStreams, hook_of, pair
 from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import in_place
 from penstock.runtime.result import Share
+from penstock.runtime.running_statistics import RunningStatistics
 from penstock.runtime.sizes import new_sizes
 from penstock.runtime.stage import Stage
 
@@ -52,11 +53,13 @@ class Executor(Computing):
         group: Group,
         deadline: float,
         data: Data,
+        statistics: RunningStatistics | None = None,
         overlap: Overlap | None = None,
         number: int = 0,
         graphs: bool = False,
     ) -> None:
-        super().__init__(program, rank, stages, loss=loss, group=group, deadline=deadline, number=number, pieces=data.pieces)
+        given: dict[str, Any] = {"loss": loss, "group": group, "deadline": deadline, "number": number}
+        super().__init__(program, rank, stages, **given, pieces=data.pieces, statistics=statistics)
         self.overlap, self.data = overlap, data
         self._failed_part: Action | None = None
         self._passed_over: set[int] = set()

@@ -41,6 +41,9 @@ def refuse_graphs(pipe: Pipeline) -> None:
         "ranks share parameters, whose gradients each sums in its own memory: build a model on each": pipe.shared.one_object,
         "mesh= and accumulate_dtype= take gradients out of the memory that they are recorded in: give neither": pipe.grid is not None
         or pipe.data.dtype is not None,
+        "the running statistics of norm layers are put together from several copies of a stage: use a schedule with one": (
+            pipe.statistics.gathers
+        ),
         "recomputed stages run parts of their forward again in their backward: recompute none": any(
             isinstance(stage.module, Recomputed) for stage in pipe.stages.values()
         ),
@@ -219,6 +222,12 @@ class Graphs:
     def _check(self, index: int, stage: Stage) -> None:
         if len(self.executor.program.graph.inputs_of(index)) > 1:
             raise ScheduleError(f"stage {index} reads several stages: it cannot be recorded, so leave graphs=True out")
+        statistics = self.executor.statistics
+        if statistics is not None and index in self.executor.scattered and statistics.keeps_any(index):
+            raise ScheduleError(
+                f"stage {index} has norm layers with running statistics, but does not run its microbatches in their order, which recorded "
+                "work cannot make up for: use another schedule, or leave graphs=True out"
+            )
         hooked = next((n for n, p in stage.module.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks), None)
         if hooked is not None:
             raise ScheduleError(

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.parts import local
+from penstock.runtime.parts import in_parts, like_part, local
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that torch keeps in every module: parameters, buffers, submodules and hooks."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, frozenset, torch.dtype, torch.device)
 """Types that are compared by value; objects of other types are the same only if they are one object."""
+
+_MISSING = object()
+"""Stands for an attribute that does not exist."""
 
 _CONTAINERS = (list, tuple, set, dict, deque)
 
@@ -40,6 +46,48 @@ class ModuleState:
         places = [_Place(prefix, holder) for prefix, part in module.named_modules() for holder in (part._buffers, vars(part))]
         return cls(places, [_Value(place, key, value, _copy(value)) for place in places for key, value in place.entries()])
 
+    @classmethod
+    def capture_only(cls, module: nn.Module, names: Collection[str]) -> ModuleState:
+        """Record just what has these dotted names; something that does not exist is captured as missing."""
+        values = []
+        for name in names:
+            prefix, _, key = name.rpartition(".")
+            part = module.get_submodule(prefix)
+            place = _Place(prefix, part._buffers if key in part._buffers else vars(part))
+            value = place.holder.get(key, _MISSING)
+            values.append(_Value(place, key, value, _copy(value)))
+        return cls([], values)
+
+    def keep_changed(self) -> list[str]:
+        """Let go of everything that is as it was; the names of the rest."""
+        added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
+        self._places, self._values = [], [value for value in self._values if value.differs()] + added
+        return self.names()
+
+    def extend(self, other: ModuleState) -> None:
+        """Add what another one has captured."""
+        self._values += other._values
+
+    def names(self) -> list[str]:
+        """The dotted names of everything that was captured."""
+        return [value.place.name_of(value.key) for value in self._values]
+
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """Give the module copies of what was captured for a while, then put the objects back that were there.
+
+        What runs meanwhile starts from the captured state and leaves the present one as it is. It may keep the copies.
+        """
+        now = [(value.place.holder, value.key, value.place.holder.get(value.key, _MISSING)) for value in self._values]
+        copies = {id(value.value): value.stand_in() for value in self._values}
+        for value in self._values:
+            _put(value.place.holder, value.key, copies[id(value.value)])
+        try:
+            yield
+        finally:
+            for holder, key, before in now:
+                _put(holder, key, before)
+
     def restore(self) -> None:
         """Put everything back: contents of tensors and containers in place, and objects that were replaced where they were."""
         for place, key in self._added():
@@ -47,15 +95,82 @@ class ModuleState:
         for value in self._values:
             value.restore()
 
-    def changed(self) -> list[str]:
-        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN."""
-        differing = [value.place.name_of(value.key) for value in self._values if value.differs()]
-        return differing + [place.name_of(key) for place, key in self._added()]
+    def changed(self, *, set_first: bool = True) -> list[str]:
+        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN.
+
+        Without `set_first`, what was None or did not exist is left out, as a forward may set it once.
+        """
+        differing = [value.place.name_of(value.key) for value in self._values if value.differs() and (set_first or value.value is not None)]
+        return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
 
     def _added(self) -> list[tuple[_Place, str]]:
         """What did not exist when the state was captured."""
         known = {(id(value.place.holder), value.key) for value in self._values}
         return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
+
+
+class ModuleVersions:
+    """Which objects the state of a module consists of, and how often tensors were changed in place: notices most changes at low cost.
+
+    Running statistics change without a trace, so that a caller leaves them out. Layers of torch's own that have neither buffers nor
+    hooks hold no state and are not looked at.
+    """
+
+    def __init__(self, entries: list[tuple[_Place, str, Any, int]], sizes: list[tuple[_Place, int]]) -> None:
+        self._entries, self._sizes = entries, sizes
+
+    @classmethod
+    def capture(cls, module: nn.Module, skip: Collection[str] = ()) -> ModuleVersions:
+        """Record the state as it is now, except what has one of these dotted names."""
+        parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
+        places = [_Place(prefix, holder) for prefix, part in parts for holder in (part._buffers, vars(part))]
+        entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
+        return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
+
+    def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
+        """What was replaced by another object or added, as it was; and the names of what was changed in place.
+
+        Without `set_first`, what was None or did not exist is left out.
+        """
+        replaced: list[_Value] = []
+        in_place: list[str] = []
+        for place, key, value, version in self._entries:
+            now = place.holder.get(key, _MISSING)
+            if now is not value and (set_first or value is not None) and not _is_same(now, value, None):
+                replaced.append(_Value(place, key, value, None))
+            if version != -1 and _version(value) != version:
+                in_place.append(place.name_of(key))
+        if set_first and any(len(place.holder) != size for place, size in self._sizes):
+            known = {(id(place.holder), key) for place, key, _, _ in self._entries}
+            replaced += [
+                _Value(place, key, _MISSING, None)
+                for place, _ in self._sizes
+                for key, _ in place.entries()
+                if (id(place.holder), key) not in known
+            ]
+        return ModuleState([], replaced), in_place
+
+
+def running_statistics(module: nn.Module) -> list[str]:
+    """The dotted names of the running statistics that a forward of the module would change now."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+
+
+def _may_hold_state(part: nn.Module) -> bool:
+    own = type(part).__module__.startswith("torch.nn.modules.")
+    return not own or bool(part._buffers or part._forward_hooks or part._forward_pre_hooks)
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place, or how long a container is; -1 for everything else."""
+    if isinstance(value, Tensor):
+        return -1 if value.is_inference() else value._version
+    return len(value) if isinstance(value, _CONTAINERS) else -1
 
 
 @dataclass(frozen=True)
@@ -70,8 +185,8 @@ class TensorState:
         return cls([(leaf, copy) for leaf, copy in pairs if copy is not None])
 
     def restore(self) -> None:
-        for tensor, copy in self.tensors:
-            _restore_tensor(tensor, copy)
+        for tensor, before in self.tensors:
+            _restore_tensor(tensor, before)
 
 
 @dataclass(frozen=True)
@@ -105,10 +220,16 @@ class _Value:
             self.copy.restore(self.value)
         elif self.copy is not None:
             _restore_tensor(self.value, self.copy)
-        self.place.holder[self.key] = self.value
+        _put(self.place.holder, self.key, self.value)
+
+    def stand_in(self) -> Any:
+        """A copy with the contents that were captured; the object itself if it has none that a forward could change."""
+        if isinstance(self.copy, _Contents):
+            return self.copy.rebuild(self.value)
+        return self.value if self.copy is None else _stand_in(self.value, self.copy)
 
     def differs(self) -> bool:
-        return self.key not in self.place.holder or not _is_same(self.place.holder[self.key], self.value, self.copy)
+        return not _is_same(self.place.holder.get(self.key, _MISSING), self.value, self.copy)
 
 
 @dataclass(frozen=True)
@@ -134,6 +255,21 @@ class _Contents:
             if tensor is not None:
                 _restore_tensor(value, tensor)
 
+    def rebuild(self, container: Any) -> Any:
+        """A container of the same type with copies of the contents."""
+        values = [value if tensor is None else _stand_in(value, tensor) for value, tensor in zip(self.values, self.tensors, strict=True)]
+        made = copy.copy(container)
+        if isinstance(container, tuple):
+            return made if all(a is b for a, b in zip(values, container, strict=True)) else tuple(values)
+        made.clear()
+        if isinstance(made, dict):
+            made.update(zip(self.keys, values, strict=True))
+        elif isinstance(made, set):
+            made.update(values)
+        else:
+            made.extend(values)
+        return made
+
     def is_same(self, container: Any) -> bool:
         if isinstance(container, set):
             return container == set(self.values)
@@ -141,6 +277,13 @@ class _Contents:
         if keys != self.keys or len(values) != len(self.values):
             return False
         return all(map(_is_same, values, self.values, self.tensors))
+
+
+def _put(holder: dict[str, Any], key: str, value: Any) -> None:
+    if value is _MISSING:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
 
 
 def _keys_and_values(container: Any) -> tuple[list[Any], list[Any]]:
@@ -161,6 +304,13 @@ def _copy_tensor(value: Any) -> Tensor | None:
     if value.is_meta or value.is_nested or value.layout is not torch.strided:
         return None
     return local(value.detach()).clone()
+
+
+def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
+    """A tensor of its own with these contents; one that is part of an autograd graph stays itself."""
+    if value.requires_grad:
+        return value
+    return like_part(value, contents) if in_parts(value) else contents.clone()
 
 
 def _restore_tensor(value: Tensor, copy: Tensor) -> None:

@@ -43,6 +43,7 @@ from penstock.runtime.recomputed import Recompute, recomputing
 from penstock.runtime.recorder import Record, offsets, timeline
 from penstock.runtime.refusal import told
 from penstock.runtime.result import Share, StepResult, check_same
+from penstock.runtime.running_statistics import RunningStatistics, write
 from penstock.runtime.shared import Shared, Ties
 from penstock.runtime.stage import Stage
 from penstock.runtime.streamed import streamed
@@ -174,6 +175,7 @@ class Pipeline:
         """This rank's parameters by name, once the ranks have agreed on them."""
         self.shared = Shared.find(self, [*ties, *tied])
         self._names = set(self.shared.place)
+        self.statistics = RunningStatistics(self)
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
@@ -292,6 +294,7 @@ class Pipeline:
                 "group": self.group,
                 "deadline": self.deadline,
                 "data": self.data,
+                "statistics": self.statistics,
                 "overlap": self.overlap,
                 "number": self.number,
                 "graphs": self.graphs,
@@ -410,12 +413,15 @@ class Pipeline:
             self.data.begin(executor.reduces)
             with torch.enable_grad():
                 share = executor.run(feed)
-            self.data.finish()
+            self.data.finish(self.shared.ids(self))
             self.shared.sum(self)
+            folded = self.statistics.fold(self)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._meet("step", share)
             self._look_for_whole(shares)
+            write(folded)
         except BaseException:
+            self.statistics.reset()
             self.data.reset()
             backup.restore()
             raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError
 from penstock.runtime.activity import clock
 from penstock.runtime.parts import is_laid_as, laid_as, local
+from penstock.runtime.sums import add, round_to
 
 
 class Replicas:
@@ -46,8 +47,10 @@ class Replicas:
                 total = self._sums.get(id(parameter))
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
+                elif total.is_sparse:
+                    self._sums[id(parameter)] = add(total, grad.to(self.dtype))
                 else:
-                    total.add_(grad)
+                    total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
 
     def _sums_up(self, parameter: nn.Parameter) -> bool:
@@ -77,24 +80,42 @@ class Replicas:
             totals = [self._total(each) for each in parameters]
             self._due.append((stage, *_summing(connection, parameters, totals, dtype, device)))
 
-    def finish(self, deadline: float) -> None:
-        """Wait for the sums, and add them to what was accumulated before."""
+    def finish(self, deadline: float, shared: Collection[int] = ()) -> None:
+        """Wait for the sums, round them, and add them to what was accumulated before.
+
+        The sums of parameters that other ranks hold too, given by their ids as `shared`, stay as they are until `take` asks for them.
+        """
         for stage, work, parts in self._due:
             work.wait(timedelta(seconds=deadline))
             self.ended[stage] = clock()
-            for parameter, total in parts:
-                self._sums[id(parameter)] = total
+            self._sums |= {id(parameter): part for parameter, part in parts}
         for parameter, before in self._before:
-            grad = parameter.grad
-            if id(parameter) in self._sums:
+            if id(parameter) in shared:
+                continue
+            grad, total = parameter.grad, self._sums.pop(id(parameter), None)
+            if total is not None and total.is_sparse:
+                grad = round_to(total, parameter)
+            elif total is not None:
                 grad = torch.zeros_like(parameter, requires_grad=False) if grad is None or not is_laid_as(grad, parameter) else grad
-                local(grad).copy_(local(laid_as(self._sums[id(parameter)], parameter)))
-            parameter.grad = grad if before is None else before if grad is None else before.add_(grad)
-        self._before, self._due, self._sums = [], [], {}
+                local(grad).copy_(local(laid_as(total, parameter)))
+            parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
+        self._before, self._due = [], []
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """The sum for a parameter that other ranks hold too, over all data ranks and in the precision of the sums.
+
+        None if the parameter's own gradient is the sum.
+        """
+        return self._sums.pop(id(parameter), None)
 
     def reset(self) -> None:
         """The step has failed: nothing of it is kept."""
         self._of_stage, self._before, self._sums, self._due = {}, [], {}, []
+
+
+def _add_to(before: Tensor, grad: Tensor) -> Tensor:
+    """The sum, in the memory of the first where that can hold it."""
+    return add(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)
 
 
 def _summing(

@@ -10,6 +10,7 @@ from torch import nn
 from penstock.errors import ScheduleError, SplitError
 from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.parts import in_parts
+from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import Deferrable
 from penstock.runtime.streamed import draws_by_layer
 from penstock.runtime.values import Watch
@@ -66,7 +67,7 @@ class Stage:
 
     def look_for_changes(self, watch: Watch, others: list[int], training: bool) -> None:
         """See whether the module has changed its input in place; refuse what something else in the model would have seen."""
-        changed, reason = watch.changed()
+        changed, reason = watch.changed(self.module.changed_inputs if isinstance(self.module, Recomputed) else ())
         self.changes_input[training] = changed or bool(self.changes_input[training])
         if changed and others:
             raise ScheduleError(

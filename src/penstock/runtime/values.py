@@ -13,7 +13,7 @@ import functools
 import itertools
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -302,15 +302,13 @@ class Watch:
 
         return _map_once(value, stand_in)
 
-    def changed(self) -> tuple[bool, str | None]:
-        """Whether anything was changed, and the reason why that must not be, if there is one."""
-        changed = [given for given, version in self.given if given._version != version]
-        return bool(changed), next((self.reasons[id(given)] for given in changed if id(given) in self.reasons), None)
+    def changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
+        """Whether anything was changed, and the reason why that must not be, if there is one.
 
-
-def versions(value: Any) -> list[int]:
-    """How often each tensor was changed in place."""
-    return [leaf._version for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+        `copies` are inputs by id that the stage has copied by itself, and whose copies it has changed.
+        """
+        changed = {id(given) for given, version in self.given if given._version != version}.union(copies)
+        return bool(changed), next((self.reasons[each] for each in changed if each in self.reasons), None)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
