@@ -82,7 +82,7 @@ class Stage:
     def memory(self) -> dict[int, str]:
         """The names of the module's parameters and buffers, by the address of their memory."""
         if self._memory is None:
-            module = self.module
+            module = self.module.module if isinstance(self.module, Recomputed) else self.module
             named = [("parameter", *each) for each in module.named_parameters()] + [("buffer", *each) for each in module.named_buffers()]
             self._memory = {t.untyped_storage().data_ptr(): f"{sort} {name!r}" for sort, name, t in named if not in_parts(t)}
         return self._memory
