@@ -38,17 +38,26 @@ class Checkpoints:
     - `keep`: how many are kept; older ones are removed once a new one is whole. None keeps all;
     - `group`: the process group, or device mesh of one dimension, whose ranks save and load together; all ranks unless given;
     - `verify`: whether the contents of files are compared with the manifest before they are loaded, or their sizes alone;
+    - `trusted`: whether objects of any class are saved and loaded, as states of schedulers or data may hold. Loading them runs code from
+      the files, so it is for checkpoints whose author you know. Otherwise tensors, NumPy's arrays and plain values are taken;
     - `deadline`: seconds that a rank waits for the others at most.
 
     `with Checkpoints(...) as checkpoints:` waits at the end for one that is still being written.
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], *, keep: int | None = 3, group: Any = None, verify: bool = True, deadline: float = 600.0
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | None = 3,
+        group: Any = None,
+        verify: bool = True,
+        trusted: bool = False,
+        deadline: float = 600.0,
     ) -> None:
         if keep is not None and (not _is_count(keep) or keep < 1):
             raise CheckpointError(f"keep={keep!r}: keep at least one checkpoint, or None for all")
-        self.folder, self.keep, self.verify = Path(folder).absolute(), keep, verify
+        self.folder, self.keep, self.verify, self.trusted = Path(folder).absolute(), keep, verify, trusted
         there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not there.is_dir():
             raise CheckpointError(f"checkpoints cannot be in {self.folder}: {there} is no folder")
@@ -131,7 +140,7 @@ class Checkpoints:
             _refuse_different([theirs for _, _, theirs in begun])
             plan = self.meeting.own("plan a checkpoint", lambda: Plan(draft, *training.state(self.rank, step, first), self.rank))
             plans = self.meeting.each("plan together", lambda: plan.local)
-            self.meeting.own("copy the state", lambda: plan.agree(plans, copy))
+            self.meeting.own("copy the state", lambda: plan.agree(plans, copy, self.trusted))
         except BaseException:
             if self.rank == 0:
                 draft.discard()
@@ -218,7 +227,7 @@ class Checkpoints:
         from penstock.runtime.checkpoint_read import Reading
 
         held, stream = Held.of(training.model), self.rank % checkpoint.ranks
-        reading = self.meeting.own("open a checkpoint", lambda: Reading(checkpoint.path))
+        reading = self.meeting.own("open a checkpoint", lambda: Reading(checkpoint.path, self.trusted))
         known = self.meeting.each("compare with the model", lambda: reading.compared(held.state(), known_names(training.model)))
         reading.check_all([names for names, _ in known], ties_of([names for _, names in known]))
         room, rest = self.meeting.own("make room", lambda: training.room(reading, stream))

@@ -6,17 +6,19 @@ and then the folder gets its own name. So a process may be killed at any moment:
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
 import shutil
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from penstock.errors import CheckpointError
 
@@ -25,6 +27,10 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 _NAME, _WRITING, _PRUNED = "step-", ".writing-", ".pruned-"
 _FORMAT = 1
+_LOCK = ".lock"
+"""Held by whoever writes a checkpoint, in its folder."""
+_STALE = 24 * 3600.0
+"""Seconds after which an unfinished save is given up on a file system that has no locks."""
 _CHECKPOINT = re.compile(rf"{_NAME}\d{{8,}}(\.\d+)?")
 """The names of checkpoints; whatever else is in the folder is not ours."""
 
@@ -103,6 +109,11 @@ class Draft:
     final: Path
     step: int
     number: int
+    lock: IO[str] | None = field(default=None, compare=False, repr=False)
+    """What shows that its writer is alive: the system lets go of it with the process. Other ranks have none."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Draft, (self.path, self.final, self.step, self.number)
 
     @classmethod
     def begin(cls, folder: Path, step: int) -> Draft:
@@ -113,8 +124,12 @@ class Draft:
         if final.exists():
             final = final.with_name(f"{final.name}.{number}")
         path = folder / f"{_WRITING}{final.name}-{uuid.uuid4().hex[:8]}"
-        path.mkdir()
-        return cls(path, final, step, number)
+        while True:
+            path.mkdir(exist_ok=True)
+            try:
+                return cls(path, final, step, number, _lock(path))
+            except FileNotFoundError:  # another run has just removed the folder, which had no lock yet
+                continue
 
     def seal(self, ranks: int, about: Mapping[str, Any], files: Mapping[str, File]) -> None:
         """All files are written: make it a checkpoint."""
@@ -130,10 +145,17 @@ class Draft:
             os.fsync(stream.fileno())
         _sync_folder(self.path)
         self.path.rename(self.final)
+        (self.final / _LOCK).unlink(missing_ok=True)
         _sync_folder(self.final.parent)
+        self._let_go()
 
     def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
 
 
 def found(folder: Path) -> tuple[list[Checkpoint], dict[str, str]]:
@@ -150,8 +172,11 @@ def found(folder: Path) -> tuple[list[Checkpoint], dict[str, str]]:
 
 
 def prune(folder: Path, keep: int | None) -> None:
-    """Remove all but the last checkpoints, and what was left by saves that did not come to an end."""
-    for path in (*folder.glob(f"{_WRITING}*"), *folder.glob(f"{_PRUNED}*")):
+    """Remove all but the last checkpoints, and what was left by saves that did not come to an end.
+
+    A save that is still going on, of another run into the same folder, say, is left alone.
+    """
+    for path in (*filter(_is_abandoned, folder.glob(f"{_WRITING}*")), *folder.glob(f"{_PRUNED}*")):
         shutil.rmtree(path, ignore_errors=True)
     for each in found(folder)[0][keep:] if keep is not None else ():
         aside = each.path.with_name(_PRUNED + each.name)
@@ -160,6 +185,31 @@ def prune(folder: Path, keep: int | None) -> None:
             shutil.rmtree(aside)
         except OSError as error:
             logger.warning("checkpoint %s could not be removed: %s", each.path, error)
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """Hold the lock of a folder; None if the file system has none."""
+    stream = (path / _LOCK).open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        stream.close()
+        return None
+    return stream
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether nobody writes into this folder any more."""
+    try:
+        with (path / _LOCK).open("r+") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return time.time() - path.stat().st_mtime > _STALE
+    return True
 
 
 def _digest(said: Mapping[str, Any]) -> str:

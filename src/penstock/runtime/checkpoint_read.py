@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.tensor import DTensor
 
 from penstock.errors import CheckpointError
 from penstock.runtime.held import Known, Ties
 from penstock.runtime.optimizer_state import OPTIONS, STATE, by_parameter
+from penstock.runtime.unpickling import load_object, read_metadata
 
 _SHOWN = 5
 
@@ -23,9 +26,10 @@ _SHOWN = 5
 class Reading:
     """A checkpoint that is being read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.reader = FileSystemReader(path)
+    def __init__(self, path: Path, trusted: bool = False) -> None:
+        """`trusted` loads objects of any class, for which code from the checkpoint may have to be run."""
+        self.path, self.trusted = path, trusted
+        self.reader = _Reader(path)
         self.metadata: Metadata = self.reader.read_metadata()
         self.saved = self.metadata.state_dict_metadata
         self.same: dict[str, str] = {}
@@ -97,9 +101,41 @@ class Reading:
         lost = sorted(key for key in room if key not in self.saved)
         if lost:
             raise CheckpointError(f"checkpoint {self.path} has no {lost[0]}")
-        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        planner = DefaultLoadPlanner(flatten_state_dict=False) if self.trusted else _Planner(self.path)
         planner.set_up_planner(room, self.metadata, False)
         self.reader.set_up_storage_reader(self.metadata, False)
         self.reader.read_data(planner.create_local_plan(), planner).wait()
         room.update(planner.state_dict)
         room.update({key: room[first] for key, first in self.same.items() if first in room})
+
+
+class _Reader(FileSystemReader):
+    """Reads the metadata without running code from it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        metadata = read_metadata(path)
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise CheckpointError(f"{path} cannot be read: it is no checkpoint's metadata")
+        places = metadata.storage_data
+        outside = next((str(each.relative_path) for each in places.values() if Path(each.relative_path).name != each.relative_path), None)
+        if outside is not None:
+            raise CheckpointError(f"{path} names {outside!r}, which is not a file of the checkpoint")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Loads values that are no tensors without running code from them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(flatten_state_dict=False)
+        self.path = path
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.state_dict[key] = load_object(value, f"{key} of checkpoint {self.path}")
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}. If you know who wrote it, Checkpoints(..., trusted=True) loads it") from error

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.errors import CheckpointError
@@ -29,6 +29,7 @@ from penstock.runtime.checkpoint_files import Draft, File, prune
 from penstock.runtime.checkpoint_names import tied_keys, under_more_names
 from penstock.runtime.held import Ties
 from penstock.runtime.optimizer_state import Same
+from penstock.runtime.unpickling import check_objects, read_metadata
 
 _PAUSE = 0.005
 _LEAVE = 30.0
@@ -48,11 +49,14 @@ class Plan:
         self.writer.set_up_storage_writer(rank == 0, rank=rank, use_collectives=True)
         self.local: SavePlan = self.writer.prepare_local_plan(self.planner.create_local_plan())
 
-    def agree(self, everyone: list[SavePlan], copy: bool) -> None:
+    def agree(self, everyone: list[SavePlan], copy: bool, trusted: bool) -> None:
         """What several ranks hold is written by one of them. Copied, it stays as it is now."""
         plans, metadata = self.planner.create_global_plan(everyone)
         self.metadata: Metadata = metadata
         self.local = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[self.rank])
+        if not trusted:
+            objects = [item for item in self.local.items if item.type is WriteItemType.BYTE_IO]
+            check_objects((item.index.fqn, cast(BytesIO, self.planner.resolve_data(item))) for item in objects)
         if copy:
             self.planner = _Copies({item.index: _copied(self.planner.resolve_data(item)) for item in self.local.items})
 
@@ -147,7 +151,7 @@ class Writing:
         files: dict[str, File] = {}
         same: Same = {}
         for mark in marks:
-            theirs, written, others = pickle.loads(mark.read_bytes())
+            theirs, written, others = read_metadata(mark)
             results += theirs
             files |= written
             same |= others

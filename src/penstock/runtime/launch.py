@@ -10,9 +10,11 @@ from typing import Any
 from penstock.errors import ScheduleError, UnknownNameError, nearest
 from penstock.runtime import device
 from penstock.runtime.here import join, stand, under_torchrun
-from penstock.runtime.processes import CONNECT
 from penstock.runtime.virtual import VirtualGroup
 from penstock.runtime.workers import Workers, raise_first
+
+_RESULTS = 30 * 24 * 3600.0
+"""Seconds that a rank waits for the others' results: one may have little to do, and a rank that is lost is noticed at once."""
 
 
 def launch(
@@ -54,7 +56,7 @@ def _joined(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any
     group = join()
     if group.ranks != ranks:
         raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
-    return group.gather(group.rank, "launch", fn(*args), CONNECT)
+    return group.gather(group.rank, "launch", fn(*args), _RESULTS)
 
 
 def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], group: VirtualGroup, lanes: Sequence[Any]) -> list[Any]:
