@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 
 from composition.parallel import Outcome, check, mesh_of, schedule, split_over
 from penstock.errors import PipelineError
+from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.workers import Workers
@@ -32,8 +33,26 @@ class Perceptron(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def layers(count: int) -> nn.Sequential:
-    return nn.Sequential(*(Perceptron() for _ in range(count))).double()
+class Bare(Perceptron):
+    """Ends in a collective, whose result nobody has waited for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Led(Perceptron):
+    """Begins with a map whose input gradient is a sum over processes that nobody has made yet, and ends in one that every process has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.norm(self.down(torch.tanh(self.up(x)))))
+
+
+def layers(count: int, kind: type[nn.Module] = Perceptron) -> nn.Sequential:
+    return nn.Sequential(*(kind() for _ in range(count))).double()
 
 
 def batch(rows: int) -> tuple[Tensor, Tensor]:
@@ -44,6 +63,21 @@ def in_full(model: nn.Sequential, mesh: DeviceMesh) -> None:
     """Plain tensors in full between layers."""
     for layer in model:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+
+def in_full_as_parts(model: nn.Sequential, mesh: DeviceMesh) -> None:
+    """Tensors between layers that know that every process has all of them."""
+    for layer in model:
+        plan = {
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(output_layouts=Replicate(), use_local_output=False),
+        }
+        parallelize_module(layer, mesh["tp"], plan)
+        for part in (layer.norm, getattr(layer, "first", layer.norm)):
+            for name, parameter in list(part.named_parameters()):
+                if not isinstance(parameter, DTensor):
+                    part.register_parameter(name, nn.Parameter(distribute_tensor(parameter.detach(), mesh["tp"], [Replicate()])))
+    parallelize_module(model[0], mesh["tp"], PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate()))
 
 
 def along_the_sequence(model: nn.Sequential, mesh: DeviceMesh) -> None:
@@ -63,19 +97,29 @@ def mean_loss(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "plan"),
+    ("name", "plan", "kind"),
     [
-        ("1f1b", in_full),
-        ("zbv", in_full),
-        ("gpipe", along_the_sequence),
-        ("interleaved-zb", along_the_sequence),
-        ("zbv", along_the_sequence),
+        ("1f1b", in_full, Perceptron),
+        ("zbv", in_full, Perceptron),
+        ("1f1b", in_full, Bare),
+        ("zbv", in_full, Bare),
+        ("dualpipe-v", in_full, Bare),
+        ("1f1b", in_full_as_parts, Bare),
+        ("zbv", in_full_as_parts, Perceptron),
+        ("dualpipe-v", in_full_as_parts, Perceptron),
+        ("dualpipe-v", in_full_as_parts, Bare),
+        ("dualpipe-v", in_full_as_parts, Led),
+        ("zbv", in_full_as_parts, Led),
+        ("gpipe", along_the_sequence, Perceptron),
+        ("interleaved-zb", along_the_sequence, Perceptron),
+        ("zbv", along_the_sequence, Perceptron),
+        ("dualpipe-v", along_the_sequence, Bare),
     ],
 )
-def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any) -> None:
+def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kind: type[nn.Module]) -> None:
     """The gradients of the model in one piece; with a split backward, those of the maps in parts really wait."""
     made = schedule(name, 2)
-    model, (x, y) = layers(made.stages), batch(13)
+    model, (x, y) = layers(made.stages, kind), batch(13)
 
     def train() -> Any:
         mesh, mine = mesh_of(pp=2, tp=2), copy.deepcopy(model)
@@ -92,15 +136,16 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any) -> 
             result = pipe.step(x, target=y, outputs=True)
         finally:
             Deferral.run = run
-        return waited[0], result.outputs, Outcome.of(pipe, result)
+        parts = [part for action in pipe.program()[pipe.rank] for part in action.parts]
+        return waited[0], sum(part.kind is Kind.I for part in parts), result.outputs, Outcome.of(pipe, result)
 
     found = workers.run(train)
-    check([outcome for _, _, outcome in found], by_batch(model, x, y))
-    splits = "zb" in name
+    check([outcome for *_, outcome in found], by_batch(model, x, y))
     with torch.no_grad():
         whole = model(x)
-    for waited, outputs, _ in found:
-        assert waited == (made.stages // 2 * 4 * 2 if splits else 0)  # this rank's stages, microbatches, maps
+    for waited, split, outputs, _ in found:
+        assert waited == (3 if kind is Led else 2) * split  # the stage's maps
+        assert (split > 0) == (name not in ("1f1b", "gpipe"))
         torch.testing.assert_close(outputs, whole, rtol=1e-12, atol=1e-12)
 
 

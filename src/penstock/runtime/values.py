@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.alarm import serializer
-from penstock.runtime.parts import in_parts, is_gathering
+from penstock.runtime.parts import arrived, in_parts, is_gathering
 
 if TYPE_CHECKING:
     from penstock.runtime.stage import Stage
@@ -101,7 +101,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def check_tensor(tensor: Tensor, mesh: bool = False) -> None:
     """Refuse a tensor that would arrive as less than it is. With a mesh, tensors in parts may pass."""
-    if _is_plain(tensor) or (mesh and (in_parts(tensor) or is_gathering(tensor))):
+    if _is_plain(tensor) or (mesh and in_parts(tensor)):
         return
     attributes = [name for name in tensor.__dict__ if not name.startswith("_dynamo")]
     if in_parts(tensor):
@@ -200,7 +200,9 @@ def hand_on(value: Any, stage: Stage, mesh: bool = False) -> Any:
     leaves, spec = pytree.tree_flatten(value)
     others = []
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
+        if is_gathering(leaf):
+            leaves[place] = arrived(leaf.detach()).requires_grad_(leaf.requires_grad)
+        elif isinstance(leaf, Tensor):
             check_tensor(leaf, mesh)
         elif type(leaf) not in FIXED:
             others.append(place)
