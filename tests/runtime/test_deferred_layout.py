@@ -26,6 +26,12 @@ ON_ITS_SIDE: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Callable[[]
     "product": (torch.matmul, (4, 6), lambda: wants(7, 4)),
     "product, three dimensions": (torch.matmul, (4, 6), lambda: wants(2, 7, 4)),
     "batched product": (torch.bmm, (3, 4, 6), lambda: wants(3, 7, 4)),
+    "transposed convolution": (functional.conv_transpose2d, (2, 3, 3, 2), lambda: wants(2, 2, 6, 5)),
+    "bilinear": (lambda x, w: functional.bilinear(x, x, w), (3, 4, 4), lambda: wants(7, 4)),
+    "bag": (functional.embedding_bag, (9, 4), lambda: torch.randint(0, 9, (5, 6))),
+    "vector": (functional.linear, (6, 4), lambda: wants(4)),
+    "layer norm": (lambda x, w: functional.layer_norm(x, w.shape, w), (6, 4), lambda: wants(3000, 6, 4)),
+    "root mean square": (lambda x, w: functional.rms_norm(x, w.shape, w), (6, 4), lambda: wants(3000, 6, 4)),
     "used twice": (lambda x, w: functional.linear(functional.linear(x, w), w), (4, 4), lambda: wants(7, 4)),
 }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
+from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, StageOutput, launch
 from penstock.runtime.graphs import Graphs, _numbers
@@ -243,3 +244,36 @@ def test_what_cannot_be_recorded_is_refused() -> None:
     with pytest.raises(ps.PenstockError, match="under autocast"), torch.autocast("cpu", torch.bfloat16):
         pipe.step(x, target=x)
     assert pipe.step(x, target=x).loss is not None
+
+
+class Asking(nn.Module):
+    """Scales its output by the gradient of its own weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.tanh(self.map(x))
+        (slope,) = torch.autograd.grad(out.sum(), self.map.weight, retain_graph=True, allow_unused=True)
+        return out * slope.norm()
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe-v"])
+def test_a_stage_that_needs_its_backward_whole(name: str) -> None:
+    schedule = ps.schedule(name, ranks=2, microbatches=6)
+    model, x, y = nn.Sequential(*(Asking() for _ in range(schedule.stages))), torch.randn(12, 6), torch.randn(12, 6)
+    assert_same(by_pipeline(model, schedule, x, y, graphs=True), by_loop(model, x, y, 6))
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_a_loss_that_asks_for_a_gradient_of_the_recorded_stage_is_refused(name: str) -> None:
+    model, x = blocks(2), torch.randn(12, 6)
+
+    def loss(out: Tensor, y: Tensor) -> Tensor:
+        made = functional.mse_loss(out, y)
+        (slope,) = torch.autograd.grad(made, model[1].map.weight, retain_graph=True, allow_unused=True)  # type: ignore[union-attr, arg-type]
+        return made if slope is None else made * slope.norm()
+
+    with pytest.raises(PipelineError, match="graphs=True, but the loss function asks autograd for a weight's gradient"):
+        launch(lambda: Pipeline(model, name, microbatches=6, loss_fn=loss, graphs=True).step(x, target=x), 2)

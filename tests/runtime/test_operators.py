@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
+from penstock.runtime import operators
 from penstock.runtime.deferred import Deferral
 from penstock.runtime.recording import Deferrable
-from runtime.splitting import Using, assert_bitwise, check, in_one, in_two, names, twice, wants
+from runtime.splitting import Applied, Using, assert_bitwise, check, in_one, in_two, names, twice, wants
 
 
 def with_gaps() -> Tensor:
@@ -39,6 +41,13 @@ INPUTS: dict[str, Callable[[], Tensor]] = {
     "no gradient": lambda: torch.randn(7, 5),
     "three, no gradient": lambda: torch.randn(3, 4, 5),
     "four, no gradient": lambda: torch.randn(2, 3, 2, 5),
+}
+
+
+VECTORS: dict[str, Callable[[], Tensor]] = {
+    "vector": lambda: wants(5),
+    "with gaps": lambda: torch.randn(5, 2).select(1, 0).requires_grad_(True),
+    "no gradient": lambda: torch.randn(5),
 }
 
 
@@ -78,8 +87,12 @@ def test_linear_between_others(shape: str, bias: bool) -> None:
     assert check(model, *twice(INPUTS[shape])) == names(model) - waits_not(INPUTS[shape](), "0.bias")
 
 
-def test_linear_on_a_vector_is_left_to_autograd() -> None:
-    assert check(nn.Linear(5, 6), *twice(lambda: wants(5))) == set()
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+@pytest.mark.parametrize("name", VECTORS)
+def test_linear_on_a_vector(name: str, bias: bool) -> None:
+    vector = VECTORS[name]
+    model = nn.Sequential(nn.Linear(5, 6, bias=bias), nn.ReLU(inplace=True), nn.Linear(6, 3, bias=bias))
+    assert check(model, *twice(vector)) == names(model) - (set() if vector().is_contiguous() else {"0.bias"})
 
 
 def test_linear_with_a_bias_that_is_no_parameter() -> None:
@@ -206,6 +219,195 @@ def test_a_convolution_of_one_sample_is_left_to_autograd() -> None:
     assert check(nn.Conv1d(2, 3, 3), *twice(lambda: wants(2, 6))) == set()
 
 
+TRANSPOSED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "no bias": {"bias": False},
+    "stride": {"stride": 2},
+    "output padding": {"stride": 2, "output_padding": 1},
+    "padding": {"padding": 1},
+    "dilation": {"dilation": 2},
+    "groups": {"groups": 2},
+    "all": {"stride": 3, "output_padding": 1, "padding": 2, "dilation": 2, "groups": 2},
+}
+
+
+@pytest.mark.parametrize("options", TRANSPOSED)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolution(dims: int, options: str) -> None:
+    first = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1](4, 6, 3, **TRANSPOSED[options])
+    model = nn.Sequential(first, nn.ReLU(inplace=True))
+    assert check(model, *twice(lambda: wants(2, 4, *[5] * dims))) == names(model)
+
+
+def test_transposed_convolutions_with_sizes_that_differ_and_an_output_size() -> None:
+    model = nn.ConvTranspose2d(2, 3, (3, 2), stride=(2, 1), padding=(0, 1), dilation=(1, 2))
+    assert check(model, *twice(lambda: wants(2, 2, 6, 5))) == names(model)
+    sized = nn.ConvTranspose2d(2, 3, 3, stride=2)
+    assert check(sized, *twice(lambda: wants(2, 2, 4, 4)), forward=lambda m, x: m(x, output_size=(10, 10))) == names(sized)
+    last = nn.ConvTranspose2d(4, 6, 3).to(memory_format=torch.channels_last)
+    assert check(last, *twice(lambda: torch.randn(2, 4, 5, 5).to(memory_format=torch.channels_last))) == names(last)
+
+
+def test_a_transposed_convolution_of_one_sample_is_left_to_autograd() -> None:
+    assert check(nn.ConvTranspose1d(2, 3, 3), *twice(lambda: wants(2, 6))) == set()
+
+
+# Bilinear maps --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [(), (6,), (2, 3)], ids=str)
+@pytest.mark.parametrize("wanting", [True, False], ids=["input gradient", "no input gradient"])
+def test_bilinear(rows: tuple[int, ...], wanting: bool) -> None:
+    """The bias is added after the product, and left to autograd."""
+    model = Applied(nn.Bilinear(3, 4, 5), lambda inner, x, y: torch.relu_(inner(x, y)))
+
+    def inputs() -> tuple[Tensor, ...]:
+        return torch.randn(*rows, 3, requires_grad=wanting), torch.randn(*rows, 4, requires_grad=wanting)
+
+    assert check(model, inputs(), inputs()) == {"inner.weight"}
+    free = Applied(nn.Bilinear(3, 4, 5, bias=False), lambda inner, x, y: torch.relu_(inner(x, y)))
+    assert check(free, inputs(), inputs()) == {"inner.weight"}
+
+
+def test_bilinear_on_its_side() -> None:
+    model = nn.Bilinear(3, 4, 5)
+    assert check(model, *((torch.randn(3, 6).t().requires_grad_(), torch.randn(4, 6).t().requires_grad_()) for _ in range(2))) == {"weight"}
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_an_input_of_a_bilinear_map_that_is_changed_in_place_is_refused(which: int) -> None:
+    def change(inner: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        both = x * 2, y * 2
+        made: Tensor = inner(*both)
+        both[which].add_(1)
+        return made
+
+    with pytest.raises(RuntimeError, match=r"changed in place|modified by an inplace operation"):
+        in_two(Applied(nn.Bilinear(3, 4, 5), change), (torch.randn(2, 3), torch.randn(2, 4)))
+
+
+# Bags of embeddings ---------------------------------------------------------------------------------------------------
+
+BAGS: list[dict[str, Any]] = [
+    {},
+    {"mode": "sum"},
+    {"mode": "max"},
+    {"padding_idx": 3},
+    {"mode": "sum", "padding_idx": -2},
+    {"mode": "max", "padding_idx": 1},
+    {"scale_grad_by_freq": True},
+]
+
+
+@pytest.mark.parametrize("options", BAGS, ids=str)
+def test_a_bag_of_embeddings(options: dict[str, Any]) -> None:
+    model = nn.EmbeddingBag(9, 4, **options)
+    assert check(model, *twice(lambda: torch.randint(0, 9, (5, 3)))) == names(model)
+    offsets = torch.tensor([0, 4, 4, 9])
+    assert check(model, *((torch.randint(0, 9, (15,)), offsets) for _ in range(2))) == names(model)
+    last = nn.EmbeddingBag(9, 4, include_last_offset=True, **options)
+    assert check(last, *((torch.randint(0, 9, (15,)), torch.tensor([0, 4, 9, 15])) for _ in range(2))) == names(last)
+
+
+def test_bags_that_are_left_to_autograd() -> None:
+    weighted = Applied(nn.EmbeddingBag(9, 4, mode="sum"), lambda inner, x, w: inner(x, per_sample_weights=w))
+    assert check(weighted, (torch.randint(0, 9, (5, 3)), wants(5, 3))) == set()
+    assert check(nn.EmbeddingBag(9, 4, max_norm=0.5), *twice(lambda: torch.randint(0, 9, (5, 3)))) == set()
+
+
+# Normalisations -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the gradients of small normalisations wait, too."""
+    monkeypatch.setattr(operators, "SMALLEST_NORM", 0)
+
+
+NORMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "layer": (lambda: nn.LayerNorm(6), lambda: wants(4, 6)),
+    "layer, three dimensions": (lambda: nn.LayerNorm(6), lambda: wants(2, 3, 6)),
+    "layer, two dimensions at once": (lambda: nn.LayerNorm((3, 6)), lambda: wants(4, 3, 6)),
+    "layer, no bias": (lambda: nn.LayerNorm(6, bias=False), lambda: wants(4, 6)),
+    "layer, no gradient": (lambda: nn.LayerNorm(6), lambda: torch.randn(4, 6)),
+    "layer, no rows": (lambda: nn.LayerNorm(6), lambda: wants(0, 6)),
+    "layer, on its side": (lambda: nn.LayerNorm(6), lambda: torch.randn(2, 6, 3).transpose(1, 2).requires_grad_()),
+    "layer, many rows": (lambda: nn.LayerNorm(130), lambda: wants(70, 33, 130)),
+    "layer, half precision": (lambda: nn.LayerNorm(6).bfloat16(), lambda: wants(4, 6, dtype=torch.bfloat16)),
+    "layer, half precision with float32 weights": (lambda: nn.LayerNorm(6), lambda: wants(4, 6, dtype=torch.bfloat16)),
+    "group": (lambda: nn.GroupNorm(2, 6), lambda: wants(4, 6)),
+    "group, three dimensions": (lambda: nn.GroupNorm(2, 6), lambda: wants(4, 6, 5)),
+    "group, images": (lambda: nn.GroupNorm(3, 6), lambda: wants(2, 6, 5, 4)),
+    "group, no gradient": (lambda: nn.GroupNorm(3, 6), lambda: torch.randn(2, 6, 5, 4)),
+    "group, many": (lambda: nn.GroupNorm(4, 32), lambda: wants(16, 32, 17, 16)),
+    "group, half precision": (lambda: nn.GroupNorm(2, 6).bfloat16(), lambda: wants(4, 6, 5, dtype=torch.bfloat16)),
+    "root mean square": (lambda: nn.RMSNorm(6), lambda: wants(4, 6)),
+    "root mean square, three dimensions": (lambda: nn.RMSNorm(6), lambda: wants(2, 3, 6)),
+    "root mean square, two at once": (lambda: nn.RMSNorm((3, 6), eps=1e-3), lambda: wants(4, 3, 6)),
+    "root mean square, no gradient": (lambda: nn.RMSNorm(6), lambda: torch.randn(4, 6)),
+    "root mean square, many rows": (lambda: nn.RMSNorm(130), lambda: wants(70, 33, 130)),
+    "root mean square, double": (lambda: nn.RMSNorm(6).double(), lambda: wants(4, 6, dtype=torch.float64)),
+}
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("name", NORMS)
+def test_normalisation(name: str) -> None:
+    make, data = NORMS[name]
+    torch.manual_seed(3)
+    model = nn.Sequential(make(), nn.ReLU(inplace=True))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    assert check(model, *twice(data)) == names(model)
+
+
+@pytest.mark.usefixtures("any_size")
+def test_normalisations_between_others_and_used_twice() -> None:
+    model = nn.Sequential(nn.Linear(6, 6), norm := nn.LayerNorm(6), nn.Linear(6, 6), norm, nn.RMSNorm(6))
+    assert check(model, *twice(lambda: wants(2, 3, 6))) == names(model)
+
+
+@pytest.mark.usefixtures("any_size")
+def test_a_normalisation_with_a_weight_or_bias_that_is_no_parameter() -> None:
+    def scaled(inner: nn.LayerNorm, x: Tensor) -> Tensor:
+        first = functional.layer_norm(x, (6,), inner.weight, inner.bias * 2)
+        return functional.layer_norm(first, (6,), inner.weight * 2, inner.bias)
+
+    assert check(Applied(nn.LayerNorm(6), scaled), *twice(lambda: wants(4, 6)), exact=False) == set()
+    bias = Applied(nn.LayerNorm(6), lambda inner, x: functional.layer_norm(x, (6,), inner.weight, inner.bias * 2))
+    assert check(bias, *twice(lambda: wants(4, 6))) == {"inner.weight"}
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize("name", ["layer", "group", "root mean square"])
+def test_a_normalisation_in_a_checkpoint(name: str) -> None:
+    make, data = NORMS[name]
+    model = Applied(nn.Sequential(make(), nn.Tanh(), make()), lambda inner, x: checkpoint(inner, x, use_reentrant=False))
+    assert check(model, *twice(data)) == names(model)
+
+
+def test_a_small_normalisation_is_left_to_autograd() -> None:
+    model = nn.LayerNorm(64)
+    assert check(model, *twice(lambda: wants(64, 64))) == set()
+    assert check(model, *twice(lambda: wants(operators.SMALLEST_NORM // 64, 64))) == names(model)
+
+
+@pytest.mark.usefixtures("any_size")
+@pytest.mark.parametrize(
+    ("make", "data"),
+    [
+        (lambda: nn.GroupNorm(2, 6), lambda: wants(2, 6, 5, 4).detach().to(memory_format=torch.channels_last).requires_grad_()),
+        (lambda: nn.GroupNorm(2, 6), lambda: torch.randn(2, 5, 6).transpose(1, 2).requires_grad_()),
+        (lambda: nn.RMSNorm(6).bfloat16(), lambda: wants(4, 6, dtype=torch.bfloat16)),
+        (lambda: nn.BatchNorm1d(6), lambda: wants(4, 6)),
+        (lambda: nn.InstanceNorm1d(6, affine=True), lambda: wants(4, 6, 5)),
+    ],
+    ids=["group, channels last", "group, on its side", "root mean square, half precision", "batch", "instance"],
+)
+def test_normalisations_that_are_left_to_autograd(make: Callable[[], nn.Module], data: Callable[[], Tensor]) -> None:
+    assert check(make(), *twice(data)) == set()
+
+
 # Matrix products with parameters --------------------------------------------------------------------------------------
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[int, ...]]] = {
@@ -248,7 +450,6 @@ LEFT: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[tuple[int, .
     "scaled sum": (lambda x, w, b: torch.addmm(b, x, w, beta=2), (4, 5), ((5, 3), (3,))),
     "sum with a matrix": (lambda x, w, b: torch.addmm(b, x, w), (4, 5), ((5, 3), (4, 3))),
     "einsum": (lambda x, w: torch.einsum("bi,io->bo", x, w), (4, 5), ((5, 3),)),
-    "bilinear": (lambda x, w: functional.bilinear(x, x, w), (4, 5), ((3, 5, 5),)),
     "sum": (lambda x, w: x + w, (4, 5), ((4, 5),)),
     "indexed": (lambda x, w: x @ w[0], (4, 5), ((2, 5, 3),)),
     "in place": (lambda x, w: (x * 1).addmm_(x, w), (4, 5), ((5, 5),)),
@@ -280,7 +481,7 @@ class Own(nn.Linear):
         (lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.PReLU(4)), (6, 5), "every matrix"),
         (lambda: nn.LSTM(5, 3, batch_first=True), (2, 4, 5), "none"),
         (lambda: nn.GRU(5, 3, 2, batch_first=True), (2, 4, 5), "none"),
-        (lambda: nn.ConvTranspose2d(2, 3, 3), (2, 2, 5, 5), "none"),
+        (lambda: nn.ConvTranspose2d(2, 3, 3), (2, 2, 5, 5), "every matrix"),
         (lambda: Own(5, 3), (4, 5), "none"),
         (lambda: parametrizations.weight_norm(nn.Linear(5, 3, bias=False)), (4, 5), "none"),
         (lambda: parametrizations.orthogonal(nn.Linear(5, 5, bias=False)), (4, 5), "none"),
@@ -293,15 +494,6 @@ def test_modules(make: Callable[[], nn.Module], shape: tuple[int, ...], waits: s
     waited = check(model, *twice(lambda: wants(*shape)))
     matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
     assert {name for name in waited if name in matrices} == (matrices if waits == "every matrix" else set())
-
-
-def test_a_module_with_two_inputs_is_left_to_autograd() -> None:
-    model = nn.Bilinear(3, 4, 5)
-    assert check(model, (wants(6, 3), wants(6, 4))) == set()
-
-
-def test_a_bag_of_embeddings_is_left_to_autograd() -> None:
-    assert check(nn.EmbeddingBag(9, 4), *twice(lambda: torch.randint(0, 9, (5, 3)))) == set()
 
 
 @pytest.mark.parametrize("options", [{}, {"kdim": 6, "vdim": 5}, {"bias": False}, {"add_bias_kv": True}, {"batch_first": True}], ids=str)

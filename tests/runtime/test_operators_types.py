@@ -29,6 +29,12 @@ AUTOCAST: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "embedding": (lambda: nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3)), lambda: torch.randint(0, 9, (5, 6))),
     "product": (lambda: Using(torch.matmul, (5, 3)), lambda: wants(4, 5)),
     "batched product": (lambda: Using(torch.bmm, (3, 5, 2)), lambda: wants(3, 4, 5)),
+    "transposed convolution": (lambda: nn.ConvTranspose2d(2, 3, 3), lambda: wants(2, 2, 6, 6)),
+    "vector": (lambda: nn.Linear(5, 4), lambda: wants(5)),
+    "bag": (lambda: nn.EmbeddingBag(9, 4), lambda: torch.randint(0, 9, (5, 3))),
+    "normalisation": (lambda: nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)), lambda: wants(1024, 64)),
+    "root mean square": (lambda: nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64)), lambda: wants(1024, 64)),
+    "groups": (lambda: nn.Sequential(nn.Conv2d(2, 8, 3), nn.GroupNorm(2, 8)), lambda: wants(8, 2, 34, 34)),
     "encoder": (lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True), lambda: wants(3, 4, 8)),
 }
 

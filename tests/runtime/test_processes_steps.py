@@ -430,3 +430,51 @@ def test_two_pipelines_in_another_order_on_two_ranks(workers: Workers) -> None:
         return "went through"
 
     assert all("runs another step than rank" in said for said in workers.run(run, ranks=2))
+
+
+# Stages that need their backward whole --------------------------------------------------------------------------------
+
+
+class Asking(nn.Module):
+    """Scales its output by the gradient of its own weight, from a certain forward on."""
+
+    def __init__(self, start: int) -> None:
+        super().__init__()
+        self.map, self.start, self.runs = nn.Linear(6, 6).double(), start, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        out = torch.tanh(self.map(x))
+        if self.runs <= self.start:
+            return out
+        (slope,) = torch.autograd.grad(out.sum(), self.map.weight, retain_graph=True, allow_unused=True)
+        return out * slope.norm()
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_a_stage_that_asks_for_its_weights_gradient(workers: Workers, start: int) -> None:
+    """At once, or from the second step on, which then has to be run again."""
+    schedule = ps.schedule("zb-h1", ranks=2, microbatches=4)
+    model = nn.Sequential(Asking(0 if start else 99), Asking(start)).double()
+    x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
+
+    def train() -> tuple[Grads, int, Any]:
+        pipe, failed = Pipeline(model, schedule, loss_fn=functional.mse_loss), 0
+        for _ in range(2):
+            try:
+                pipe.step(x, target=y)
+            except PipelineError as error:
+                if "run this step again" not in str(error):
+                    raise
+                failed += 1
+                pipe.step(x, target=y)
+        return local_grads(pipe), failed, pipe.merged.stages
+
+    results = workers.run(train, ranks=2)
+    again = copy.deepcopy(model)
+    for _ in range(2):
+        loop_step(again, list(zip(x.tensor_split(4), y.tensor_split(4), strict=True)), [0.25] * 4, functional.mse_loss)
+    assert [(failed, stages) for _, failed, stages in results] == [(int(start > 0), (0, 1) if start else (1,))] * 2
+    found = together([grads for grads, _, _ in results], [name for name, _ in model.named_parameters()])
+    for name, grad in gradients(again).items():
+        assert_equal(found[name], grad, name)

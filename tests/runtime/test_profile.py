@@ -258,3 +258,80 @@ def test_the_median_of_the_rounds_is_taken(monkeypatch):
 def test_what_cannot_be_measured(model, sample, given, kind, said):
     with pytest.raises(kind, match=said):
         profile(model, sample, **{**QUICK, **given})
+
+
+# What can wait, and what cannot ---------------------------------------------------------------------------------------
+
+
+class Sequence(nn.Module):
+    """An RNN of which only the outputs go on."""
+
+    def __init__(self, make: Any) -> None:
+        super().__init__()
+        self.inner = make(16, 16, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made: Tensor = self.inner(x)[0]
+        return made
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "stash"),
+    [
+        (nn.LayerNorm(64), (1024, 64), 2 * 1024 * 64 * 4 + 2 * 1024 * 4),  # input and gradient, and two statistics per row
+        (nn.RMSNorm(64), (1024, 64), 2 * 1024 * 64 * 4),
+        (nn.GroupNorm(4, 8), (8, 8, 32, 32), 2 * 8 * 8 * 32 * 32 * 4 + 2 * 8 * 4 * 4),
+        (nn.ConvTranspose2d(2, 4, 2, stride=2), (3, 2, 5, 5), 3 * (2 * 25 + 4 * 100) * 4),
+        (nn.Linear(64, 32), (64,), (64 + 32) * 4),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_layer_whose_weights_wait(layer: nn.Module, shape: tuple[int, ...], stash: int) -> None:
+    found = profile([layer, nn.Tanh()], wanting(*shape), **QUICK).layers[0]
+    assert found.w > 0
+    assert found.weight_stash == stash
+
+
+@pytest.mark.parametrize("make", [nn.RNN, nn.LSTM, nn.GRU])
+def test_a_layer_whose_weights_cannot_wait(make: Any) -> None:
+    found = profile([Sequence(make), nn.Tanh()], wanting(2, 5, 16), **QUICK).layers[0]
+    assert found.weight_stash == 0
+
+
+class Asking(nn.Module):
+    """Asks autograd for its weight's gradient, and counts its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.runs = nn.Linear(64, 64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        out: Tensor = self.map(x)
+        (slope,) = torch.autograd.grad(out.sum(), self.map.weight, retain_graph=True)
+        return out * slope.norm()
+
+
+def test_a_layer_that_needs_its_backward_whole() -> None:
+    """Its I is all of its backward, and it leaves nothing for its W."""
+    layer = Asking()
+    asking, plain = profile([layer, nn.Linear(64, 64)], wanting(256, 64), warmup=1, repeats=3).layers
+    assert asking.weight_stash == 0 < plain.weight_stash
+    assert asking.w < asking.i / 10
+    assert layer.runs == 0
+    assert all(parameter.grad is None for parameter in layer.parameters())
+
+
+def test_a_loss_that_needs_the_backward_of_the_last_layer_whole() -> None:
+    layer = nn.Linear(64, 64)
+
+    def loss(out: Tensor) -> Tensor:
+        (slope,) = torch.autograd.grad(out.sum(), layer.weight, retain_graph=True)
+        return out.mean() * slope.norm()
+
+    first, last = profile([nn.Linear(64, 64), layer], wanting(256, 64), loss_fn=loss, **QUICK).layers
+    assert last.weight_stash == 0 < first.weight_stash
+
+
+def wanting(*shape: int) -> Tensor:
+    return torch.randn(*shape, requires_grad=True)

@@ -87,7 +87,7 @@ class Record:
         self.fuse = fuse
         self.grad: Tensor | None = None
         self.packed: Any = None
-        if _saved_tensor_hooks(False) is not None:
+        if has_saved_tensor_hooks():
             self.pack()
 
     def pack(self) -> None:
@@ -121,12 +121,22 @@ class Record:
         self.grad = self.value = None
         assert grad is not None
         assert value is not None
-        if value._version != self.version:
-            raise SplitError(
-                f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
-                "was computed: change a copy"
-            )
+        check_version(value, self.version)
         return grad, value
+
+
+def check_version(value: Tensor, version: int) -> None:
+    """Refuse a value that was changed in place since a weight was applied to it."""
+    if value._version != version:
+        raise SplitError(
+            f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
+            "was computed: change a copy"
+        )
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether tensors that autograd saves now are packed by someone, as a checkpoint does."""
+    return _saved_tensor_hooks(False) is not None
 
 
 def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:

@@ -21,7 +21,10 @@ from penstock.runtime.deferred import Active, Deferral, activate, check_request,
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.parts import in_parts
 
-_PLAIN = (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)
+_PLAIN = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
 """Modules that apply their weights by `torch.nn.functional` and nothing else."""
 
 
