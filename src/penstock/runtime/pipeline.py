@@ -33,7 +33,7 @@ from penstock.runtime.group import Group
 from penstock.runtime.hugging_face import HuggingFace, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.overlap import overlap_of
-from penstock.runtime.parity import Parity, parity
+from penstock.runtime.parity import Batch, Parity, parity
 from penstock.runtime.partition import Partition, partition
 from penstock.runtime.planned import planned_split
 from penstock.runtime.programs import find_table, forward_program, training_program
@@ -427,8 +427,10 @@ class Pipeline:
         return clip_grad_norm(self, max_norm, norm_type)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
-        """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
-        return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
+        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Nothing is left of it."""
+        batch = Batch(args, target, stage_kwargs or {})
+        mine = batch.copy()  # a stage may change its input in place
+        return parity(self, self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
 
 
 def _checked_deadline(deadline: Any) -> float:
