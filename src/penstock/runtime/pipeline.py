@@ -26,7 +26,7 @@ from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
 from penstock.runtime.frames import Form
-from penstock.runtime.gradients import Backup, clip_grad_norm
+from penstock.runtime.gradients import Backup, HookedWeights, clip_grad_norm
 from penstock.runtime.graphs import refuse_graphs
 from penstock.runtime.grid import group_of
 from penstock.runtime.group import Group
@@ -153,6 +153,7 @@ class Pipeline:
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
+        self._hooked = HookedWeights()
         self._steps = 0
         self._calls = 0
         """How many batches this rank was given, those that it refused included."""
@@ -365,10 +366,11 @@ class Pipeline:
         buffers = (buffer for stage in own for buffer in stage.module.buffers())
         backup = Backup.take((parameter for _, parameter in self.local_parameters()), buffers)
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._hooked.begin(self.local_parameters(), len(feed.args))
         try:
             self.shared.begin(self)
             self.data.begin(executor.reduces)
-            with torch.enable_grad():
+            with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
             self.data.finish(self.shared.ids(self))
             self.shared.sum(self)
