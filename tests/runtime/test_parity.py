@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,8 +17,11 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Layers, Pipeline, add_loss, launch
+from penstock.runtime.executor import Executor
+from penstock.runtime.module_state import ModuleState
 from penstock.runtime.parity import Parity, _compare
-from runtime.models import GPT, assert_equal, blocks, gradients, token_loss
+from penstock.runtime.running_statistics import RunningStatistics
+from runtime.models import GPT, assert_equal, blocks, count_forwards, gradients, token_loss
 
 
 def run(model: Any, schedule: ps.Schedule, x: Any, y: Any, loss_fn: Any = functional.mse_loss, **options: Any) -> Parity:
@@ -246,3 +250,191 @@ def test_what_is_not_a_number_is_equal_to_its_like_alone(found: list[float], wan
         assert compared.close is close
         assert not compared.exact
         assert ("equal up to rounding" in compared.in_words()) is close
+
+
+# State, layout, random numbers and the batch ----------------------------------------------------------------------------
+
+
+def names(found: Parity) -> set[str]:
+    return {difference.name for difference in found.loop.differences}
+
+
+def normed(layers: int = 2) -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(layers))).double()
+
+
+def batch_of(rows: int = 12) -> tuple[Tensor, Tensor]:
+    return torch.randn(rows, 6).double(), torch.randn(rows, 6).double()
+
+
+class Counter(nn.Module):
+    """State of every sort."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.runs, self.rate, self.plain = nn.Linear(6, 6), 0, 1.0, torch.zeros(())
+        self.history: list[float] = []
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs, self.rate, self.plain = self.runs + 1, self.rate * 0.9, self.plain + 1
+        self.hidden += 1
+        self.history.append(self.rate)
+        self.last = x.mean()
+        return self.map(x) * self.rate
+
+
+STATES = {"runs", "rate", "plain", "hidden", "history"}
+
+
+def test_state_of_one_forward_each_is_equal_and_put_back() -> None:
+    model, (x, y) = nn.Sequential(Counter(), Counter()).double(), batch_of()
+
+    def train() -> None:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=3, loss_fn=functional.mse_loss)
+        for _ in range(2):
+            found = pipe.parity(x, target=y)
+            assert found.loop.exact, str(found)
+            pipe.step(x, target=y)
+        pipe.gather("done", None)
+
+    launch(train, 2)
+    for layer in model:
+        assert (layer.runs, float(layer.plain), float(layer.hidden), len(layer.history)) == (6, 6, 6, 6)
+
+
+def test_state_that_advances_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed stages that start from whatever state there is."""
+    monkeypatch.setattr(ModuleState, "stand_in", lambda self: nullcontext())
+    model, (x, y) = nn.Sequential(Counter(), normed(1)).double(), batch_of()
+    assert run(copy.deepcopy(model), ps.schedule("1f1b", 2, 3), x, y).loop.exact
+    found = run(model, ps.schedule("1f1b", 2, 3), x, y, recompute=True)
+    assert {f"0.{name}" for name in STATES} <= names(found)
+    assert {"1.0.1.running_mean", "1.0.1.running_var", "1.0.1.num_batches_tracked"} <= names(found)
+    assert not found.loop.close
+
+
+def test_recomputed_stages_are_compared_with_plain_ones() -> None:
+    model, (x, y) = normed(), batch_of()
+    runs = count_forwards(model)
+    assert run(model, ps.schedule("gpipe", 2, 3), x, y, recompute=True).loop.exact
+    # The step twice for each microbatch on one rank; on both ranks the loop once, and the whole batch.
+    assert runs == [3 * 2 + 2 * (3 + 1)] * 2
+
+
+@pytest.mark.parametrize("one_object", [True, False])
+def test_statistics_that_copies_keep_for_themselves_are_found(monkeypatch: pytest.MonkeyPatch, one_object: bool) -> None:
+    model, (x, y) = normed(), batch_of()
+
+    def compare() -> Parity:
+        mine = model if one_object else copy.deepcopy(model)
+        return Pipeline(mine, schedule="dualpipe", microbatches=4, loss_fn=functional.mse_loss).parity(x, target=y)
+
+    for found in launch(compare, 2):
+        assert found.loop.worst < 1e-12
+    monkeypatch.setattr(RunningStatistics, "scattered", lambda self, actions: set())
+    for found in launch(compare, 2):
+        assert {"0.1.running_mean", "1.1.running_var"} <= names(found)
+        assert not found.loop.close
+
+
+def test_layout_of_gradients_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Transposed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 6).double().t())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    model, (x, y) = nn.Sequential(Transposed(), Transposed()), batch_of()
+    schedule = ps.schedule("chimera", 2, 4)
+
+    def compare() -> Parity:
+        return Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y)
+
+    assert launch(compare, 2)[0].loop.worst < 1e-12
+    monkeypatch.setattr("penstock.runtime.shared.round_to", lambda total, parameter: total.contiguous().clone())
+    assert names(launch(compare, 2)[0]) >= {"0.weight (strides)", "1.weight (strides)"}
+
+
+def test_sparse_gradients_are_compared() -> None:
+    model = nn.Sequential(nn.Embedding(12, 6, sparse=True), nn.Linear(6, 6))
+    tokens = torch.randint(12, (8,))
+    assert run(model, ps.schedule("1f1b", 2, 4), tokens, torch.randn(8, 6)).loop.exact
+
+
+def test_random_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5))), torch.randn(8, 6)
+    schedule = ps.schedule("1f1b", 2, 4)
+    assert run(model, schedule, x, x, seed=3).loop.exact
+    assert run(model, schedule, x, x).loop.exact  # one rank has all that draws, in the order of the loop
+    assert run(model, schedule, x, x, recompute=True).loop.exact
+    step = Executor.run
+    monkeypatch.setattr(Executor, "run", lambda self, feed: (step(self, feed), torch.rand(()) if self.rank else None)[0])
+    assert names(run(model, schedule, x, x)) == {"random state of rank 1"}
+    assert names(run(nn.Sequential(model[0], model[1][0]), schedule, x, x)) == {"random state of rank 1"}
+    assert run(model, schedule, x, x, seed=3).loop.exact  # drawn inside of what is put back
+    monkeypatch.setattr("penstock.runtime.pipeline.kept_random_state", nullcontext)
+    assert names(run(model, schedule, x, x, seed=3)) >= {"random state of rank 1"}
+
+
+def test_random_state_is_put_back() -> None:
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(8, 6)
+    pipe = Pipeline(model, schedule="1f1b", microbatches=4, loss_fn=functional.mse_loss)
+    before = torch.get_rng_state()
+    pipe.parity(x, target=x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class First(nn.Module):
+    """Takes a list of one tensor; what it makes of the tensor itself is something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(6, 6)
+
+    def forward(self, values: Any) -> Tensor:
+        made = self.map(values[0])
+        return made if made.dim() == 2 else made.expand(2, 6)
+
+
+def test_batch_that_was_cut_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+
+    def compare(**options: Any) -> Parity:
+        return Pipeline([First()], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, **options).parity([x], target=y)
+
+    def lost(value: Any, dims: Any, sizes: Any) -> list[Any]:
+        """Lists become their only element."""
+        return [(piece,) for piece in value[0][0].split(sizes)] if isinstance(value, tuple) else list(value.split(sizes))
+
+    def uncut(value: Any, dims: Any, sizes: Any) -> list[Any]:
+        """All of it for every microbatch."""
+        return [value for _ in sizes]
+
+    for wrong in (lost, uncut):
+        with monkeypatch.context() as patch:
+            patch.setattr("penstock.runtime.batches.mb.split", wrong)
+            found = compare()
+        assert {"microbatch 0: structure", "microbatch 1: structure"} <= names(found)
+        assert not found.loop.close
+        assert found.batch is not None
+
+
+def test_batch_that_a_stage_changes_stays_as_it_was() -> None:
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.map(x.mul_(2))
+
+    x, y = torch.randn(4, 6), torch.randn(4, 6)
+    before = x.clone()
+    found = Pipeline([Changing()], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss).parity(x, target=y)
+    assert found.loop.exact
+    assert found.batch is not None
+    assert found.batch.close
+    assert_equal(x, before)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.runtime import Pipeline
+from penstock.runtime import Pipeline, rank
 from penstock.runtime.workers import Workers
 from runtime.distributed import local_grads
 from runtime.models import loop_step
@@ -55,3 +55,35 @@ def test_running_statistics_of_both_copies(workers: Workers, name: str) -> None:
         torch.testing.assert_close(buffers, dict(again.named_buffers()), rtol=1e-12, atol=1e-14)
         for output in outputs:
             torch.testing.assert_close(output, again.eval()(x).detach(), rtol=1e-10, atol=1e-12)
+
+
+class Counter(nn.Module):
+    """Keeps state outside of what a state dict has; what it gives depends on it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map, self.runs = nn.Linear(6, 6), 0
+        self.register_buffer("hidden", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs, self.last = self.runs + 1, float(x.detach().mean())
+        self.hidden += 1
+        return self.map(x) * self.runs / self.hidden.clone()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parity_knows_the_state_of_all_ranks(workers: Workers, recompute: bool) -> None:
+    """After steps, each rank's copies of the others' stages are out of date."""
+    model = nn.Sequential(*(nn.Sequential(Counter(), nn.BatchNorm1d(6)) for _ in range(2)))
+    x, y = torch.randn(12, 6), torch.randn(12, 6)
+
+    def train() -> list[str]:
+        pipe = Pipeline(model, schedule="1f1b", microbatches=3, loss_fn=functional.mse_loss, recompute=recompute)
+        found = []
+        for _ in range(2):
+            pipe.step(x, target=y)
+            found.append(str(pipe.parity(x, target=y).loop))
+        return [*found, str(model[rank()][0].runs)]
+
+    for found in workers.run(train, ranks=2):
+        assert found == ["microbatch loop: equal to the last bit"] * 2 + ["6"]

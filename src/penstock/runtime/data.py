@@ -111,6 +111,15 @@ class Data:
         counts, totals, changed = zip(*found, strict=True)
         self._check_counts(self.group, counts)
         feed.normalise(sum(totals))
+        self._copy_buffers(changed)
+
+    def copy_buffers(self) -> None:
+        """Give the buffers of all data ranks the values of the first, as every step does when it begins."""
+        if self.group is not None:
+            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.copies.changed(), self.deadline))
+
+    def _copy_buffers(self, changed: Sequence[list[bool]]) -> None:
+        """Copy the buffers that have changed on any data rank."""
         buffers = self.copies.buffers_of([any(each) for each in zip(*changed, strict=True)])
         if buffers:
             self.copies.copy(self._connection, buffers)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime.parts import local, part_of, whole_parts
 
 if TYPE_CHECKING:
@@ -36,6 +38,71 @@ class Backup:
             if grad is not None and copy is not None:
                 grad.copy_(copy)
             parameter.grad = grad
+
+
+class HookedWeights:
+    """Parameters with hooks that run when a gradient is complete, in a step of several microbatches.
+
+    An optimizer in such a hook updates a weight after the backward of each microbatch. Forwards of later microbatches have run by then,
+    with a weight that the loop over microbatches would have updated first. Hooks that leave the weights alone are allowed.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[int] = set()
+        """The parameters whose hooks were seen to leave them alone."""
+        self._marks: list[tuple[str, nn.Parameter, int, int]] = []
+        self._copies: dict[int, Tensor] = {}
+
+    def begin(self, parameters: Iterable[tuple[str, nn.Parameter]], microbatches: int) -> None:
+        """Note the weights before a step. Those of hooks that were not seen at work before are copied."""
+        hooked = [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks] if microbatches > 1 else []
+        self._marks = [(name, p, p._version, local(p.detach()).data_ptr()) for name, p in hooked]
+        self._copies = {id(p): local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Refuse what runs inside if hooks change weights, and put back those that were copied. A failure may come of it, too."""
+        try:
+            yield
+        except PipelineError:  # of another rank, which says why
+            self._put_back(self._changed())
+            raise
+        except Exception as error:
+            self._refuse(self._changed(), error)
+            raise
+        self._refuse(self._changed(), None)
+        self._known |= self._copies.keys()
+        self._copies = {}
+
+    def _changed(self) -> list[tuple[str, nn.Parameter]]:
+        return [(name, parameter) for name, parameter, version, address in self._marks if self._has_changed(parameter, version, address)]
+
+    @torch.no_grad()
+    def _put_back(self, changed: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Restore the weights; whether there were copies of all."""
+        copies, self._copies = self._copies, {}
+        for _, parameter in changed:
+            if id(parameter) in copies:
+                local(parameter.detach()).copy_(copies[id(parameter)])
+        return all(id(parameter) in copies for _, parameter in changed)
+
+    def _refuse(self, changed: Sequence[tuple[str, nn.Parameter]], cause: Exception | None) -> None:
+        if not changed:
+            return
+        kept = self._put_back(changed)
+        now = "The weights are as before the step, but the state of the optimizer is not" if kept else "The weights have been changed"
+        raise ScheduleError(
+            f"a hook that runs when a gradient is complete has changed {changed[0][0]!r}, as an optimizer in it does: a pipeline runs "
+            "forwards of later microbatches before the backwards of earlier ones, so that they would use weights that are out of date. "
+            f"Call the optimizer after the step, or give microbatches=1. {now}"
+        ) from cause
+
+    def _has_changed(self, parameter: nn.Parameter, version: int, address: int) -> bool:
+        value = local(parameter.detach())
+        if parameter._version != version or value.data_ptr() != address:
+            return True
+        copy = self._copies.get(id(parameter))
+        return copy is not None and not torch.equal(value, copy)
 
 
 Key = tuple[tuple[int, int], tuple[tuple[str, int], ...]]

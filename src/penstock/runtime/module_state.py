@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -87,6 +87,25 @@ class ModuleState:
         finally:
             for holder, key, before in now:
                 _put(holder, key, before)
+
+    def values(self) -> dict[str, Any]:
+        """What was captured by its dotted name, as far as it can be compared with another module's and sent to another process.
+
+        These are tensors, plain values and containers of those.
+        """
+        found = {value.place.name_of(value.key): value.contents() for value in self._values}
+        return {name: value for name, value in found.items() if _is_plain(value)}
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Give the module copies of these values, by their dotted names; attributes that it does not have are added."""
+        held = {value.place.name_of(value.key): value for value in self._values}
+        attributes = {place.prefix: place.holder for place in self._places}
+        for name, contents in values.items():
+            value, (prefix, _, key) = held.get(name), name.rpartition(".")
+            if value is not None:
+                value.assign(contents)
+            elif prefix in attributes:
+                attributes[prefix][key] = copy.deepcopy(contents)
 
     def restore(self) -> None:
         """Put everything back: contents of tensors and containers in place, and objects that were replaced where they were."""
@@ -228,6 +247,19 @@ class _Value:
             return self.copy.rebuild(self.value)
         return self.value if self.copy is None else _stand_in(self.value, self.copy)
 
+    def contents(self) -> Any:
+        """What was captured; of a tensor in parts, the part that this process holds."""
+        if isinstance(self.copy, _Contents):
+            return self.copy.rebuild(self.value)
+        return self.value if self.copy is None else self.copy
+
+    def assign(self, contents: Any) -> None:
+        """Take the contents of another one."""
+        if isinstance(self.copy, Tensor) and isinstance(contents, Tensor) and contents.shape == self.copy.shape:
+            _restore_tensor(self.value, contents.to(self.copy))
+        elif not is_same_value(self.contents(), contents):
+            self.place.holder[self.key] = copy.deepcopy(contents)
+
     def differs(self) -> bool:
         return not _is_same(self.place.holder.get(self.key, _MISSING), self.value, self.copy)
 
@@ -277,6 +309,21 @@ class _Contents:
         if keys != self.keys or len(values) != len(self.values):
             return False
         return all(map(_is_same, values, self.values, self.tensors))
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Whether two values of a state are equal; NaN equals NaN."""
+    return _is_same(one, other, _copy(other))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be compared and sent: a tensor that is not on its own a parameter, a plain value, or a container of those."""
+    if isinstance(value, _CONTAINERS):
+        keys, values = _keys_and_values(value)
+        return type(value) in _CONTAINERS and all(map(_is_plain, (*keys, *values)))
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and _copy_tensor(value) is not None
+    return value is None or type(value) in _PLAIN
 
 
 def _put(holder: dict[str, Any], key: str, value: Any) -> None:

@@ -27,14 +27,14 @@ from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
-from penstock.runtime.gradients import Backup, clip_grad_norm
+from penstock.runtime.gradients import Backup, HookedWeights, clip_grad_norm
 from penstock.runtime.graphs import refuse_graphs
 from penstock.runtime.grid import group_of
 from penstock.runtime.group import Group
 from penstock.runtime.hugging_face import HuggingFace, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.overlap import overlap_of
-from penstock.runtime.parity import Parity, parity
+from penstock.runtime.parity import Batch, Parity, parity
 from penstock.runtime.partition import Partition, partition
 from penstock.runtime.planned import planned_split
 from penstock.runtime.programs import find_table, forward_program, training_program
@@ -159,6 +159,7 @@ class Pipeline:
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
+        self._hooked = HookedWeights()
         self._steps = 0
         self._calls = 0
         """How many batches this rank was given, those that it refused included."""
@@ -408,10 +409,11 @@ class Pipeline:
         buffers = (buffer for stage in own for buffer in stage.module.buffers())
         backup = Backup.take((parameter for _, parameter in self.local_parameters()), buffers)
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
+        self._hooked.begin(self.local_parameters(), len(feed.args))
         try:
             self.shared.begin(self)
             self.data.begin(executor.reduces)
-            with torch.enable_grad():
+            with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
             self.data.finish(self.shared.ids(self))
             self.shared.sum(self)
@@ -480,8 +482,10 @@ class Pipeline:
         return clip_grad_norm(self, max_norm, norm_type)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
-        """Compare a step with the unpipelined model: the loss, every gradient and the norm. Nothing is left of it."""
-        return parity(self, self._feed(args, target, microbatches, stage_kwargs, outputs=False))
+        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Nothing is left of it."""
+        batch = Batch(args, target, stage_kwargs or {})
+        mine = batch.copy()  # a stage may change its input in place
+        return parity(self, self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
 
 
 def _checked_deadline(deadline: Any) -> float:
