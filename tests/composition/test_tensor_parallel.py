@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 
@@ -17,7 +17,7 @@ from composition.parallel import Outcome, check, mesh_of, schedule, split_over
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
-from penstock.runtime.deferred import Deferral
+from penstock.runtime.deferred import Deferral, _Batch
 from penstock.runtime.workers import Workers
 from runtime.models import by_batch
 
@@ -232,4 +232,22 @@ def test_without_a_mesh_parts_are_refused(workers: Workers) -> None:
             pipe.step(*batch(8)[:1], target=batch(8)[1])
         return str(caught.value)
 
-    assert all("cannot be sent (DTensor): give the pipeline mesh=" in text for text in workers.run(train))
+    assert all("a DTensor, which cannot be sent as it is: give the pipeline mesh=" in text for text in workers.run(train))
+
+
+def test_gradients_that_autograd_and_the_split_backward_lay_out_differently(workers: Workers) -> None:
+    """Autograd leaves a sum over processes open; a weight that waited has its gradient laid out as itself."""
+
+    def add() -> tuple[str, Tensor]:
+        mesh = mesh_of(tp=2)
+        weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
+        weight.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()])
+        batch = _Batch()
+        with torch.no_grad():
+            batch.add(weight, distribute_tensor(torch.full((4, 2), 3.0), mesh, [Shard(0)]))
+            batch.flush()
+        return str(weight.grad.placements), weight.grad.full_tensor()
+
+    for placements, total in workers.run(add, ranks=2):
+        assert placements == str((Shard(0),))
+        assert torch.equal(total, torch.full((4, 2), 5.0))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import SplitError
+from penstock.runtime.parts import is_laid_as, laid_as
 
 T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
@@ -227,6 +228,8 @@ class _Batch:
             target.grad = found if found.is_contiguous() and target.is_contiguous() else _match_layout(found, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = found + total
+        elif type(total) is not Tensor and not is_laid_as(total, target):  # a sum over processes that autograd has left open
+            target.grad = laid_as(total, target) + laid_as(found, target)
         elif found.is_cpu or found.numel() > self.LARGEST or found.dtype != total.dtype:  # on a CPU one by one is quicker
             total.add_(found)
         else:

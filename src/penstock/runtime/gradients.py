@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime.parts import local, part_of, whole_parts
@@ -19,25 +20,58 @@ if TYPE_CHECKING:
 
 @dataclass
 class Backup:
-    """The gradients and buffers before a step."""
+    """The gradients before a step."""
 
     saved: list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
-    buffers: list[tuple[Tensor, Tensor]]
 
     @classmethod
-    def take(cls, parameters: Iterable[nn.Parameter], buffers: Iterable[Tensor] = ()) -> Backup:
-        """Only gradients that are there are copied, as when they are accumulated over steps; and buffers, which are small mostly."""
-        copies = [(buffer, buffer.clone()) for buffer in buffers]
-        return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters], copies)
+    def take(cls, parameters: Iterable[nn.Parameter]) -> Backup:
+        """Only gradients that are there are copied, as when they are accumulated over steps."""
+        return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters])
 
     @torch.no_grad()
     def restore(self) -> None:
-        for buffer, before in self.buffers:
-            buffer.copy_(before)
         for parameter, grad, copy in self.saved:
             if grad is not None and copy is not None:
                 grad.copy_(copy)
             parameter.grad = grad
+
+
+class Buffers:
+    """The buffers of modules before a step, to be put back if it fails.
+
+    One that a step has left as it was is not copied again while nobody changes it, so that tables and masks cost nothing. Norm layers
+    change their statistics without a trace, and are always copied.
+    """
+
+    def __init__(self) -> None:
+        self._constant: dict[int, int] = {}
+        """The versions of buffers that steps leave alone, by id."""
+        self._copies: list[tuple[Tensor, Tensor, int]] = []
+
+    def take(self, modules: Iterable[nn.Module]) -> None:
+        """Copy what a step may change."""
+        self._copies = []
+        for module in modules:
+            statistics = isinstance(module, _NormBase)
+            for buffer in module.buffers(recurse=False):
+                if statistics or self._constant.get(id(buffer)) != buffer._version:
+                    self._copies.append((buffer, buffer.clone(), -1 if statistics else buffer._version))
+
+    def settle(self) -> None:
+        """A step is over: see what it has left alone."""
+        for buffer, before, version in self._copies:
+            if version == buffer._version and id(buffer) not in self._constant and torch.equal(buffer, before):
+                self._constant[id(buffer)] = version
+            else:
+                self._constant.pop(id(buffer), None)
+        self._copies = []
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for buffer, before, _ in self._copies:
+            buffer.copy_(before)
+        self._copies = []
 
 
 class HookedWeights:

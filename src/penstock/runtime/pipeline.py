@@ -27,7 +27,7 @@ from penstock.runtime.cells import Feed
 from penstock.runtime.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.data import Data
 from penstock.runtime.executor import Executor
-from penstock.runtime.gradients import Backup, HookedWeights, clip_grad_norm
+from penstock.runtime.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
 from penstock.runtime.graphs import refuse_graphs
 from penstock.runtime.grid import group_of
 from penstock.runtime.group import Group
@@ -177,6 +177,7 @@ class Pipeline:
         self.shared = Shared.find(self, [*ties, *tied])
         self._names = set(self.shared.place)
         self.statistics = RunningStatistics(self)
+        self._buffers = Buffers()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
@@ -405,9 +406,10 @@ class Pipeline:
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
         for stage in self.stages.values():
             stage.refresh()
-        own = () if self._shares_modules else self.stages.values()  # of what ranks share, another may have changed a part already
-        buffers = (buffer for stage in own for buffer in stage.module.buffers())
-        backup = Backup.take((parameter for _, parameter in self.local_parameters()), buffers)
+        # Of modules that ranks share without meeting at the step's beginning, another may have changed a part already.
+        own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
+        self._buffers.take(module for stage in own for module in stage.module.modules())
+        backup = Backup.take(parameter for _, parameter in self.local_parameters())
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         self._hooked.begin(self.local_parameters(), len(feed.args))
         try:
@@ -425,8 +427,10 @@ class Pipeline:
         except BaseException:
             self.statistics.reset()
             self.data.reset()
+            self._buffers.restore()
             backup.restore()
             raise
+        self._buffers.settle()
         self._steps += 1
         return shares
 
