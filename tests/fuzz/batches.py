@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,9 +46,9 @@ TARGETS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "dict": lambda y, m: {"y": y},
     "tuple_of_dict": lambda y, m: ({"y": y},),
     "two": lambda y, m: (y, m),
-    "named": lambda y, m: Pair(y, [m]),
+    "named": lambda y, m: Pair(y, [m * 0.5]),
     "plain": lambda y, m: {"y": y, "factor": 2.0, "name": "a"},
-    "packet": lambda y, m: Packet(y, m),
+    "packet": lambda y, m: Packet([y], m),
     "box": lambda y, m: Box(y),
     "userdict": lambda y, m: UserDict(y=y),
     "array": lambda y, m: y.numpy(),
@@ -68,6 +69,34 @@ class Batch:
     kwargs: dict[int, dict[str, Any]]
     sizes: list[int]
     """The elements of each microbatch."""
+    dims: Any
+    """The batch dimension of the arguments, or one per argument."""
+    ready: bool
+    """Whether it is given as ready microbatches, each with memory of its own."""
+
+    def cut_args(self) -> list[tuple[Any, ...]]:
+        """The arguments of each microbatch."""
+        dims = self.dims if isinstance(self.dims, tuple) else (self.dims,) * len(self.args)
+        columns = [self._cut(arg, dim) for arg, dim in zip(self.args, dims, strict=True)]
+        return list(zip(*columns, strict=True))
+
+    def cut_target(self) -> list[Any]:
+        """The target of each microbatch."""
+        return self._cut(self.target, 0)
+
+    def cut_kwargs(self) -> dict[int, list[dict[str, Any]]]:
+        """The keyword arguments of each stage, by microbatch."""
+        return {stage: self._cut(given, 0) for stage, given in self.kwargs.items()}
+
+    def _cut(self, value: Any, dim: int | None) -> list[Any]:
+        if dim is None:
+            return [value] * len(self.sizes)
+
+        def piece(tensor: Tensor, number: int) -> Tensor:
+            part = torch.split(tensor, self.sizes, dim)[number]
+            return part.clone() if self.ready else part
+
+        return [map_tensors(partial(piece, number=number), value) for number in range(len(self.sizes))]
 
 
 def even_sizes(total: int, count: int) -> list[int]:
@@ -93,26 +122,7 @@ def make_batch(case: Case, number: int, call: str) -> Batch:
     args = INPUTS[case.inputs](draw(), draw())
     target = None if case.loss in ("alone", "output") else TARGETS[case.target](draw(), draw())
     kwargs = {stage: {"scale": draw(1)} for stage in case.kwargs}
-    return Batch(args, target, kwargs, sizes)
-
-
-def cut(value: Any, sizes: list[int], dim: int | None = 0) -> list[Any]:
-    """The value of each microbatch."""
-    if dim is None:
-        return [value] * len(sizes)
-    pieces = []
-    for number in range(len(sizes)):
-        pieces.append(map_tensors(lambda tensor, number=number: torch.split(tensor, sizes, dim)[number], value))  # type: ignore[misc]
-    return pieces
-
-
-def cut_args(case: Case, batch: Batch) -> list[tuple[Any, ...]]:
-    """The arguments of each microbatch."""
-    dims = DIMS.get(case.inputs, 0)
-    if not isinstance(dims, tuple):
-        return cut(batch.args, batch.sizes, dims)
-    columns = [cut(arg, batch.sizes, dim) for arg, dim in zip(batch.args, dims, strict=True)]
-    return list(zip(*columns, strict=True))
+    return Batch(args, target, kwargs, sizes, DIMS.get(case.inputs, 0), ready=call == "list")
 
 
 def join(values: list[Any], dim: int) -> Any:

@@ -130,3 +130,14 @@ STATEFUL = {"batch_norm", "spectral_norm", "counter", "running_mean"}
 
 def is_stateful(case: Case) -> bool:
     return any(layer in STATEFUL for stage in case.stages for layer in stage.layers)
+
+
+def is_exact(case: Case) -> bool:
+    """Whether the pipeline adds the same numbers in the same order as the plain loop, if its schedule keeps the order of microbatches.
+
+    Copies of a tied weight are summed one by one; a value that several stages read gets the sum of each stage's gradient; and a
+    gradient of other strides goes through other kernels.
+    """
+    summed_apart = case.accumulate != "autograd" or case.accumulate_dtype is not None
+    strided = any(stage.gives in ("transposed", "expanded") for stage in case.stages)
+    return not (summed_apart or case.skips or strided or any("tied" in stage.layers for stage in case.stages))

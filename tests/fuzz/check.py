@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from fuzz.case import Case, list_features
+from fuzz.case import Case, is_exact, list_features
 from fuzz.compare import EXACT, list_differences
 from fuzz.orders import build_table, sums_in_order
-from fuzz.pipelined import RanksDisagree, run_on_processes, run_on_threads
+from fuzz.pipelined import RanksDisagreeError, run_on_processes, run_on_threads
 from fuzz.plain import run_plain
 from fuzz.records import Record
 from fuzz.refusals import find_rule
@@ -28,7 +28,7 @@ LIMIT = 60.0
 """Seconds that a case may take."""
 
 
-class CaseTimeout(Exception):
+class CaseTimeoutError(Exception):
     """A case took longer than it may."""
 
 
@@ -59,7 +59,7 @@ def check_case(case: Case, start_workers: Start | None = None) -> Outcome:
         try:
             with limit_time(LIMIT):
                 return _check(case, start_workers)
-        except CaseTimeout:
+        except CaseTimeoutError:
             return Outcome("failure", "hang", f"no end after {LIMIT:.0f} s")
 
 
@@ -90,14 +90,14 @@ def _check(case: Case, start_workers: Start | None) -> Outcome:
 def _try(run: Callable[[], Record]) -> Record | BaseException:
     try:
         return run()
-    except CaseTimeout:
+    except CaseTimeoutError:
         raise
     except Exception as error:
         return error
 
 
 def _judge(case: Case, table: Table, found: Record | BaseException, wanted: Record | BaseException, what: str) -> Outcome:
-    if isinstance(found, RanksDisagree):
+    if isinstance(found, RanksDisagreeError):
         return Outcome("failure", "ranks disagree", f"{what}: {found}")
     if isinstance(found, BaseException):
         return _judge_error(case, found, wanted, what)
@@ -132,7 +132,9 @@ def _judge_error(case: Case, error: BaseException, wanted: Record | BaseExceptio
     if rule is not None:
         return Outcome("refused", rule.name, first_line(error))
     return Outcome(
-        "failure", f"error {type(error).__name__}: {core_of(error)[:60]}", f"{what.split()[0]} raised {type(error).__name__}: {error}"
+        "failure",
+        f"error {type(error).__name__}: {core_of(error)[:60]}",
+        f"{what.partition(' ')[0]} raised {type(error).__name__}: {error}",
     )
 
 
@@ -188,23 +190,23 @@ def _comparable(case: Case, record: Record) -> Record:
 
 def find_tolerance(case: Case, table: Table) -> float:
     """How much values may differ, relative to the largest: nothing where sums are made in the order of the plain loop."""
-    tied = any("tied" in stage.layers for stage in case.stages)
-    if sums_in_order(table) and not tied and case.accumulate == "autograd" and case.accumulate_dtype is None:
+    if sums_in_order(table) and is_exact(case):
         return EXACT
     updated = any(call in case.script for call in ("sgd", "adamw"))
-    bound = 1e-12 if case.dtype == "float64" else 2e-4
-    return bound * (100 if updated else 1)
+    if case.dtype == "float64":
+        return 1e-10 if updated else 1e-12
+    return 1e-3 if updated else 1e-4
 
 
 @contextmanager
 def limit_time(seconds: float) -> Iterator[None]:
-    """Raise `CaseTimeout` in the main thread after so many seconds."""
+    """Raise `CaseTimeoutError` in the main thread after so many seconds."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def stop(*_: object) -> None:
-        raise CaseTimeout
+        raise CaseTimeoutError
 
     before = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -73,9 +73,10 @@ def _group(name: str) -> str:
 def _largest(values: Iterator[Any]) -> float:
     largest = 0.0
     for value in values:
-        for tensor in value if isinstance(value, list) else [value]:
-            if isinstance(tensor, Tensor) and tensor.numel() and not tensor.is_nested:
-                finite = _dense(tensor).double().abs() if tensor.is_sparse else tensor.double().abs()
-                finite = finite[finite.isfinite()]
-                largest = max(largest, float(finite.max())) if finite.numel() else largest
+        if isinstance(value, (list, dict)):
+            largest = max(largest, _largest(iter(value.values() if isinstance(value, dict) else value)))
+        elif isinstance(value, Tensor) and value.numel():
+            sizes = (_dense(value) if value.is_sparse or value.is_nested else value).double().abs()
+            sizes = sizes[sizes.isfinite()]
+            largest = max(largest, float(sizes.max())) if sizes.numel() else largest
     return largest

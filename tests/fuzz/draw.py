@@ -9,7 +9,7 @@ from typing import Any
 
 import penstock as ps
 from fuzz.batches import INPUTS, REFUSED_BATCHES, TARGETS
-from fuzz.case import BIDIRECTIONAL, STATEFUL, Case, StageSpec, is_stateful
+from fuzz.case import BIDIRECTIONAL, STATEFUL, Case, StageSpec, is_exact, is_stateful
 from fuzz.layers import LAYERS
 from fuzz.orders import build_table, keeps_order, sums_in_order, write_order
 from fuzz.trees import ALIASED, REFUSED, WRITERS
@@ -238,8 +238,7 @@ def _settle(rng: random.Random, case: Case, table: Table) -> Case:
         case = replace(case, script=tuple("step" if call == "more" and rng.random() < 0.8 else call for call in case.script))
     if any("sparse_embedding" in spec.layers for spec in case.stages):
         case = replace(case, script=tuple(call for call in case.script if call not in ("clip", "adamw")))
-    exact = sums_in_order(table) and not any("tied" in spec.layers for spec in case.stages)
-    single = exact and case.accumulate == "autograd" and rng.random() < 0.8
+    single = rng.random() < (0.8 if sums_in_order(table) and is_exact(case) else 0.1)
     dtype = "float32" if single or case.accumulate_dtype else "float64"
     if case.share and is_stateful(case) and any(name in case.schedule for name in BIDIRECTIONAL):
         case = replace(case, share=rng.random() < 0.5)

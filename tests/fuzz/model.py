@@ -17,16 +17,16 @@ from penstock.runtime import StageOutput
 class Read(nn.Module):
     """The beginning of a stage: one tensor from whatever comes in."""
 
-    def __init__(self, changes: str, transposed: bool) -> None:
+    def __init__(self, changes: str, transposed: bool, dtype: torch.dtype) -> None:
         super().__init__()
-        self.changes, self.transposed = changes, transposed
+        self.changes, self.transposed, self.dtype = changes, transposed, dtype
 
     def forward(self, *values: Any, scale: Tensor | None = None) -> Tensor:
         if self.changes:
             change_in_place(values, self.changes)
         if self.transposed:
             values = tuple(value.t() if isinstance(value, Tensor) else value for value in values)
-        h = read(*values)
+        h = read(*values).to(self.dtype)
         return h if scale is None else h * scale
 
 
@@ -133,7 +133,7 @@ def spec_of(case: Case, stage: int) -> StageSpec:
 
 def _make_layers(case: Case, stage: int) -> list[nn.Module]:
     spec = spec_of(case, stage)
-    first = Read(spec.changes, transposed=stage == 0 and case.inputs == "second_dim")
+    first = Read(spec.changes, transposed=stage == 0 and case.inputs == "second_dim", dtype=getattr(torch, case.dtype))
     return [first, *(make_layer(name) for name in spec.layers), Write(spec.gives)]
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from fuzz.batches import DIMS, Batch, count_of, cut_args, make_batch, make_loss, weigh
-from fuzz.batches import cut as cut_batch
+from fuzz.batches import DIMS, Batch, count_of, make_batch, make_loss, weigh
 from fuzz.case import Case
 from fuzz.model import Model, build_model
 from fuzz.orders import build_table
@@ -91,9 +90,8 @@ def run_step(case: Case, pipe: Pipeline, batch: Batch, call: str) -> StepResult:
     if call != "list":
         count = count_of(case, call) if call == "more" else None
         return pipe.step(*batch.args, microbatches=count, stage_kwargs=batch.kwargs or None, outputs=True, **_targets(case, batch))
-    targets = cut_batch(batch.target, batch.sizes) if _targets(case, batch) else None
-    kwargs = {stage: cut_batch(given, batch.sizes) for stage, given in batch.kwargs.items()}
-    return pipe.step_list(cut_args(case, batch), targets, stage_kwargs=kwargs or None, outputs=True)
+    targets = batch.cut_target() if _targets(case, batch) else None
+    return pipe.step_list(batch.cut_args(), targets, stage_kwargs=batch.cut_kwargs() or None, outputs=True)
 
 
 def _targets(case: Case, batch: Batch) -> dict[str, Any]:
@@ -127,7 +125,7 @@ def make_pipeline(case: Case, table: Table, model: Model) -> Pipeline:
     return Pipeline(list(model.stages), **options)
 
 
-class RanksDisagree(Exception):
+class RanksDisagreeError(Exception):
     """Two ranks have different values under one name."""
 
 
@@ -140,5 +138,5 @@ def merge_records(records: list[Record]) -> Record:
         for name, value in record.items():
             difference = describe_difference(value, merged.setdefault(name, value))
             if difference is not None:
-                raise RanksDisagree(f"{name} on rank {rank} and before it: {difference}")
+                raise RanksDisagreeError(f"{name} on rank {rank} and before it: {difference}")
     return merged

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fuzz.batches import DIMS, Batch, cut, cut_args, join, make_batch, make_loss, weigh
+from fuzz.batches import DIMS, Batch, join, make_batch, make_loss, weigh
 from fuzz.case import Case
 from fuzz.layers import collect_side
 from fuzz.model import Model, build_model
@@ -109,8 +109,7 @@ class _Loop:
         return [weight / sum(weights) for weight in weights]
 
     def _train(self, batch: Batch) -> tuple[Any, ...]:
-        args, targets = cut_args(self.case, batch), cut(batch.target, batch.sizes)
-        kwargs = {stage: cut(given, batch.sizes) for stage, given in batch.kwargs.items()}
+        args, targets, kwargs = batch.cut_args(), batch.cut_target(), batch.cut_kwargs()
         losses, side, metrics, outputs = [], [], {}, []
         scales = self._scales(batch, targets)
         for microbatch, scale in enumerate(scales):
@@ -129,8 +128,7 @@ class _Loop:
         return self._total(losses, scales, side), losses, metrics, join(outputs, self._out_dim)
 
     def _evaluate(self, batch: Batch, losses: bool) -> tuple[Any, ...]:
-        args, targets = cut_args(self.case, batch), cut(batch.target, batch.sizes)
-        kwargs = {stage: cut(given, batch.sizes) for stage, given in batch.kwargs.items()}
+        args, targets, kwargs = batch.cut_args(), batch.cut_target(), batch.cut_kwargs()
         found, side, metrics, outputs = [], [], {}, []
         scales = self._scales(batch, targets)
         for microbatch, scale in enumerate(scales):

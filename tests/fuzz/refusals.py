@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from fuzz.batches import REFUSED_BATCHES
 from fuzz.case import LOADED, Case, list_features
 from fuzz.trees import ALIASED
 
@@ -25,7 +24,7 @@ class Rule:
 
 def _changes(case: Case) -> bool:
     """Whether a stage changes its input in place."""
-    return any(stage.changes or stage.layers[:1] and stage.layers[0] in IN_PLACE for stage in case.stages)
+    return any(stage.changes or stage.layers[0] in IN_PLACE for stage in case.stages)
 
 
 def _gives(features: set[str], *names: str) -> bool:
@@ -98,6 +97,3 @@ def is_odd(case: Case) -> bool:
     """Whether some rule could apply, so that the case may end early."""
     features = list_features(case)
     return any(rule.applies(case, features) for rule in RULES)
-
-
-__all__ = ["REFUSED_BATCHES", "RULES", "Rule", "find_rule", "is_odd"]
