@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fuzz.case import Case, is_exact, list_features
+from fuzz.case import Case, is_exact
 from fuzz.compare import EXACT, list_differences
 from fuzz.orders import build_table, sums_in_order
 from fuzz.pipelined import RanksDisagreeError, run_on_processes, run_on_threads
@@ -103,7 +103,7 @@ def _judge(case: Case, table: Table, found: Record | BaseException, wanted: Reco
         return _judge_error(case, found, wanted, what)
     if isinstance(wanted, BaseException):
         return Outcome("torch refuses", text=first_line(wanted))
-    differences = list(list_differences(_comparable(case, found), _comparable(case, wanted), find_tolerance(case, table)))
+    differences = list(list_differences(found, wanted, find_tolerance(case, table)))
     if not differences:
         return Outcome("equal")
     shown = "; ".join(f"{name}: {text}" for name, text in differences[:4])
@@ -173,19 +173,11 @@ def _compare_transports(case: Case, table: Table, runs: dict[str, Any], outcomes
             return None
         name = "threads" if raised[0] else "gloo"
         return Outcome("failure", "transports", f"only {name} raises {type(error).__name__}: {first_line(error)}")
-    differences = list(list_differences(_comparable(case, other), _comparable(case, one), find_tolerance(case, table)))
+    differences = list(list_differences(other, one, find_tolerance(case, table)))
     if not differences:
         return None
     shown = "; ".join(f"{name}: {text}" for name, text in differences[:4])
     return Outcome("failure", "transports", f"gloo and threads differ in {len(differences)} values: {shown}")
-
-
-def _comparable(case: Case, record: Record) -> Record:
-    """The record without calls of hooks where a parameter has several copies, each of which has its own."""
-    features = list_features(case)
-    if "bidirectional" in features or "layer:tied" in features:
-        return {name: value for name, value in record.items() if not name.startswith("state.hook")}
-    return record
 
 
 def find_tolerance(case: Case, table: Table) -> float:

@@ -38,12 +38,15 @@ class Write(nn.Module):
     def __init__(self, gives: str) -> None:
         super().__init__()
         self.gives = gives
+        self.late: nn.Parameter | None = None
         if gives == "buffer":
             self.register_buffer("buffer", torch.rand(WIDTH))
         if gives == "weight":
             self.weight = nn.Parameter(torch.rand(WIDTH))
 
     def forward(self, h: Tensor) -> Any:
+        if self.late is not None:
+            h = h * self.late
         if self.gives == "tensor":
             return h
         own = Writer(h * 1.0, self.buffer if self.gives == "buffer" else h, self.weight if self.gives == "weight" else h)
@@ -100,6 +103,13 @@ class Model(nn.Module):
         for stage in stages:
             for name, parameter in self.stages[stage].named_parameters(remove_duplicate=False):
                 yield f"{stage}.{name}", parameter
+
+    def add_late_parameter(self) -> None:
+        """Give the last stage one more parameter, if it has none yet."""
+        last = self.layered[-1].layers[-1]
+        assert isinstance(last, Write)
+        if last.late is None:
+            last.late = nn.Parameter(torch.full((WIDTH,), 1.5, dtype=getattr(torch, self.case.dtype)))
 
     def add_hooks(self) -> None:
         """Put the hooks of the case on every parameter."""

@@ -11,7 +11,6 @@ from fuzz.case import Case
 from fuzz.model import Model, build_model
 from fuzz.orders import build_table
 from fuzz.records import Record, make_optimizer, record_gradients, record_result, record_state
-from fuzz.trees import WIDTH
 from penstock.ir.table import Table
 from penstock.runtime import Pipeline, StepResult, launch
 from penstock.runtime.workers import Workers
@@ -70,8 +69,7 @@ def train(case: Case, table: Table, model: Model | None) -> Record:
                     optimizers[call].step()
                 _zero(pipe)
             case "late":
-                last = max(stages)
-                model.stages[last].late = torch.nn.Parameter(torch.zeros(WIDTH))
+                model.add_late_parameter()
     pipe.gather("end", None)  # nobody records a shared model that another is still using
     record_state(record, model, stages)
     return record

@@ -63,6 +63,8 @@ class _Loop:
                 record[f"{where}.norm"] = nn.utils.clip_grad_norm_(parameters, 0.5)
             case "zero":
                 self.model.zero_grad()
+            case "late":
+                self.model.add_late_parameter()
             case "sgd" | "adamw":
                 if call not in self.optimizers:
                     self.optimizers[call] = make_optimizer(call, parameters)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fuzz.case import list_features
 from fuzz.layers import Counter
 from fuzz.model import Model
 from fuzz.trees import Box, Packet
@@ -54,10 +55,11 @@ def _strides(tensor: Tensor) -> list[int]:
 
 
 def record_state(record: Record, model: Model, stages: list[int]) -> None:
-    """What is left at the end: parameters, buffers, Python counters, modes and the calls of hooks."""
+    """What is left at the end: parameters, buffers, Python counters, modes, and the calls of hooks, which each copy has its own of."""
+    copied = {"bidirectional", "layer:tied"} & list_features(model.case)
     for name, parameter in model.tensors_of(stages):
         record[f"state.parameter.{name}"] = parameter.detach().clone()
-        if name in model.hook_calls:
+        if name in model.hook_calls and not copied:
             record[f"state.hook.{name}"] = model.hook_calls[name]
     for stage in stages:
         module = model.stages[stage]

@@ -58,8 +58,8 @@ RULES = (
     ),
     Rule(
         "a tensor that cannot cross a boundary as it is",
-        r"subclass|attribute|sparse|nested|plain tensor|Marked|\.scale|'scale'",
-        lambda case, features: _gives(features, "subclass", "attribute", "sparse", "nested"),
+        r"(?i)subclass|attribute|sparse|nested|plain tensor|Marked|Wrapped|'scale'",
+        lambda case, features: _gives(features, "subclass", "wrapper", "attribute", "sparse", "nested"),
     ),
     Rule("an array in a batch", r"numpy|ndarray", lambda case, features: _feeds(features, "array")),
     Rule(
