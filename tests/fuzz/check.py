@@ -20,6 +20,7 @@ from fuzz.pipelined import RanksDisagreeError, run_on_processes, run_on_threads
 from fuzz.plain import run_plain
 from fuzz.records import Record
 from fuzz.refusals import find_rule
+from penstock import errors
 from penstock.errors import PenstockError
 from penstock.ir.table import Table
 from penstock.runtime.workers import Workers
@@ -125,23 +126,21 @@ def _first_kind(kinds: set[str]) -> str:
 
 
 def _judge_error(case: Case, error: BaseException, wanted: Record | BaseException, what: str) -> Outcome:
-    text = "".join([str(error), *(f"\n{type(cause).__name__}: {cause}" for cause in _causes(error))])
     if isinstance(wanted, BaseException):
         return Outcome("torch refuses", text=first_line(wanted))
-    rule = find_rule(case, text) if isinstance(error, PenstockError) else None
+    rule = find_rule(case, first_line(error)) if _is_refusal(error) else None
     if rule is not None:
         return Outcome("refused", rule.name, first_line(error))
-    return Outcome(
-        "failure",
-        f"error {type(error).__name__}: {core_of(error)[:60]}",
-        f"{what.partition(' ')[0]} raised {type(error).__name__}: {error}",
-    )
+    kind = f"error {type(error).__name__}: {core_of(error)[:60]}"
+    return Outcome("failure", kind, f"{what.partition(' ')[0]} raised {type(error).__name__}: {error}")
 
 
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    while (cause := error.__cause__ or error.__context__) is not None:
-        yield cause
-        error = cause
+def _is_refusal(error: BaseException) -> bool:
+    """Whether the library raised it on purpose, be it inside a step, of which all ranks report; not torch's errors that it reports."""
+    if not isinstance(error, PenstockError):
+        return False
+    inner = re.match(r".*?(?:failed on rank|refused what it was given).*?: (\w+)(?:: |$)", first_line(error))
+    return inner is None or issubclass(getattr(errors, inner[1], Exception), PenstockError)
 
 
 def first_line(error: BaseException) -> str:

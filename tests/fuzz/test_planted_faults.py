@@ -154,7 +154,19 @@ def test_difference_between_transports_is_found(monkeypatch: pytest.MonkeyPatch)
     assert "gloo and the plain loop differ in 1 values: 0.step.loss" in outcome.text
 
 
-def test_right_numbers_where_the_plain_loop_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_case_that_torch_refuses() -> None:
     """Whatever the pipeline does is then no failure, if threads and processes do the same."""
-    case = Case(stages=(StageSpec(("tanh",)), StageSpec(changes="first")), ranks=2)
+    case = Case(stages=(StageSpec(("linear", "tanh")), StageSpec(changes="first")), ranks=2)
     assert check_case(case).result == "torch refuses"
+
+
+def test_error_of_torch_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its text may be that of a known refusal."""
+
+    def fail(*_: Any) -> StepResult:
+        raise RuntimeError("was loaded or written for 1")
+
+    case = Case(form="json", script=("more",))
+    assert check_case(case).result == "refused"
+    plant(fail, monkeypatch)
+    assert check_case(case).failed
