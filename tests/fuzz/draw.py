@@ -129,7 +129,7 @@ def _permute(rng: random.Random, table: Table) -> Table:
     return _with_rows(rows, table)
 
 
-def _with_rows(rows: Sequence[Sequence[Action]], table: Table) -> Table:
+def _with_rows(rows: Sequence[Sequence[Action]], table: Table) -> ps.Schedule:
     return ps.Schedule.from_actions(rows, table.placement, microbatches=table.microbatches)
 
 

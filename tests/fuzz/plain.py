@@ -34,6 +34,8 @@ class _Loop:
         self.loss = make_loss(case, self.modules[-1])
         self.steps = 0
         self.optimizers: dict[str, Any] = {}
+        self.sums: dict[int, Tensor] = {}
+        """The gradients of one step in the precision of `accumulate_dtype`, by the parameter's id."""
 
     def run(self) -> Record:
         record: Record = {}
@@ -68,18 +70,18 @@ class _Loop:
             case "sgd" | "adamw":
                 if call not in self.optimizers:
                     self.optimizers[call] = make_optimizer(call, parameters)
-                self.optimizers[call].step()
+                if self.optimizers[call] is not None:
+                    self.optimizers[call].step()
                 self.model.zero_grad()
 
     @contextmanager
     def _summed_apart(self, parameters: list[nn.Parameter]) -> Iterator[None]:
         """Sum gradients of microbatches in the precision of `accumulate_dtype`, and round once."""
         if self.case.accumulate_dtype is None:
-            self.sums = None
             yield
             return
         before = [parameter.grad for parameter in parameters]
-        self.sums: dict[int, Tensor] | None = {}
+        self.sums.clear()
         for parameter in parameters:
             parameter.grad = None
         yield
@@ -90,9 +92,9 @@ class _Loop:
 
     def _sweep(self) -> None:
         """After a microbatch, move its gradients into the sums."""
-        if self.sums is None:
+        if self.case.accumulate_dtype is None:
             return
-        dtype = getattr(torch, self.case.accumulate_dtype or self.case.dtype)
+        dtype = getattr(torch, self.case.accumulate_dtype)
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 grad, parameter.grad = parameter.grad.to(dtype), None
@@ -112,7 +114,8 @@ class _Loop:
 
     def _train(self, batch: Batch) -> tuple[Any, ...]:
         args, targets, kwargs = batch.cut_args(), batch.cut_target(), batch.cut_kwargs()
-        losses, side, metrics, outputs = [], [], {}, []
+        losses, side, outputs = [], [], []
+        metrics: dict[str, list[Tensor]] = {}
         scales = self._scales(batch, targets)
         for microbatch, scale in enumerate(scales):
             given = {stage: pieces[microbatch] for stage, pieces in kwargs.items()}
@@ -131,7 +134,8 @@ class _Loop:
 
     def _evaluate(self, batch: Batch, losses: bool) -> tuple[Any, ...]:
         args, targets, kwargs = batch.cut_args(), batch.cut_target(), batch.cut_kwargs()
-        found, side, metrics, outputs = [], [], {}, []
+        found, side, outputs = [], [], []
+        metrics: dict[str, list[Tensor]] = {}
         scales = self._scales(batch, targets)
         for microbatch, scale in enumerate(scales):
             given = {stage: pieces[microbatch] for stage, pieces in kwargs.items()}

@@ -125,6 +125,7 @@ def test_large_case_passes() -> None:
     assert check_case(LARGE).result == "equal"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_planted_fault_is_found_and_shrunk(fault: Callable[..., StepResult], monkeypatch: pytest.MonkeyPatch) -> None:
     plant(fault, monkeypatch)
@@ -139,6 +140,7 @@ def test_planted_fault_is_found_and_shrunk(fault: Callable[..., StepResult], mon
     assert shrink(large, check_case, outcome.kind).to_json() == smallest
 
 
+@pytest.mark.slow
 def test_hang_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     plant(lambda step, pipe, *args, **options: time.sleep(3) or step(pipe, *args, **options), monkeypatch)
     monkeypatch.setattr(check, "LIMIT", 0.3)
