@@ -12,7 +12,7 @@ DEEPSPEED := .venv-deepspeed
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick page bench paper docs deepspeed lint
+.PHONY: help setup demo test quick fuzz page bench paper docs deepspeed lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -28,6 +28,9 @@ test: $(DEV) $(PAGE)  ## check style, types and the page and run every test
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
+
+fuzz: $(DEV)  ## compare random models, batches and schedules with the plain loop; FUZZ="--cases 5000 --seed 7 --transport both" chooses
+	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ) $(if $(CASE),'$(CASE)')
 
 page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is what its source makes, browser tests
 	cd web && npm run --silent typecheck && npm run --silent test && npm run --silent check && npm run --silent browser

@@ -1,0 +1,99 @@
+"""What the library may refuse, and the part of a case that a refusal needs: any other refusal is a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fuzz.case import LOADED, Case, list_features
+from fuzz.trees import ALIASED
+
+IN_PLACE = ("in_place", "relu_")
+"""Layers that change their input."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A known refusal: what its text says, and the cases that may get it."""
+
+    name: str
+    text: str
+    applies: Callable[[Case, set[str]], bool]
+
+
+def _changes(case: Case) -> bool:
+    """Whether a stage changes its input in place."""
+    return any(stage.changes or stage.layers[0] in IN_PLACE for stage in case.stages)
+
+
+def _gives(features: set[str], *names: str) -> bool:
+    return any(f"gives:{name}" in features for name in names)
+
+
+def _feeds(features: set[str], *names: str) -> bool:
+    return any(f"{part}:{name}" in features for part in ("inputs", "target") for name in names)
+
+
+def _keeps_state(features: set[str]) -> bool:
+    """Whether a forward changes other state than batch-norm statistics."""
+    return any(f"layer:{layer}" in features for layer in ("spectral_norm", "counter", "running_mean"))
+
+
+RULES = (
+    Rule(
+        "a change in place of a value that others read, or that shares memory",
+        r"changes .*in place",
+        lambda case, features: _changes(case) and (bool(case.skips) or _gives(features, *ALIASED)),
+    ),
+    Rule(
+        "a change in place of the input of a recomputed stage",
+        r"in[- ]place",
+        lambda case, features: _changes(case) and bool(case.recompute),
+    ),
+    Rule(
+        "an object that is no pytree",
+        r"register",
+        lambda case, features: _gives(features, "box", "box_in_tuple", "userdict") or _feeds(features, "box", "box_beside", "userdict"),
+    ),
+    Rule(
+        "a tensor that cannot cross a boundary as it is",
+        r"(?i)subclass|attribute|sparse|nested|plain tensor|Marked|Wrapped|'scale'",
+        lambda case, features: _gives(features, "subclass", "wrapper", "attribute", "sparse", "nested"),
+    ),
+    Rule("an array in a batch", r"numpy|ndarray", lambda case, features: _feeds(features, "array")),
+    Rule(
+        "another count of microbatches than the schedule was written for",
+        r"was loaded or written for \d+",
+        lambda case, features: case.form in LOADED and "more" in case.script,
+    ),
+    Rule("weights that are all zero", r"weights of the microbatches are", lambda case, features: case.weight),
+    Rule(
+        "state that two copies of a stage would each keep",
+        r"(?i)state|buffer|attribute|counter",
+        lambda case, features: "bidirectional" in features and _keeps_state(features),
+    ),
+    Rule(
+        "an optimizer step inside a hook",
+        r"(?i)hook",
+        lambda case, features: case.hooks == "step" and "several" in features,
+    ),
+    Rule("a parameter that was added late", r"(?i)parameter", lambda case, features: "late" in case.script),
+    Rule(
+        "sparse gradients in another precision",
+        r"(?i)sparse",
+        lambda case, features: "layer:sparse_embedding" in features and case.accumulate_dtype is not None,
+    ),
+)
+
+
+def find_rule(case: Case, text: str) -> Rule | None:
+    """The rule that allows a refusal with this text."""
+    features = list_features(case)
+    return next((rule for rule in RULES if re.search(rule.text, text) and rule.applies(case, features)), None)
+
+
+def is_odd(case: Case) -> bool:
+    """Whether some rule could apply, so that the case may end early."""
+    features = list_features(case)
+    return any(rule.applies(case, features) for rule in RULES)
