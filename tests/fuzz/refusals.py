@@ -61,6 +61,11 @@ RULES = (
         r"(?i)subclass|attribute|sparse|nested|plain tensor|Marked|Wrapped|'scale'",
         lambda case, features: _gives(features, "subclass", "wrapper", "attribute", "sparse", "nested"),
     ),
+    Rule(
+        "nested tensors in a recomputed stage, which torch's own checkpoint does not take",
+        r"torch\.utils\.checkpoint: Recomputed values",
+        lambda case, features: "layer:nested" in features and bool(case.recompute),
+    ),
     Rule("an array in a batch", r"numpy|ndarray", lambda case, features: _feeds(features, "array")),
     Rule(
         "another count of microbatches than the schedule was written for",
@@ -69,9 +74,9 @@ RULES = (
     ),
     Rule("weights that are all zero", r"weights of the microbatches are", lambda case, features: case.weight),
     Rule(
-        "state that two copies of a stage would each keep",
-        r"(?i)state|buffer|attribute|counter",
-        lambda case, features: "bidirectional" in features and _keeps_state(features),
+        "state of a stage whose microbatches do not come in order on one rank",
+        r"this rank does not run all of the stage's microbatches in order",
+        lambda case, features: ("bidirectional" in features or case.form == "order") and _keeps_state(features),
     ),
     Rule(
         "an optimizer step inside a hook",

@@ -490,3 +490,14 @@ def test_nested_tensors_are_left_to_autograd() -> None:
         return made
 
     assert check(model, (torch.randn(5, 5),), forward=forward) == set()
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe-v"])
+def test_a_loss_that_applies_a_weight_of_the_last_stage(name: str) -> None:
+    """Its gradient waits with that of the stage."""
+
+    def applied(model: nn.Sequential) -> LossFn:
+        return lambda out, y: functional.mse_loss(functional.linear(out, last_weight(model)), y)
+
+    pipes = compare(name, 0, loss=applied)
+    assert pipes[0].merged is None

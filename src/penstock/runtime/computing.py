@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.cells import EMPTY, NOTHING
-from penstock.runtime.deferred import Deferral, Observation, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
 from penstock.runtime.extras import Extras, unwrap
 from penstock.runtime.forward_state import ForwardState
 from penstock.runtime.group import Group, Operation
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from penstock.runtime.running_statistics import RunningStatistics
 
 
-Computed = tuple[Any, list[Tensor], list[Tensor | None] | None, Deferral | None]
-"""What a forward gives: its output, where its backward starts and from which gradients, and its deferral if that is split."""
-Compute = Callable[[list[Any], Deferral | None], Computed]
+Computed = tuple[Any, list[Tensor], list[Tensor | None] | None]
+"""What a forward gives: its output, and where its backward starts and from which gradients."""
+Compute = Callable[[list[Any]], Computed]
 
 
 class Computing(Wires):
@@ -131,32 +131,37 @@ class Computing(Wires):
         readers = self._readers(stage, microbatch)
         context = self._cell("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self._split else None
-        observed = deferrable is None and any(stage == split for split, _ in self._split)
+        never = all(stage != other for other, _ in self._split)
         last = part.module if not readers and isinstance(part.module, Recomputed) else None
         mesh = self.pieces is not None
 
-        def compute(leaves: list[Any], deferral: Deferral | None) -> Computed:
+        def compute(leaves: list[Any]) -> Computed:
             if last is not None:
                 last.loss = self._loss_of(microbatch)
-            if deferral is None or deferrable is None:
-                made = apply(leaves)
-                return made, *((roots(made), None) if readers else self._finish(made, microbatch)), None
-            with deferrable.forward(deferral):
-                made = apply(leaves)
-            if readers:
-                return made, roots(made), None, deferral
-            with deferrable.checked(deferral):
-                return made, *self._finish(made, microbatch), deferral
+            made = apply(leaves)
+            return made, *((roots(made), None) if readers else self._finish(made, microbatch))
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
             wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
-            if deferrable is not None and part.whole is None:
-                made, ends, grads, deferral = self._split_forward(part, microbatch, leaves, compute, hooked=call is not None)
-            elif observed and not part.tried and part.whole is None:
-                made, ends, grads, deferral = self._observed_forward(part, leaves, compute, hooked=call is not None)
+            if last is not None:
+                last.loss = self._loss_of(microbatch)
+            deferral = None
+            if never or part.whole is not None or (deferrable is None and part.tried):
+                made = apply(leaves)
+                ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+            elif deferrable is not None and part.tried:
+                deferral = Deferral()
+                deferral.beside = call is not None and self.beside is not None
+                try:
+                    with deferrable.forward(deferral):
+                        made = apply(leaves)
+                        ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                except WholeBackwardNeeded as need:
+                    raise part.refuse_split(need, "earlier forwards did not do so") from need
             else:
-                made, ends, grads, deferral = compute(leaves, None)
+                first = self._observed_forward if deferrable is None else self._first_split_forward
+                (made, ends, grads), deferral = first(part, microbatch, leaves, compute, call is not None and self.beside is not None)
             extras = self.extras
             side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
             cells[context] = (wanting, ends, grads, side, deferral)
@@ -165,21 +170,20 @@ class Computing(Wires):
 
         return forward
 
-    def _split_forward(self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, *, hooked: bool) -> Computed:
-        """A forward whose backward is to be split.
+    def _first_split_forward(
+        self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
+    ) -> tuple[Computed, Deferral | None]:
+        """A stage's first forward whose backward is to be split.
 
-        If the stage's first one shows that this cannot be, it is run again for a whole backward, from the state before it. A later
-        one cannot: other microbatches are on their way with theirs split.
+        If the forward shows that this cannot be, it is run again for a whole backward, from the state before it. A later one could not:
+        other microbatches are on their way with theirs split.
         """
-        deferral = Deferral(beside=hooked and self.beside is not None)
-        if part.tried:
-            try:
-                return compute(leaves, deferral)
-            except WholeBackwardNeeded as need:
-                raise part.refuse_split(need, "earlier forwards did not do so") from need
-        before = None if deferral.beside else self._state(part, microbatch, leaves)
+        before = None if beside else self._state(part, microbatch, leaves)
+        deferral = Deferral()
+        deferral.beside = beside
         try:
-            made = compute(leaves, deferral)
+            with part.deferrable().forward(deferral):
+                made = compute(leaves)
         except WholeBackwardNeeded as need:
             if before is None:
                 raise part.refuse_split(need, "a forward that runs another stage's backward cannot be run again") from need
@@ -188,17 +192,18 @@ class Computing(Wires):
             part.whole = need.reason
         else:
             part.tried = True
-            return made
+            return made, deferral
         before.restore()
-        return compute(leaves, None)
+        return compute(leaves), None
 
-    def _observed_forward(self, part: Stage, leaves: list[Any], compute: Compute, *, hooked: bool) -> Computed:
+    def _observed_forward(
+        self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
+    ) -> tuple[Computed, Deferral | None]:
         """A forward for a whole backward, of a stage that is to split others: it shows whether that can be."""
-        observation = Observation(beside=hooked and self.beside is not None)
-        with part.deferrable().checked(observation):
-            made = compute(leaves, None)
+        with part.deferrable().observed(beside=beside) as observation:
+            made = compute(leaves)
         part.whole, part.tried = observation.reason, True
-        return made
+        return made, None
 
     def _state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
         """The state before a forward of a stage."""

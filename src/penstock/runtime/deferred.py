@@ -1,8 +1,8 @@
 """Weight gradients that wait: the split backward, at the operator.
 
-While a stage runs forward with a `Deferral`, a linear map, an embedding, a convolution or a (batched) matrix product is run with
-its weight cut off from autograd, and a record of it is tied to its place in the graph. The stage's backward is then the backward
-for the input, at the price of exactly that, and on its way hands each record the gradient of its operator's output. Running
+While a stage runs forward with a `Deferral`, a linear map, an embedding, a convolution, a normalisation or a (batched) matrix product
+is run with its weight cut off from autograd, and a record of it is tied to its place in the graph. The stage's backward is then the
+backward for the input, at the price of exactly that, and on its way hands each record the gradient of its operator's output. Running
 the records later gives the weight gradients. Everything else that a parameter takes part in is left to autograd and gets its
 gradient in the backward for the input. No module is changed, and the cost is linear in the operators.
 
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, TypeVar
 
@@ -40,8 +41,8 @@ class _Here(threading.local):
 
     deferral: Deferral | None = None
     """What its operators are recorded into."""
-    guarded: Deferral | None = None
-    """The forward, or the loss after it, whose own calls of autograd are checked."""
+    observation: Observation | None = None
+    """What its calls of autograd are noted in."""
 
 
 _here = _Here()
@@ -88,7 +89,7 @@ class Record:
         self.fuse = fuse
         self.grad: Tensor | None = None
         self.packed: Any = None
-        if has_saved_tensor_hooks():
+        if _saved_tensor_hooks(False) is not None:
             self.pack()
 
     def pack(self) -> None:
@@ -122,17 +123,17 @@ class Record:
         self.grad = self.value = None
         assert grad is not None
         assert value is not None
-        check_version(value, self.version)
+        if value._version != self.version:
+            raise changed_in_place(value)
         return grad, value
 
 
-def check_version(value: Tensor, version: int) -> None:
-    """Refuse a value that was changed in place since a weight was applied to it."""
-    if value._version != version:
-        raise SplitError(
-            f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
-            "was computed: change a copy"
-        )
+def changed_in_place(value: Tensor) -> SplitError:
+    """The error for a value that was changed after a weight was applied to it."""
+    return SplitError(
+        f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
+        "was computed: change a copy"
+    )
 
 
 def has_saved_tensor_hooks() -> bool:
@@ -159,8 +160,8 @@ class Deferral:
 
     __slots__ = ("backward", "beside", "due", "hooked", "records", "stand_ins")
 
-    def __init__(self, beside: bool = False) -> None:
-        self.beside = beside
+    def __init__(self) -> None:
+        self.beside = False
         """Whether the forward runs another stage's backward by the way."""
         self.records: list[Record] = []
         """Those that a gradient has reached, in the order of the backward."""
@@ -199,15 +200,16 @@ class Deferral:
         return list(self.due.values())
 
 
-class Observation(Deferral):
-    """Stands for a forward that is not split, to see whether it could be."""
+@dataclass
+class Observation:
+    """What is seen of a forward that is not split: whether it could be."""
 
-    __slots__ = ("reason",)
-
-    def __init__(self, beside: bool = False) -> None:
-        super().__init__(beside)
-        self.reason: str | None = None
-        """What the forward does that a split one could not."""
+    stand_ins: Mapping[int, Tensor]
+    """The weights that would have one, by their id."""
+    beside: bool = False
+    """Whether the forward runs another stage's backward by the way."""
+    reason: str | None = None
+    """What it does that a split forward could not."""
 
 
 class _Batch:
@@ -357,19 +359,22 @@ def active(weight: Any) -> Deferral | None:
     return _here.deferral
 
 
-Active = tuple[Deferral | None, Deferral | None]
+def activate(deferral: Deferral | None) -> Deferral | None:
+    """Record what this thread does into this from now on; what was recorded into before."""
+    before, _here.deferral = _here.deferral, deferral
+    return before
 
 
-def activate(deferral: Deferral | None, guarded: Deferral | None = None) -> Active:
-    """Record this thread's operators into the first, and check its calls of autograd for the second; return those before."""
-    before = _here.deferral, _here.guarded
-    _here.deferral, _here.guarded = deferral, guarded
+def observe(observation: Observation | None) -> Observation | None:
+    """Note this thread's calls of autograd in this from now on; what they were noted in before."""
+    before, _here.observation = _here.observation, observation
     return before
 
 
 def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     """Check a call of autograd: inside a split forward, stand-ins are in the graph in place of the weights."""
-    guarded = _here.guarded
+    deferral = _here.deferral
+    guarded = _here.observation if deferral is None or deferral.backward else deferral
     if guarded is None or _is_compiling() or _are_transforms_active():
         return
     if create_graph:
@@ -380,7 +385,7 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
         reason = "asks autograd for a weight's gradient"
     else:
         return
-    if not isinstance(guarded, Observation):
+    if isinstance(guarded, Deferral):
         raise WholeBackwardNeeded(reason)
     guarded.reason = reason
 

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.runtime.alarm import serializer
 from penstock.runtime.device import on_host, placed
-from penstock.runtime.values import FIXED, check_tensor, how_to_register
+from penstock.runtime.values import FIXED, check_tensor, how_to_register, is_dense
 
 _ALIGN = 64
 """Tensors in a frame lie as they would in memory of their own."""
@@ -246,16 +246,6 @@ def unpack_new(frame: Tensor) -> tuple[Form, Any]:
 
 def _after(length: int) -> int:
     return -(-(8 + length) // _ALIGN) * _ALIGN
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:

@@ -301,14 +301,13 @@ class Graphs:
 
     def _loss(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
         """The loss of an output, and where its backward starts; it does not reach the recorded stage's weights."""
-        deferrable, deferral = self.executor.stages[stage].deferrable(), Deferral()
-        try:
-            with deferrable.checked(deferral):
-                return self.executor._finish(leaf, microbatch)
-        except WholeBackwardNeeded as need:
+        with self.executor.stages[stage].deferrable().observed() as observation:
+            starts = self.executor._finish(leaf, microbatch)
+        if observation.reason is not None:
             raise ScheduleError(
-                f"graphs=True, but the loss function {need.reason}, while stage {stage} is recorded apart from it: leave graphs=True out"
-            ) from need
+                f"graphs=True, but the loss function {observation.reason}, and stage {stage} is recorded apart from it: leave graphs out"
+            )
+        return starts
 
     def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
         executor, cells, graph = self.executor, self.executor.cells, self.executor.program.graph

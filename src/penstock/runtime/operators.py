@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, Grads, Record, active, check_version, has_saved_tensor_hooks, tie, tie_inner
+from penstock.runtime.deferred import Deferral, Grads, Record, active, changed_in_place, has_saved_tensor_hooks, tie, tie_inner
 from penstock.runtime.parts import laid_as
 
 _linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
@@ -241,7 +241,8 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
 
 def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     other, version = extra
-    check_version(other, version)
+    if other._version != version:
+        raise changed_in_place(other)
     return _aten._trilinear(value, grad, other, [1, 3], [2, 3], [1, 2], [0]), None
 
 

@@ -44,7 +44,7 @@ class Backward:
         try:
             run_backward(self.outputs, self.grads)
         finally:
-            activate(*before)
+            activate(before)
 
     @contextmanager
     def expected(self, deferrable: Deferrable | None) -> Iterator[None]:

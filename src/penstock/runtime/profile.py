@@ -248,12 +248,8 @@ class _One:
         leaves, deferrable = cut(self.given), self.stage.deferrable()
         with nullcontext() if deferral is None else deferrable.forward(deferral):
             made = self.stage.run([leaves], {})
-        if self.loss is None:
-            ends = roots(made)
-        else:
-            with nullcontext() if deferral is None else deferrable.checked(deferral):
-                loss = self.loss(made, None if self.target is None else [self.target], 0)
-            ends = [loss] if loss.requires_grad else []
+            loss = None if self.loss is None else self.loss(made, None if self.target is None else [self.target], 0)
+        ends = roots(made if loss is None else loss)
         return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral or Deferral())
 
     def _backward(self, run: _Run) -> None:

@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.extras import collect, unwrap
 from penstock.runtime.module_state import ModuleState, ModuleVersions, running_statistics
 from penstock.runtime.partition import Partition
-from penstock.runtime.values import detached
+from penstock.runtime.values import copy_tensor, detached
 
 Recompute = bool | Sequence[bool] | None
 """Which stages: all, none, one word each, or as the plan says."""
@@ -91,7 +91,7 @@ class _Inputs:
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         copied = tensors.keys() if self.changed is None else tensors.keys() & self.changed
         if copied:
-            leaves = [leaf.clone() if number in copied else leaf for number, leaf in enumerate(leaves)]
+            leaves = [copy_tensor(leaf) if number in copied else leaf for number, leaf in enumerate(leaves)]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         before = {number: leaves[number]._version for number in tensors}
         made = call(*args, **kwargs)

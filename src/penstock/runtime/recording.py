@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from penstock.runtime.deferred import Active, Deferral, activate, check_request, running
+from penstock.runtime.deferred import Deferral, Observation, activate, check_request, observe, running
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.parts import in_parts
 
@@ -51,7 +51,7 @@ class Deferrable:
     def forward(self, deferral: Deferral) -> _Recording:
         """A context in which operators on these parameters are recorded, and calls of autograd checked."""
         deferral.stand_ins, deferral.hooked = self.stand_ins, self.hooked
-        return _Recording(deferral, self.watched, deferral)
+        return _Recording(deferral, self.watched)
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
@@ -68,16 +68,16 @@ class Deferrable:
             running.remove(deferral)
 
     @contextmanager
-    def checked(self, deferral: Deferral) -> Iterator[None]:
-        """A context in which calls of autograd are checked, but nothing is recorded: for the loss of a forward that was."""
-        deferral.stand_ins = self.stand_ins
-        before = activate(None, deferral)
+    def observed(self, *, beside: bool = False) -> Iterator[Observation]:
+        """A context for work that is not recorded, which notes whether it could be."""
+        observation = Observation(self.stand_ins, beside)
+        before = observe(observation)
         _wrappers.enter()
         try:
-            yield
+            yield observation
         finally:
             _wrappers.exit()
-            activate(*before)
+            observe(before)
 
     @contextmanager
     def backward(self, deferral: Deferral) -> Iterator[None]:
@@ -106,13 +106,13 @@ def _can_wait(parameter: nn.Parameter) -> bool:
 
 
 class _Recording:
-    __slots__ = ("before", "deferral", "guarded", "watched")
+    __slots__ = ("before", "deferral", "watched")
 
-    def __init__(self, deferral: Deferral, watched: list[nn.Parameter], guarded: Deferral | None = None) -> None:
-        self.deferral, self.watched, self.guarded = deferral, watched, guarded
+    def __init__(self, deferral: Deferral, watched: list[nn.Parameter]) -> None:
+        self.deferral, self.watched = deferral, watched
 
     def __enter__(self) -> None:
-        self.before: Active = activate(self.deferral, self.guarded)
+        self.before = activate(self.deferral)
         _wrappers.enter()
         for parameter in self.watched:
             parameter.__class__ = _Watched
@@ -121,7 +121,7 @@ class _Recording:
         for parameter in self.watched:
             parameter.__class__ = nn.Parameter
         _wrappers.exit()
-        activate(*self.before)
+        activate(self.before)
 
 
 class _Watched(nn.Parameter):

@@ -34,6 +34,9 @@ _strided = torch.strided
 FIXED = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 """Plain values that nothing can change, and that are the same if they are written the same."""
 
+_LINE = 64
+"""Bytes that memory of its own begins at a multiple of."""
+
 # What may be handed on ------------------------------------------------------------------------------------------------
 
 
@@ -263,6 +266,26 @@ def _extent(tensor: Tensor) -> int:
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
+def copy_tensor(tensor: Tensor) -> Tensor:
+    """A copy that autograd follows. Its memory begins at the same place of a cache line, on which the rounding of a product may depend."""
+    offset = 0 if not tensor.is_cpu or type(tensor) is not Tensor else tensor.data_ptr() % _LINE
+    if not offset or offset % tensor.element_size() or not is_dense(tensor):
+        return tensor.clone()
+    memory = torch.empty(offset // tensor.element_size() + tensor.numel(), dtype=tensor.dtype)
+    copy = torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), offset // tensor.element_size(), tensor.shape, tensor.stride())
+    return copy.copy_(tensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
+    expected = 1
+    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 # Changes in place -----------------------------------------------------------------------------------------------------
 
 
@@ -293,7 +316,7 @@ class Watch:
         def stand_in(leaf: Tensor) -> Tensor:
             wants = leaf.requires_grad
             if copies and (free or (id(leaf) in reasons and not wants)):
-                given = leaf.clone()
+                given = copy_tensor(leaf)
             else:
                 given = _unsafe_view(leaf, leaf.shape) if free and wants else leaf
             if free or not wants:
