@@ -244,6 +244,35 @@ def test_frozen_stage(workers: Workers, name: str, shard: bool) -> None:
     check(workers.run(train), by_batch(model, x, y))
 
 
+class Penalty(nn.Module):
+    """Adds the squared slope of its own map, which is differentiated again: its backward cannot be split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.map = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = torch.tanh(functional.linear(x, self.map.weight, self.map.bias))
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square()
+
+
+@pytest.mark.parametrize("options", [{}, {"shard": True}, {"accumulate_dtype": torch.float64}], ids=["replicate", "FSDP2", "sums"])
+def test_a_stage_that_needs_its_backward_whole(workers: Workers, options: dict[str, Any]) -> None:
+    model, (x, y) = perceptrons(schedule("zbv", 2).stages), batch(13)
+    model[2] = Penalty().double()
+
+    def train() -> tuple[Outcome, Any]:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = pipeline(copy.deepcopy(model), "zbv", mesh, **options)
+        mine, target = split_over(mesh, x, y, SIZES)
+        return Outcome.of(pipe, pipe.step(mine, target=target)), pipe.merged.stages
+
+    found = workers.run(train)
+    assert {stages for _, stages in found} == {(2,)}
+    check([outcome for outcome, _ in found], by_batch(model, x, y))
+
+
 def test_buffers_are_those_of_the_first_data_rank(workers: Workers) -> None:
     """As DistributedDataParallel does: the next step and the next evaluation begin with the first data rank's statistics."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))).double()
