@@ -98,5 +98,8 @@ KNOWN: dict[str, str] = {
     "sparse gradients in higher precision": (
         '{"microbatches": 2, "stages": [{"layers": ["sparse_embedding"]}], "accumulate_dtype": "float64"}'
     ),
+    "recomputed change of a dict's tensor": '{"ranks": 2, "stages": [{"gives": "dict"}, {"changes": "first"}], "recompute": [1]}',
+    "recomputed change of a mask": '{"ranks": 2, "stages": [{"gives": "mask"}, {"changes": "last"}], "recompute": [1]}',
+    "recomputed change of a batch's tensor": '{"inputs": "deep", "stages": [{"changes": "first"}], "recompute": [0]}',
     "recomputed change in place": '{"ranks": 2, "stages": [{}, {"changes": "first"}], "recompute": [1]}',
 }
