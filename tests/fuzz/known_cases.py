@@ -99,6 +99,20 @@ KNOWN: dict[str, str] = {
         '{"microbatches": 2, "stages": [{"layers": ["sparse_embedding"]}], "accumulate_dtype": "float64"}'
     ),
     "recomputed change of a dict's tensor": '{"ranks": 2, "stages": [{"gives": "dict"}, {"changes": "first"}], "recompute": [1]}',
+    "recomputed change of a tensor that is there twice": (
+        '{"ranks": 2, "stages": [{"gives": "twice"}, {"changes": "first"}], "recompute": [1]}'
+    ),
+    "value of a skip edge that is passed on and changed later": (
+        '{"schedule": "zbv", "ranks": 2, "skips": [[0, 3]], "stages": [{}, {"layers": ["metric"]}, {"layers": ["in_place"]}]}'
+    ),
+    "input that every microbatch gets whole, changed": '{"microbatches": 2, "stages": [{"changes": "last"}], "inputs": "whole"}',
+    "hook that wants a gradient in higher precision": (
+        '{"schedule": "zb-h1", "stages": [{"layers": ["unused"]}], "accumulate_dtype": "float64", "hooks": "step"}'
+    ),
+    "optimizer step inside a hook on one of two copies": '{"schedule": "chimera", "ranks": 2, "share": false, "hooks": "step"}',
+    "misaligned batch changed by a recomputed stage": (
+        '{"microbatches": 2, "stages": [{"changes": "first"}], "recompute": [0], "extra": 2}'
+    ),
     "recomputed change of a mask": '{"ranks": 2, "stages": [{"gives": "mask"}, {"changes": "last"}], "recompute": [1]}',
     "recomputed change of a batch's tensor": '{"inputs": "deep", "stages": [{"changes": "first"}], "recompute": [0]}',
     "recomputed change in place": '{"ranks": 2, "stages": [{}, {"changes": "first"}], "recompute": [1]}',

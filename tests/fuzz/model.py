@@ -147,6 +147,11 @@ def _make_layers(case: Case, stage: int) -> list[nn.Module]:
     return [first, *(make_layer(name) for name in spec.layers), Write(spec.gives)]
 
 
+def find_tied(stage: nn.Module) -> list[str]:
+    """The names of the layers of a stage whose weight is that of all such layers."""
+    return [name for name, module in stage.named_modules() if isinstance(module, Tied)]
+
+
 def build_model(case: Case, stages: int) -> Model:
     """The model of a case: the same values whenever and wherever it is built."""
     with torch.random.fork_rng(devices=[]):

@@ -8,7 +8,7 @@ import torch
 
 from fuzz.batches import DIMS, Batch, count_of, make_batch, make_loss, weigh
 from fuzz.case import Case
-from fuzz.model import Model, build_model
+from fuzz.model import Model, build_model, find_tied
 from fuzz.orders import build_table
 from fuzz.records import Record, make_optimizer, record_gradients, record_result, record_state
 from penstock.ir.table import Table
@@ -119,7 +119,9 @@ def make_pipeline(case: Case, table: Table, model: Model) -> Pipeline:
     if case.model == "map":
         from penstock.runtime import rank
 
-        return Pipeline({stage: model.stages[stage] for stage in table.placement.stages_of(rank())}, **options)
+        tied = [f"{stage}.{name}.weight" for stage, module in enumerate(model.stages) for name in find_tied(module)]
+        held = {stage: model.stages[stage] for stage in table.placement.stages_of(rank())}
+        return Pipeline(held, **options, ties=[tied] if len(tied) > 1 else [])
     return Pipeline(list(model.stages), **options)
 
 

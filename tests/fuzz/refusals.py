@@ -72,6 +72,11 @@ RULES = (
         r"was loaded or written for \d+",
         lambda case, features: case.form in LOADED and "more" in case.script,
     ),
+    Rule(
+        "a change in place of a part of the batch that is read elsewhere",
+        r"a tensor of the batch that",
+        lambda case, features: _changes(case) and _feeds(features, "whole"),
+    ),
     Rule("weights that are all zero", r"weights of the microbatches are", lambda case, features: case.weight),
     Rule(
         "state of a stage whose microbatches do not come in order on one rank",
@@ -81,7 +86,7 @@ RULES = (
     Rule(
         "an optimizer step inside a hook",
         r"(?i)hook",
-        lambda case, features: case.hooks == "step" and "several" in features,
+        lambda case, features: case.hooks == "step" and ("several" in features or "bidirectional" in features or "layer:tied" in features),
     ),
     Rule("a parameter that was added late", r"(?i)parameter", lambda case, features: "late" in case.script),
     Rule(

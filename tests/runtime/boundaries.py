@@ -151,11 +151,19 @@ CASES: dict[str, Case] = {
     "value changed by one of two readers": Case(
         (forward, lambda m, x: m(x.mul_(2)), lambda m, x, y: m(x) + y), "stage 2 reads the same value", ((0, 2),)
     ),
+    "value of two readers, passed on and changed later": Case(
+        (lambda m, x: m(x), lambda m, x: x, lambda m, x: m(x.mul_(2)), lambda m, x, y: m(x) + y), "stage 3 reads too", ((0, 3),)
+    ),
     "value of two readers": Case((_with_mask, lambda m, x, mask: m(x) * mask, _join_mask), skips=((0, 2),)),
     "mask changed by its only reader": Case((_with_mask, lambda m, x, mask: m(x) * mask.mul_(0.5))),
     # A stage's own memory.
     "buffer changed by its reader": Case(
         (_table, lambda m, x, t: m(x) * t.add_(1)), "changes buffer 'map.table' of stage 0 in place", buffers={0: 6}
+    ),
+    "buffer passed on and changed later": Case(
+        (_table, lambda m, x, t: (m(x), t), lambda m, x, t: m(x) * t.add_(1)),
+        "changes buffer 'map.table' of stage 0 in place",
+        buffers={0: 6},
     ),
     "buffer read": Case((_table, lambda m, x, t: m(x) * t), buffers={0: 6}),
     "detached weight changed by its reader": Case(

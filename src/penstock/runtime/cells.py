@@ -56,6 +56,11 @@ class Feed:
                     f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
                 )
 
+    def guarded(self, microbatch: int) -> dict[int, str]:
+        """Why inputs must not be changed in place, by the address of their memory."""
+        guards = self.guards[microbatch]
+        return {tensor.untyped_storage().data_ptr(): f"a tensor of the batch that {reason}" for tensor, _, reason in guards}
+
     def normalise(self, total: float) -> None:
         """Set the scales, out of the weights of all microbatches, those of other data ranks included."""
         if self.weights is None:

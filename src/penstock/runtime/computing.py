@@ -103,11 +103,12 @@ class Computing(Wires):
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
                 draw_from(feed.seed, part.stream, feed.first + microbatch)
+            part.passing = {}
             if front:
                 made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
             else:
                 free = part.changes_input[training] is not False
-                watched = free or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
+                watched = free or bool(others) or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
                 watch = Watch(leaves, borrowed, free=free) if watched else None
                 inputs = leaves if watch is None else watch.inputs
                 try:
@@ -118,8 +119,10 @@ class Computing(Wires):
                     raise
                 if watch is not None:
                     part.look_for_changes(watch, others, training)
+                    part.passing = watch.guarded(others) if others or watch.reasons else {}
             if feed.guards:
                 feed.check_unchanged(stage, microbatch)
+                part.passing = part.passing | feed.guarded(microbatch)
             return made if type(made) is Tensor else unwrap(made)
 
         return apply

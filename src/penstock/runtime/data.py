@@ -235,7 +235,9 @@ class Data:
 
         def summed() -> None:
             operation()
-            replicas.sweep(list(module.parameters()))
+            # Hooks that run once a gradient is complete wait for the backward for the weights, and want to see it.
+            waits = kind is Kind.I
+            replicas.sweep([parameter for parameter in module.parameters() if not (waits and parameter._post_accumulate_grad_hooks)])
 
         return summed
 

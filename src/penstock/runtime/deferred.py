@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
 from typing import Any, TypeVar
@@ -388,6 +389,24 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     if isinstance(guarded, Deferral):
         raise WholeBackwardNeeded(reason)
     guarded.reason = reason
+
+
+@contextmanager
+def requested() -> Iterator[None]:
+    """A context for a call of autograd by a stage's own code.
+
+    A forward that is run again inside a backward makes its calls again. They are no part of that backward, so records take nothing from
+    them.
+    """
+    deferral = _here.deferral
+    if deferral is None or not deferral.backward or torch._C._current_graph_task_id() == -1:
+        yield
+        return
+    deferral.backward = False
+    try:
+        yield
+    finally:
+        deferral.backward = True
 
 
 def _tensor_of(asked: Any) -> Any:

@@ -75,10 +75,11 @@ class Buffers:
 
 
 class HookedWeights:
-    """Parameters with hooks that run when a gradient is complete, in a step of several microbatches.
+    """Parameters with hooks that run when a gradient is complete, in a step in which they must not change the weights.
 
     An optimizer in such a hook updates a weight after the backward of each microbatch. Forwards of later microbatches have run by then,
-    with a weight that the loop over microbatches would have updated first. Hooks that leave the weights alone are allowed.
+    with a weight that the loop over microbatches would have updated first; and copies of the weight on other ranks get other gradients,
+    which are only summed at the step's end. Hooks that leave the weights alone are allowed.
     """
 
     def __init__(self) -> None:
@@ -87,9 +88,12 @@ class HookedWeights:
         self._marks: list[tuple[str, nn.Parameter, int, int]] = []
         self._copies: dict[int, Tensor] = {}
 
-    def begin(self, parameters: Iterable[tuple[str, nn.Parameter]], microbatches: int) -> None:
-        """Note the weights before a step. Those of hooks that were not seen at work before are copied."""
-        hooked = [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks] if microbatches > 1 else []
+    def begin(self, parameters: Iterable[tuple[str, nn.Parameter]], *, alone: bool) -> None:
+        """Note the weights before a step. Those of hooks that were not seen at work before are copied.
+
+        `alone` says that the step is one microbatch of weights that no other rank has.
+        """
+        hooked = [] if alone else [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks]
         self._marks = [(name, p, p._version, local(p.detach()).data_ptr()) for name, p in hooked]
         self._copies = {id(p): local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
 
@@ -127,8 +131,8 @@ class HookedWeights:
         now = "The weights are as before the step, but the state of the optimizer is not" if kept else "The weights have been changed"
         raise ScheduleError(
             f"a hook that runs when a gradient is complete has changed {changed[0][0]!r}, as an optimizer in it does: a pipeline runs "
-            "forwards of later microbatches before the backwards of earlier ones, so that they would use weights that are out of date. "
-            f"Call the optimizer after the step, or give microbatches=1. {now}"
+            "forwards of later microbatches before the backwards of earlier ones, so that they would use weights that are out of date, and "
+            f"copies of a weight would be updated apart. Call the optimizer after the step. {now}"
         ) from cause
 
     def _has_changed(self, parameter: nn.Parameter, version: int, address: int) -> bool:

@@ -411,7 +411,8 @@ class Pipeline:
         self._buffers.take(module for stage in own for module in stage.module.modules())
         backup = Backup.take(parameter for _, parameter in self.local_parameters())
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
-        self._hooked.begin(self.local_parameters(), len(feed.args))
+        alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
+        self._hooked.begin(self.local_parameters(), alone=alone)
         try:
             self.shared.begin(self)
             self.data.begin(executor.reduces)

@@ -91,7 +91,8 @@ class _Inputs:
         tensors = {number: leaf for number, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         copied = tensors.keys() if self.changed is None else tensors.keys() & self.changed
         if copied:
-            leaves = [copy_tensor(leaf) if number in copied else leaf for number, leaf in enumerate(leaves)]
+            copies = {id(tensors[number]): copy_tensor(tensors[number]) for number in copied}  # one that is there twice stays one
+            leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
         before = {number: leaves[number]._version for number in tensors}
         made = call(*args, **kwargs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, Observation, activate, check_request, observe, running
+from penstock.runtime.deferred import Deferral, Observation, activate, check_request, observe, requested, running
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.parts import in_parts
 
@@ -164,7 +164,8 @@ def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         check_request(inputs, create_graph)
-        return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+        with requested():
+            return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     return run
 
@@ -178,7 +179,8 @@ def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
         inputs = named.get("inputs")
         several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
         check_request(() if inputs is None else inputs if several else (inputs,), bool(named.get("create_graph", False)))
-        return original(*args, **kwargs)
+        with requested():
+            return original(*args, **kwargs)
 
     return run
 

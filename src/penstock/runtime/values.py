@@ -198,7 +198,7 @@ def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 def hand_on(value: Any, stage: Stage, mesh: bool = False) -> Any:
     """A stage's output as the next one may have it, cut off from this one's graph; refused if it cannot be had right."""
-    if type(value) is Tensor and value.requires_grad and _is_plain(value):
+    if type(value) is Tensor and value.requires_grad and not stage.passing and _is_plain(value):
         return value.detach().requires_grad_()
     leaves, spec = pytree.tree_flatten(value)
     others = []
@@ -213,7 +213,7 @@ def hand_on(value: Any, stage: Stage, mesh: bool = False) -> Any:
         for place, copy in zip(others, _copied([leaves[place] for place in others], stage.index), strict=True):
             leaves[place] = copy
     message = cut(pytree.tree_unflatten(leaves, spec))
-    reasons = (*_shared_memory(leaves), *_own_memory(leaves, stage))
+    reasons = (*_shared_memory(leaves), *_own_memory(leaves, stage), *_passed_on(leaves, stage.passing))
     return Guarded(message, reasons) if reasons else message
 
 
@@ -224,6 +224,13 @@ def _own_memory(leaves: Sequence[Any], stage: Stage) -> Iterator[tuple[int, str]
             name = stage.memory().get(leaf.untyped_storage().data_ptr())
             if name is not None:
                 yield place, f"{name} of stage {stage.index}"
+
+
+def _passed_on(leaves: Sequence[Any], passing: Mapping[int, str]) -> Iterator[tuple[int, str]]:
+    """Leaves that lie in the memory of an input which nobody may change."""
+    for place, leaf in enumerate(leaves) if passing else ():
+        if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in passing:
+            yield place, passing[leaf.untyped_storage().data_ptr()]
 
 
 def _shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
@@ -326,6 +333,16 @@ class Watch:
             return given
 
         return _map_once(value, stand_in)
+
+    def guarded(self, others: Sequence[int]) -> dict[int, str]:
+        """Why inputs must not be changed by the stages after this one either, by the address of their memory.
+
+        `others` are stages that read the same inputs.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(self.inputs) if type(leaf) is Tensor]
+        shared = f"a tensor that stage {others[0]} reads too" if others else None
+        reasons = ((leaf, shared or self.reasons.get(id(leaf))) for leaf in tensors)
+        return {leaf.untyped_storage().data_ptr(): reason for leaf, reason in reasons if reason is not None}
 
     def changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
         """Whether anything was changed, and the reason why that must not be, if there is one.
