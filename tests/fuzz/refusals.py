@@ -76,7 +76,7 @@ RULES = (
     Rule(
         "an optimizer step inside a hook",
         r"(?i)hook",
-        lambda case, features: case.hooks == "step" and "several" in features,
+        lambda case, features: case.hooks == "step" and bool({"several", "layer:tied", "bidirectional"} & features),
     ),
     Rule("a parameter that was added late", r"(?i)parameter", lambda case, features: "late" in case.script),
     Rule(
