@@ -95,6 +95,9 @@ KNOWN: dict[str, str] = {
     "parameter passed on and changed": '{"ranks": 2, "stages": [{"gives": "weight"}, {"changes": "last"}], "transport": "both"}',
     "parameter added late": '{"script": ["step", "late", "step", "clip"]}',
     "optimizer step inside a hook": '{"microbatches": 2, "hooks": "step"}',
+    "optimizer step inside the hook of a tied weight": (
+        '{"ranks": 2, "stages": [{"layers": ["tied"]}, {"layers": ["tied"]}], "hooks": "step", "share": false}'
+    ),
     "sparse gradients in higher precision": (
         '{"microbatches": 2, "stages": [{"layers": ["sparse_embedding"]}], "accumulate_dtype": "float64"}'
     ),

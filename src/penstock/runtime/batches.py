@@ -17,7 +17,7 @@ from penstock.runtime import microbatch as mb
 from penstock.runtime.cells import Feed
 from penstock.runtime.hugging_face import opened
 from penstock.runtime.loss import Loss
-from penstock.runtime.values import overlap
+from penstock.runtime.values import share_memory
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
 
@@ -139,7 +139,7 @@ def _guards(feed: Feed) -> list[Guards]:
             for tensor in part:
                 if uses[id(tensor)] > 1:
                     guards.append((tensor, tensor._version, "other microbatches get too"))
-                elif any(_meet(tensor, other) for other in others):
+                elif any(share_memory(tensor, other) for other in others):
                     guards.append((tensor, tensor._version, "the target or another stage's arguments have too"))
         found.append(guards)
     return found if any(found) else []
@@ -147,10 +147,3 @@ def _guards(feed: Feed) -> list[Guards]:
 
 def _tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested]
-
-
-def _meet(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have a number in common."""
-    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or not one.numel() or not other.numel():
-        return False
-    return overlap(one, other)

@@ -37,10 +37,16 @@ def sizes_of(total: int, count: int) -> list[int]:
 
 def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     """The value of each microbatch: tensors along their batch dimension, everything else as it is."""
-    columns = [
-        _slices(leaf, dim, sizes) if dim is not None and isinstance(leaf, Tensor) and leaf.dim() > 0 else [leaf] * len(sizes)
-        for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True)
-    ]
+    columns: list[Sequence[Any]] = []
+    seen: dict[tuple[int, int], list[Tensor]] = {}
+    """The slices of each tensor: one that stands in several places of the tree stays one."""
+    for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True):
+        if dim is None or not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            columns.append([leaf] * len(sizes))
+            continue
+        if (id(leaf), dim) not in seen:
+            seen[id(leaf), dim] = _slices(leaf, dim, sizes)
+        columns.append(seen[id(leaf), dim])
     if type(value) is Tensor:
         return list(columns[0])
     if _is_tuple_of_tensors(value) and value:

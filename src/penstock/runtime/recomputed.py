@@ -18,7 +18,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.extras import collect, unwrap
 from penstock.runtime.module_state import ModuleState, ModuleVersions, running_statistics
 from penstock.runtime.partition import Partition
-from penstock.runtime.values import copy_tensor, detached
+from penstock.runtime.values import copy_tensor, detached, share_memory
 
 Recompute = bool | Sequence[bool] | None
 """Which stages: all, none, one word each, or as the plan says."""
@@ -99,6 +99,12 @@ class _Inputs:
         changed = {number for number, version in before.items() if leaves[number]._version != version}
         self.changed = changed | (self.changed or set())
         self.originals = {id(tensors[number]) for number in changed}
+        for number in changed:
+            if any(other is not tensors[number] and share_memory(tensors[number], other) for other in tensors.values()):
+                raise ScheduleError(
+                    "a recomputed stage changes in place a tensor that shares memory with another of its inputs, and would be run again "
+                    "from copies that do not: clone it before changing it"
+                )
         if changed - copied:
             raise ScheduleError(
                 "a recomputed stage has changed an input in place for the first time, and cannot be run again from it: run the step again, "

@@ -246,6 +246,13 @@ def _shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
                 yield place, "a tensor that shares memory with another tensor of the same message"
 
 
+def share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have a number in common."""
+    if not (type(one) is type(other) is Tensor and one.layout is other.layout is _strided and one.numel() and other.numel()):
+        return False
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and overlap(one, other)
+
+
 def overlap(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have a number in common; also yes if that is not easily told."""
     start, end = int(one.storage_offset()), int(other.storage_offset())
