@@ -392,14 +392,14 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
 
 
 @contextmanager
-def requested() -> Iterator[None]:
-    """A context for a call of autograd by a stage's own code.
+def requested(inputs: Sequence[Any]) -> Iterator[None]:
+    """A context for a call of autograd for the gradients of these inputs, or of everything if there are none.
 
-    A forward that is run again inside a backward makes its calls again. They are no part of that backward, so records take nothing from
-    them.
+    A forward that is run again inside a backward asks again for the gradients of its inputs. That is no part of the backward, so records
+    take nothing from it. A call for everything is: it is torch's own, for a reentrant checkpoint.
     """
     deferral = _here.deferral
-    if deferral is None or not deferral.backward or torch._C._current_graph_task_id() == -1:
+    if deferral is None or not inputs or not deferral.backward or torch._C._current_graph_task_id() == -1:
         yield
         return
     deferral.backward = False

@@ -164,7 +164,7 @@ def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         check_request(inputs, create_graph)
-        with requested():
+        with requested(inputs):
             return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     return run
@@ -178,8 +178,9 @@ def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
         named = signature.bind(*args, **kwargs).arguments
         inputs = named.get("inputs")
         several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
-        check_request(() if inputs is None else inputs if several else (inputs,), bool(named.get("create_graph", False)))
-        with requested():
+        asked = () if inputs is None else inputs if several else (inputs,)
+        check_request(asked, bool(named.get("create_graph", False)))
+        with requested(asked):
             return original(*args, **kwargs)
 
     return run
