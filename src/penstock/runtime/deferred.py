@@ -396,10 +396,14 @@ def requested(inputs: Sequence[Any]) -> Iterator[None]:
     """A context for a call of autograd for the gradients of these inputs, or of everything if there are none.
 
     A forward that is run again inside a backward asks again for the gradients of its inputs. That is no part of the backward, so records
-    take nothing from it. A call for everything is: it is torch's own, for a reentrant checkpoint.
+    take nothing from it. A call for everything is a part of it, as torch's reentrant checkpoint makes one, and so is one for weights,
+    by a function that runs its own forward again.
     """
     deferral = _here.deferral
     if deferral is None or not inputs or not deferral.backward or torch._C._current_graph_task_id() == -1:
+        yield
+        return
+    if any(id(_tensor_of(each)) in deferral.stand_ins for each in inputs):
         yield
         return
     deferral.backward = False
