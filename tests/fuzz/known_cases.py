@@ -78,6 +78,8 @@ KNOWN: dict[str, str] = {
         '{"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "stages": [{"layers": ["strict_weight_gradient"]}]}'
     ),
     "gradient of a weight in the loss": '{"schedule": "zb-h1", "loss": "adaptive"}',
+    "gradient of a tied weight in the loss": '{"ranks": 2, "stages": [{"layers": ["tied"]}, {"layers": ["tied"]}], "loss": "adaptive"}',
+    "another count that is summed in another order": '{"schedule": "looped-bfs", "script": ["step", "more"]}',
     "gradient penalty": '{"schedule": "zbv", "stages": [{"layers": ["penalty"]}]}',
     "step inside the forward": '{"schedule": "zb-h1", "stages": [{"layers": ["fast_weights"]}]}',
     "linear map of a nested tensor": '{"schedule": "zb-h1", "stages": [{"layers": ["nested"]}]}',

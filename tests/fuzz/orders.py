@@ -75,6 +75,12 @@ def keeps_order(table: Table, *kinds: Kind) -> bool:
     return True
 
 
+def replace_count(table: Table, count: int) -> Table:
+    """The schedule for another count of microbatches, if it can be had."""
+    remake = getattr(table, "remake", None)
+    return table if remake is None or count == table.microbatches else remake(count)
+
+
 def sums_in_order(table: Table) -> bool:
     """Whether each stage's gradients are summed in the order of microbatches."""
     return len(table.placement.copies) == 1 and keeps_order(table, Kind.B, Kind.I) and keeps_order(table, Kind.B, Kind.W)

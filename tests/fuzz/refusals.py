@@ -84,6 +84,11 @@ RULES = (
         lambda case, features: case.hooks == "step" and bool({"several", "layer:tied", "bidirectional"} & features),
     ),
     Rule(
+        "a gradient of a weight that other stages use too",
+        r"the gradient of a weight that another stage uses too",
+        lambda case, features: case.loss == "adaptive" and "layer:tied" in features,
+    ),
+    Rule(
         "a parameter that was added late",
         r"was added to the model after the pipeline was made",
         lambda case, features: "late" in case.script,

@@ -21,7 +21,7 @@ from penstock.runtime.overlap import Backward
 from penstock.runtime.parts import complete
 from penstock.runtime.randomness import draw_from
 from penstock.runtime.recomputed import Ended, Recomputed
-from penstock.runtime.recording import run_backward
+from penstock.runtime.recording import run_backward, without_gradients_of
 from penstock.runtime.stage import Stage
 from penstock.runtime.values import Watch, add_grads, check_output, detached, hand_on, roots
 from penstock.runtime.wires import Wires
@@ -147,6 +147,13 @@ class Computing(Wires):
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
             wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
+            if part.tied:
+                with without_gradients_of(part.tied):
+                    run(leaves, wanting)
+            else:
+                run(leaves, wanting)
+
+        def run(leaves: list[Any], wanting: list[list[Tensor]]) -> None:
             if last is not None:
                 last.loss = self._loss_of(microbatch)
             deferral = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import SplitError
+from penstock.errors import ScheduleError, SplitError
 from penstock.runtime.parts import is_laid_as, laid_as
 
 T = TypeVar("T")
@@ -44,6 +44,8 @@ class _Here(threading.local):
     """What its operators are recorded into."""
     observation: Observation | None = None
     """What its calls of autograd are noted in."""
+    tied: Collection[int] = ()
+    """The weights, by id, that stages use which are not run here."""
 
 
 _here = _Here()
@@ -372,8 +374,19 @@ def observe(observation: Observation | None) -> Observation | None:
     return before
 
 
+def tie_weights(tied: Collection[int]) -> Collection[int]:
+    """Have this thread's calls of autograd not ask for these weights, by their ids, from now on; those before."""
+    before, _here.tied = _here.tied, tied
+    return before
+
+
 def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     """Check a call of autograd: inside a split forward, stand-ins are in the graph in place of the weights."""
+    if _here.tied and any(id(_tensor_of(each)) in _here.tied for each in inputs):
+        raise ScheduleError(
+            "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get the part of its own "
+            "stage alone: ask for that of a weight that is not tied"
+        )
     deferral = _here.deferral
     guarded = _here.observation if deferral is None or deferral.backward else deferral
     if guarded is None or _is_compiling() or _are_transforms_active():

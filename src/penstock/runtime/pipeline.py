@@ -404,8 +404,11 @@ class Pipeline:
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
     def _train(self, executor: Executor, feed: Feed) -> list[Share]:
-        for stage in self.stages.values():
+        for index, stage in self.stages.items():
             stage.refresh()
+            part = self.partition.parts[index]
+            if self.shared.tied and part is not None:
+                stage.tied = frozenset(id(parameter) for name, parameter in part.parameters if name in self.shared.tied)
         # Of modules that ranks share without meeting at the step's beginning, another may have changed a part already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
         self._buffers.take(module for stage in own for module in stage.module.modules())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral, Observation, activate, check_request, observe, requested, running
+from penstock.runtime.deferred import Deferral, Observation, activate, check_request, observe, requested, running, tie_weights
 from penstock.runtime.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.parts import in_parts
 
@@ -89,6 +89,18 @@ class Deferrable:
                 yield
         finally:
             running.remove(deferral)
+
+
+@contextmanager
+def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
+    """A context in which asking autograd for the gradients of these weights, by their ids, is refused."""
+    before = tie_weights(tied)
+    _wrappers.enter()
+    try:
+        yield
+    finally:
+        _wrappers.exit()
+        tie_weights(before)
 
 
 _engine = Variable._execution_engine

@@ -54,6 +54,8 @@ class Shared:
     """Whether any parameter is the same object on several ranks, so that steps must begin together."""
     active: bool
     """Whether any rank has copies."""
+    tied: set[str] = field(default_factory=set)
+    """Parameters of this rank's model that several stages use."""
     before: dict[Place, list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
@@ -82,7 +84,11 @@ class Shared:
         if one_object and pipeline.group.parallel:
             raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
         owned = {name for name, each in mine.items() if owner[each.ident] == pipeline.rank}
-        found = cls({name: places[name] for name in mine}, copies, owned, one_object, bool(several))
+        users: dict[Place, set[int]] = {}
+        for name, (stage, _) in ((name, at) for _, theirs, *_ in everyone for name, at in theirs.items()):
+            users.setdefault(places[name], set()).add(stage)
+        between = {name for name in known if len(users[places[name]]) > 1}
+        found = cls({name: places[name] for name in mine}, copies, owned, one_object, bool(several), between)
         found._start_equal(pipeline)
         if len(pipeline.table.placement.copies) > 1:
             _start_buffers_equal(pipeline)

@@ -33,6 +33,8 @@ class Stage:
         """What the stage does that needs its backward whole, once a forward has done so."""
         self._deferrable: Deferrable | None = None
         self._memory: dict[int, str] | None = None
+        self.tied: frozenset[int] = frozenset()
+        """Its parameters that other stages use too, by id."""
         self.passing: dict[int, str] = {}
         """Memory of the present forward's inputs that no stage may change, with the reason: an output may lie in it."""
 
