@@ -1,4 +1,4 @@
-"""Runs instructions on CPU, on the ranks of a `launch`, so that people's own schedules can be tried out.
+"""Runs instructions on CPU, on the ranks of a `launch`, so that people's own schedules and modules can be tried out.
 
 DeepSpeed's engine is not wrapped here: its names for what users call are kept, and the instructions run on our transports.
 """
@@ -16,8 +16,11 @@ from torch.utils import _pytree as pytree
 
 from penstock.compat.deepspeed import proof as proofs
 from penstock.compat.deepspeed.buffers import PipeBuffers
+from penstock.compat.deepspeed.checklist import Duties
 from penstock.compat.deepspeed.interpreter import Interpreter
+from penstock.compat.deepspeed.module import PipelineModule
 from penstock.compat.deepspeed.player import TRAINING
+from penstock.compat.deepspeed.replicas import Replicas
 from penstock.compat.deepspeed.schedule import InferenceSchedule, TrainSchedule
 from penstock.compat.deepspeed.ties import Ties
 from penstock.compat.deepspeed.transport import Mail, Transport
@@ -34,10 +37,13 @@ logger = logging.getLogger(__name__)
 class PipelineEngine(Interpreter):
     """One stage of a pipeline that is driven by instructions; made on every rank of a `launch`, with the same arguments.
 
-    - `model`: a whole module that is cut into stages (`split` says how), or a list with one module a stage;
-    - `micro_batches`: how many make a batch; what DeepSpeed calls gradient accumulation steps;
-    - `loss_fn(outputs, labels)`; without one the last stage's output is the loss;
+    - `model`: a `PipelineModule`, whose topology says which ranks are stages and which replicas; or a whole module that is cut into one
+      stage per rank (`split` says how), or a list with one module per stage;
+    - `micro_batches`: how many make a batch on one replica; what DeepSpeed calls gradient accumulation steps;
+    - `micro_batch_size`: how many samples each has, for `train_batch_size` and `set_train_batch_size`;
+    - `loss_fn(outputs, labels)`, or that of the `PipelineModule`; without one the last stage's output is the loss;
     - `optimizer`: what makes one from this stage's parameters, or one that has them. Without one gradients are left as they are;
+    - `lr_scheduler`: what makes one from the optimizer, or one that has it; it steps after the optimizer;
     - `train_schedule`, `eval_schedule`: `PipeSchedule` classes, ours, DeepSpeed's or your own;
     - `strict`: refuse also what only DeepSpeed's own engine cannot run, see `prove`; sends then wait for their receives;
     - `deadline`: seconds that a rank waits for another at most.
@@ -50,23 +56,39 @@ class PipelineEngine(Interpreter):
         micro_batches: int,
         loss_fn: Callable[[Any, Any], Any] | None = None,
         optimizer: Any = None,
+        lr_scheduler: Any = None,
+        micro_batch_size: int | None = None,
         train_schedule: Callable[..., Any] = TrainSchedule,
         eval_schedule: Callable[..., Any] = InferenceSchedule,
         split: Any = None,
         strict: bool = True,
         deadline: float = 300.0,
     ) -> None:
-        self._transport = Transport(deadline)
-        self.stage_id, self.num_stages = self._transport.rank, self._transport.ranks
-        self.micro_batches, self.loss_fn, self.strict = micro_batches, loss_fn, strict
+        grid = self.grid = model.mpu() if isinstance(model, PipelineModule) else None
+        self._transport = Transport(deadline) if grid is None else Transport(deadline, grid.pp_group, grid.dp_group)
+        self.stage_id, self.num_stages = self._transport.stage, self._transport.stages
+        self.micro_batches, self.micro_batch_size, self.strict = micro_batches, micro_batch_size, strict
+        self.global_samples = 0
+        """How many samples were trained on over all replicas, where `micro_batch_size` is known."""
         self.train_schedule, self.eval_schedule = train_schedule, eval_schedule
-        parts = partition(model, self.num_stages, split)
-        part = parts.parts[self.stage_id]
+        if isinstance(model, PipelineModule):
+            if split is not None:
+                raise ScheduleError("split= goes with a whole module: a PipelineModule is cut by its partition_method")
+            self._partition, candidates = model.cut(), model.tie_candidates()
+            loss_fn = model.loss_fn if loss_fn is None else loss_fn
+        else:
+            self._partition = partition(model, self.num_stages, split)
+            tied = enumerate(self._partition.tied())
+            candidates = {number: p for number, holders in tied for stage, _, p in holders if stage == self.stage_id}
+        self.loss_fn = loss_fn
+        part = self._partition.parts[self.stage_id]
         if part is None:
             raise ScheduleError(f"rank {self.stage_id} runs stage {self.stage_id}, but the map of modules has none for it")
         self._part, self.module = part, part.module
-        self._ties = Ties(parts, self._transport)
+        self._replicas = Replicas(self.module, self._transport)
+        self._ties = Ties(candidates, self._transport)
         self.optimizer = self._optimizer(optimizer)
+        self.lr_scheduler = self._scheduler(lr_scheduler)
         self.program: Program | None = None
         """The last batch's instructions as a program, where they could be proved."""
         self._known: dict[bool, tuple[Any, Mail, Program | None]] = {}
@@ -97,6 +119,43 @@ class PipelineEngine(Interpreter):
                 "give a function that makes one, such as lambda parameters: SGD(parameters, lr=0.1)"
             )
         return given
+
+    def _scheduler(self, given: Any) -> Any:
+        """A learning-rate schedule for this stage's optimizer; a stage without one needs none."""
+        if given is None or self.optimizer is None:
+            return None
+        return given if hasattr(given, "step") else given(self.optimizer)
+
+    def get_lr(self) -> list[float]:
+        """The learning rates of this stage's optimizer, one per group of parameters."""
+        return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """How many samples a microbatch has."""
+        if self.micro_batch_size is None:
+            raise ScheduleError("the engine does not know how many samples a microbatch has: give PipelineEngine(micro_batch_size=...)")
+        return self.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """How many microbatches make a batch on one replica."""
+        return self.micro_batches
+
+    def train_batch_size(self) -> int:
+        """How many samples a batch has, over all replicas."""
+        return self.train_micro_batch_size_per_gpu() * self.micro_batches * self._transport.replicas
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Make the batches to come of so many samples over all replicas, by the number of microbatches. Called on every rank."""
+        size = self.train_micro_batch_size_per_gpu() * self._transport.replicas
+        if train_batch_size < 1 or train_batch_size % size:
+            raise ScheduleError(
+                f"a batch of {train_batch_size} samples is no multiple of {size}: {self._transport.replicas} replicas with microbatches of "
+                f"{self.micro_batch_size}"
+            )
+        self.micro_batches = train_batch_size // size
+
+    def reset_activation_shape(self) -> None:
+        """Nothing: messages tell their shapes, which may change from one microbatch to the next. Taken for DeepSpeed's sake."""
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
         """Take the data of the batches to come from a loader, from its beginning."""
@@ -133,7 +192,8 @@ class PipelineEngine(Interpreter):
             self.set_dataiterator(data_iter)
         self.module.train()
         self._run(self._train_schedule, self.micro_batches, training=True)
-        loss: Tensor = self._share(_mean(self._results))
+        self.global_samples += 0 if self.micro_batch_size is None else self.train_batch_size()
+        loss: Tensor = self._share(self._replicas.average("loss of replicas", _mean(self._results)))
         return loss
 
     def eval_batch(  # noqa: PLR0917 - DeepSpeed's order
@@ -162,14 +222,14 @@ class PipelineEngine(Interpreter):
                 self._run(make, count, training=False, compute_loss=compute_loss, keep_outputs=return_logits)
         finally:
             self.data_iterator = kept
-        mine: Any = self._results if reduce_output is None else _mean(self._results)
+        mine: Any = self._results if reduce_output is None else self._replicas.average("loss of replicas", _mean(self._results))
         shared = self._share(mine if compute_loss and bcast_loss else None)
         result = shared if compute_loss and bcast_loss else mine if self.is_last_stage() else None
         return (result, mb.merge(self._outputs, 0) if self.is_last_stage() else None) if return_logits else result
 
     def _share(self, value: Any) -> Any:
         """The last stage's value, on every rank."""
-        found = self._transport.gather("end of a batch", value if self.is_last_stage() else None)[-1]
+        found = self._transport.gather_stages("end of a batch", value if self.is_last_stage() else None)[-1]
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
 
     def _run(self, make: Callable[[], Any], count: int, *, training: bool, compute_loss: bool = True, keep_outputs: bool = False) -> None:
@@ -196,18 +256,25 @@ class PipelineEngine(Interpreter):
         if strange is not None:
             raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
         data = None if self.data_iterator is None else self._transport.ident(self.data_iterator)
-        return commands, buffers, self._transport.gather("begin of a batch", (proofs.plain(commands), buffers, data, type(made).__name__))
+        return (
+            commands,
+            buffers,
+            self._transport.gather_all("begin of a batch", (proofs.plain(commands), buffers, data, type(made).__name__)),
+        )
 
     def _prepare(self, commands: list[list[Any]], count: int, everyone: list[Any], training: bool, labels: bool) -> Mail:
         """Refuse what cannot work, the same on every rank, before any of it runs."""
-        streams, buffers, data, made = ([each[part] for each in everyone] for part in range(4))
-        if data[0] is not None and self.num_stages > 1 and data[0] == data[-1]:
-            raise ScheduleError("the first and the last stage were given one and the same iterator: each needs its own over the same data")
+        self._check_data([data for _, _, data, _ in everyone])
+        pipeline = [everyone[rank] for rank in self._transport.pipe]
+        streams, buffers, made = ([each[part] for each in pipeline] for part in (0, 1, 3))
+        self._check_replicas(everyone)
         names = {each.name for stream in streams for step in stream for each in step}
         if not training and names & set(TRAINING):
             raise ScheduleError(f"eval_batch() was given a schedule with {min(names & set(TRAINING))}: take one that only goes forward")
         if training and self._ties.active and "ReduceTiedGrads" not in names:
             raise ScheduleError("the stages share parameters, but the schedule has no ReduceTiedGrads: run it at the end of every stage")
+        if training and self._replicas.active and "ReduceGrads" not in names:
+            raise ScheduleError("the stages have replicas, but the schedule has no ReduceGrads: run it at the end of every stage")
         key = (streams, buffers, count, labels)
         if training not in self._known or self._known[training][0] != key:
             program = self._proved(streams, count, buffers, labels, made[0])
@@ -216,12 +283,40 @@ class PipelineEngine(Interpreter):
         _, mail, self.program = self._known[training]
         return mail
 
+    def _check_data(self, data: list[Any]) -> None:
+        """Refuse an iterator that two ranks would take from in turn."""
+        given = [each for each in data if each is not None]
+        if len(set(given)) < len(given):
+            if self._replicas.active:
+                raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
+            raise ScheduleError("the first and the last stage were given one and the same iterator: each needs its own over the same data")
+
+    def _check_replicas(self, everyone: list[Any]) -> None:
+        """Refuse replicas that would run another schedule, of which one would wait for the other."""
+        rows: dict[int, Any] = {}
+        for rank, (stream, buffers, _, _) in enumerate(everyone):
+            stage = 0 if self.grid is None else self.grid.topology().get_coord(rank).pipe
+            if self._replicas.active and rows.setdefault(stage, (stream, buffers)) != (stream, buffers):
+                raise ScheduleError(
+                    f"the replicas run different instructions on stage {stage}: give all the same schedule and micro_batches"
+                )
+
     def _proved(self, streams: list[Stream], count: int, buffers: list[int], labels: bool, name: str) -> Program | None:
         strange = next(filter(None, map(proofs.unknown, streams)), None)
         if strange is not None:
             logger.info("%s is an instruction of your own: the streams run without a proof", strange)
+            _check_ends(streams)
             return None
         return proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=name)
+
+
+def _check_ends(streams: list[Stream]) -> None:
+    """Refuse messages to stages that are not there."""
+    for stage, stream in enumerate(streams):
+        duties = Duties(stage == 0, stage == len(streams) - 1, training=True)
+        for each in (each for step in stream for each in step):
+            if duties.nowhere(each.name):
+                raise ScheduleError(f"{each} on stage {stage} cannot run: {duties.nowhere(each.name)}")
 
 
 def _mean(values: list[Any]) -> Any:
