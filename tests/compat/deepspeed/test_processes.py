@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,11 @@ class Dense(nn.Module):
         return torch.tanh(x @ self.up.T) @ self.down.T
 
 
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
 class Sliced(Dense):
     """A slice of it: some rows of the first map and the same columns of the second. It ends in a collective."""
 
@@ -162,21 +168,13 @@ def test_slices_of_layers_and_the_grid_s_process_groups(workers: Workers, shape:
     torch.manual_seed(0)
     batches = data(4 * shape[2], torch.float64)
 
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleDict({"0": Dense(0), "2": Dense(1)})
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers["2"](torch.sin(self.layers["0"](x)))  # type: ignore[no-any-return]
-
-    whole = Both()
+    whole = nn.Sequential(Dense(0), Sine(), Dense(1))
     wanted = [loss.item() for loss in by_loop(whole, batches, 2 * shape[2])]
     for losses, parameters, place in workers.run(train_slices, (shape, batches), ranks=4):
         assert losses == pytest.approx(wanted, rel=1e-10)
         mine = slice(2 * place, 2 * place + 2)
         for name, value in parameters.items():
-            full = whole.get_parameter(f"layers.{name}")
+            full = whole.get_parameter(name)
             part = full[mine] if name.endswith("up") else full[:, mine]
             torch.testing.assert_close(value, part, rtol=1e-10, atol=1e-10)
 
@@ -202,3 +200,34 @@ def test_a_grid_s_process_groups(workers: Workers) -> None:
             "slice": (1 << place, 1),
             "model": (0b101 << data_id, 2),
         }
+
+
+# Checkpoints ----------------------------------------------------------------------------------------------------------
+
+
+def save_and_go_on(shape: tuple[int, int, int], folder: str, batches: list[Any], resume: bool) -> list[float]:
+    """Two batches with a checkpoint between them, or the second one alone, from other values and the checkpoint."""
+    topology = PipeModelDataParallelTopology(*shape)
+    grid = PipelineParallelGrid(topology)
+    layers = [LayerSpec(Sliced, 50 * resume, grid), torch.sin, LayerSpec(Sliced, 50 * resume + 1, grid)]
+    module = PipelineModule(layers, topology=topology, loss_fn=loss_fn)
+    engine = PipelineEngine(module, micro_batches=2, optimizer=sgd, deadline=30)
+    mine = iter(batches[2 * grid.data_parallel_id :][:2])
+    if resume:
+        assert engine.load_checkpoint(folder)[1] == {"epoch": 1}
+        return [engine.train_batch(mine).item()]
+    first = engine.train_batch(iter(batches[2 * grid.data_parallel_id :][:2])).item()
+    engine.save_checkpoint(folder, client_state={"epoch": 1})
+    return [first, engine.train_batch(mine).item()]
+
+
+@pytest.mark.parametrize(("before", "after"), [((2, 2, 1), (1, 2, 2)), ((1, 2, 2), (2, 2, 1))])
+def test_checkpoints_of_slices_and_replicas(workers: Workers, tmp_path: Path, before: Any, after: Any) -> None:
+    """Saved with some stages and replicas, loaded with others: all replicas of both get the same two microbatches."""
+    torch.manual_seed(0)
+    batches = data(2, torch.float64) * 2
+    first = workers.run(save_and_go_on, (before, str(tmp_path), batches, False), ranks=4)
+    then = workers.run(save_and_go_on, (after, str(tmp_path), batches, True), ranks=4)
+    wanted = [loss.item() for loss in by_loop(nn.Sequential(Dense(0), Sine(), Dense(1)), batches, 2)]
+    assert all(found == pytest.approx(wanted, rel=1e-10) for found in first)
+    assert all(found == pytest.approx(wanted[1:], rel=1e-10) for found in then)

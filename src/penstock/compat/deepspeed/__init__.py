@@ -2,7 +2,8 @@
 
 `schedule`, `topology` and `module` have the names of the modules of `deepspeed.runtime.pipe` that are called so; `as_deepspeed` gives
 DeepSpeed's engine any of our schedules with one stage per rank; `prove` and `to_program` take a `PipeSchedule` class; `PipelineEngine`
-runs one on a `PipelineModule` or any other model. What needs torch is loaded when it is asked for.
+runs one on a `PipelineModule` or any other model; `initialize` says what there is in the place of a configuration. What needs torch
+is loaded when it is asked for.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.compat.deepspeed.configuration import initialize
 from penstock.compat.deepspeed.orders import as_deepspeed
 from penstock.compat.deepspeed.proof import prove, to_program
 from penstock.compat.deepspeed.topology import (
@@ -33,6 +35,7 @@ __all__ = [
     "ProcessTopology",
     "TiedLayerSpec",
     "as_deepspeed",
+    "initialize",
     "prove",
     "to_program",
 ]

@@ -6,7 +6,8 @@ DeepSpeed's engine is not wrapped here: its names for what users call are kept, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 from penstock.compat.deepspeed import proof as proofs
 from penstock.compat.deepspeed.buffers import PipeBuffers
 from penstock.compat.deepspeed.checklist import Duties
+from penstock.compat.deepspeed.checkpoint import EngineState, choose_tag, hold_stage, note_latest, open_folder
 from penstock.compat.deepspeed.interpreter import Interpreter
 from penstock.compat.deepspeed.module import PipelineModule
 from penstock.compat.deepspeed.player import TRAINING
@@ -24,7 +26,7 @@ from penstock.compat.deepspeed.replicas import Replicas
 from penstock.compat.deepspeed.schedule import InferenceSchedule, TrainSchedule
 from penstock.compat.deepspeed.ties import Ties
 from penstock.compat.deepspeed.transport import Mail, Transport
-from penstock.errors import NotAnIteratorError, PipelineError, ScheduleError
+from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.deepspeed import Stream
 from penstock.runtime import microbatch as mb
@@ -65,6 +67,7 @@ class PipelineEngine(Interpreter):
         deadline: float = 300.0,
     ) -> None:
         grid = self.grid = model.mpu() if isinstance(model, PipelineModule) else None
+        self._deadline = deadline
         self._transport = Transport(deadline) if grid is None else Transport(deadline, grid.pp_group, grid.dp_group)
         self.stage_id, self.num_stages = self._transport.stage, self._transport.stages
         self.micro_batches, self.micro_batch_size, self.strict = micro_batches, micro_batch_size, strict
@@ -98,12 +101,15 @@ class PipelineEngine(Interpreter):
     # What it is made of -----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this stage is to update, each once, under the model's own names."""
-        seen: set[int] = set()
+        """The parameters that this stage is to update, each once, under the model's own names; tied ones come last.
+
+        So the first of them, under whose name a checkpoint notes the options that many have in common, is no other stage's.
+        """
+        named: dict[int, tuple[str, nn.Parameter]] = {}
         for name, parameter in self._part.parameters:
-            if id(parameter) not in seen and self._ties.is_mine(parameter):
-                seen.add(id(parameter))
-                yield name, parameter
+            if self._ties.is_mine(parameter):
+                named.setdefault(id(parameter), (name, parameter))
+        return iter(sorted(named.values(), key=lambda each: self._ties.is_tied(each[1])))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
@@ -245,6 +251,74 @@ class PipelineEngine(Interpreter):
         finally:
             mail.end()
             self.pipe_buffers = PipeBuffers(0)
+
+    # Checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the model, the optimizer, the learning-rate schedule and `client_state`, of which the first rank's counts.
+
+        Called on every rank. The checkpoint is in `save_dir/tag`, `global_step<n>` unless given, and is one of `Checkpoints`: it can be
+        loaded with any number of stages and replicas. `save_latest` makes it the one that is loaded without a tag.
+        """
+        if exclude_frozen_parameters:
+            raise CheckpointError(
+                "exclude_frozen_parameters: our checkpoints hold the whole model, so that any number of stages loads them"
+            )
+        chosen = f"global_step{self.global_steps}" if tag is None else str(tag)
+        tags = self._transport.gather_all("tag of a checkpoint", chosen)
+        if len(set(tags)) > 1:
+            raise CheckpointError(f"the ranks save under different tags, {', '.join(sorted(set(tags)))}: give all the same")
+        mine = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
+        rates = next((each for each in self._transport.gather_all("learning rates", mine) if each is not None), None)
+        counts = {"global_steps": self.global_steps, "global_samples": self.global_samples}
+        state = EngineState(counts, rates, dict(client_state or {}))
+        checkpoints = open_folder(save_dir, chosen, self._deadline)
+        checkpoints.save(self._held(), self.optimizer, step=self.global_steps, extra={"deepspeed": state})
+        if save_latest and self._transport.is_first:
+            note_latest(save_dir, chosen)
+        self._transport.gather_all("checkpoint saved", None)
+        return True
+
+    def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's order
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Load what `save_checkpoint` has saved, the last one unless a tag is given: its folder, and the `client_state` that is in it.
+
+        Called on every rank. Where nothing was saved yet, both are None.
+        """
+        if not load_module_strict or custom_load_fn is not None:
+            raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
+        chosen = self._transport.gather_all("tag of a checkpoint", choose_tag(load_dir) if tag is None else str(tag))[0]
+        if chosen is None:
+            return None, None
+        rates = None if load_module_only or not load_lr_scheduler_states else self.lr_scheduler
+        optimizer = None if load_module_only or not load_optimizer_states else self.optimizer
+        state = EngineState({}, None, {}, rates)
+        loaded = open_folder(load_dir, chosen, self._deadline).load_latest(self._held(), optimizer, extra={"deepspeed": state})
+        if loaded is None:
+            raise CheckpointError(f"there is no checkpoint under the tag {chosen!r} in {load_dir}")
+        if not load_module_only:
+            self.global_steps, self.global_samples = state.counts["global_steps"], state.counts["global_samples"]
+        return str(loaded.path), state.client_state
+
+    def _held(self) -> Any:
+        """This stage as checkpoints take it."""
+        sliced = self.grid is not None and self.grid.get_slice_parallel_world_size() > 1
+        return hold_stage(self._partition, self.stage_id, self._ties, self.grid.get_slice_parallel_rank() if sliced and self.grid else None)
 
     # Before it runs ---------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from penstock.compat.deepspeed.transport import Transport
 
 
+Place = tuple[int, int, int]
+"""A parameter's stage, its number there, and the slice of the layer that it is of."""
+
+
 class Ties:
     """What this stage shares with others. Copies start from the values of the first, and their gradients are summed.
 
@@ -26,21 +30,26 @@ class Ties:
         everyone = transport.gather_stages("PipelineEngine", mine)
         holders = Counter(called for theirs in everyone for called in theirs)
         self._mine = {called: p for called, p in candidates.items() if holders[called] > 1}
+        self._tied = {id(p) for p in self._mine.values()}
         self.active = any(count > 1 for count in holders.values())
         before = {theirs[called][0] for theirs in everyone[: transport.stage] for called in self._mine if called in theirs}
         self._others = {id(p) for p in self._mine.values() if transport.ident(p) in before}
         _check_shapes(everyone)
         self._start_equal()
 
+    def is_tied(self, parameter: nn.Parameter) -> bool:
+        """Whether another stage has it too."""
+        return id(parameter) in self._tied
+
     def is_mine(self, parameter: nn.Parameter) -> bool:
         """Whether this stage is to update it: one object that virtual ranks share belongs to the first of them."""
         return id(parameter) not in self._others
 
-    def first_names(self, names: Mapping[int, Hashable]) -> dict[Hashable, Hashable]:
-        """For what this stage calls its tied parameters, by their identity, what the first stage that has them calls them."""
-        mine = {called: names[id(parameter)] for called, parameter in self._mine.items()}
-        everyone = self._transport.gather_stages("names of tied parameters", mine)
-        return {name: next(theirs[called] for theirs in everyone if called in theirs) for called, name in mine.items()}
+    def first_places(self, places: Mapping[int, Place]) -> dict[int, Place]:
+        """For this stage's tied parameters, by their identity, the place on the first stage that has them, out of everyone's places."""
+        mine = {called: places[id(parameter)] for called, parameter in self._mine.items()}
+        everyone = self._transport.gather_stages("places of tied parameters", mine)
+        return {id(p): next(theirs[called] for theirs in everyone if called in theirs) for called, p in self._mine.items()}
 
     def _idents(self) -> dict[Hashable, Hashable]:
         return {called: self._transport.ident(p) for called, p in self._mine.items()}

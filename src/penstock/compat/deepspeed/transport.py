@@ -39,6 +39,11 @@ class Transport:
         self.replica, self.replicas = self.data.index(self._rank), len(self.data)
 
     @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of all."""
+        return self._rank == 0
+
+    @property
     def shares_memory(self) -> bool:
         """Whether what other ranks give is their own tensors rather than copies."""
         return self._group.shares_memory
