@@ -244,6 +244,8 @@ class PipelineEngine(Interpreter):
         self._reset(buffers, training=training, compute_loss=compute_loss, keep_outputs=keep_outputs)
         backup = Backup.take(parameter for _, parameter in self._part.parameters)
         try:
+            if training:
+                self._transport.together(self._ties.begin, lambda: self._at)
             self._transport.together(lambda: self._exec_schedule(commands, mail), lambda: self._at)
         except BaseException:
             backup.restore()
@@ -302,7 +304,8 @@ class PipelineEngine(Interpreter):
         """
         if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
-        chosen = self._transport.gather_all("tag of a checkpoint", choose_tag(load_dir) if tag is None else str(tag))[0]
+        mine = str(tag) if tag is not None else choose_tag(load_dir) if self._transport.is_first else None
+        chosen = self._transport.gather_all("tag of a checkpoint", mine)[0]
         if chosen is None:
             return None, None
         rates = None if load_module_only or not load_lr_scheduler_states else self.lr_scheduler
@@ -357,13 +360,12 @@ class PipelineEngine(Interpreter):
         _, mail, self.program = self._known[training]
         return mail
 
-    def _check_data(self, data: list[Any]) -> None:
+    @staticmethod
+    def _check_data(data: list[Any]) -> None:
         """Refuse an iterator that two ranks would take from in turn."""
         given = [each for each in data if each is not None]
         if len(set(given)) < len(given):
-            if self._replicas.active:
-                raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
-            raise ScheduleError("the first and the last stage were given one and the same iterator: each needs its own over the same data")
+            raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
 
     def _check_replicas(self, everyone: list[Any]) -> None:
         """Refuse replicas that would run another schedule, of which one would wait for the other."""

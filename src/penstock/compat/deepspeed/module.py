@@ -116,6 +116,7 @@ class PipelineModule(nn.Module):
         self.global_rank, self.world_size = self._grid.global_rank, self._grid.world_size
         self.num_stages, self.stage_id = self._grid.pipe_parallel_size, self._grid.stage_id
         self._layer_specs = list(layers)
+        self._num_layers = len(self._layer_specs)
         _check_layers(self._layer_specs)
         self.parts = self._partition_layers(partition_method)
         self._local_start, self._local_stop = self.parts[self.stage_id], self.parts[self.stage_id + 1]

@@ -34,6 +34,7 @@ class Ties:
         self.active = any(count > 1 for count in holders.values())
         before = {theirs[called][0] for theirs in everyone[: transport.stage] for called in self._mine if called in theirs}
         self._others = {id(p) for p in self._mine.values() if transport.ident(p) in before}
+        self._before: dict[Hashable, Tensor | None] = {}
         _check_shapes(everyone)
         self._start_equal()
 
@@ -64,6 +65,15 @@ class Ties:
                 parameter.detach().copy_(first)
         self._transport.gather_stages("tied values copied", None)
 
+    def begin(self) -> None:
+        """Set aside what was accumulated before this batch, so that only its own gradients are summed over the stages."""
+        if not self.active:
+            return
+        self._before = {called: p.grad for called, p in self._mine.items()}
+        self._transport.gather_stages("gradients set aside", None)  # nobody adds to a gradient that another has yet to set aside
+        for parameter in self._mine.values():
+            parameter.grad = None
+
     def sum_gradients(self) -> None:
         """Sum over the stages, the same on each of them; one object has summed by itself."""
         idents = self._idents()
@@ -72,7 +82,9 @@ class Ties:
         sums = {called: _sum(theirs[called] for theirs in everyone if called in theirs) for called in self._mine}
         self._transport.gather_stages("ReduceTiedGrads summed", None)  # nobody changes a gradient that another has yet to add
         for called, parameter in self._mine.items():
-            parameter.grad = sums[called] if self.is_mine(parameter) else parameter.grad
+            before, total = self._before.get(called), sums[called]
+            if self.is_mine(parameter):
+                parameter.grad = total if before is None else before if total is None else before + total
         self._transport.gather_stages("ReduceTiedGrads done", None)  # one object has its sum before anybody goes on
 
 
