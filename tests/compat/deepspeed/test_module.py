@@ -22,6 +22,7 @@ from penstock.compat.deepspeed import (
     PipelineModule,
     ProcessTopology,
     TiedLayerSpec,
+    as_deepspeed,
 )
 from penstock.compat.deepspeed.partition import partition_balanced, partition_uniform
 from penstock.errors import PenstockError, PlacementError, ScheduleError
@@ -500,3 +501,80 @@ def test_a_spec_prints_as_a_call() -> None:
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
     assert LayerSpec(nn.Linear, 2, 3, bias=False).build().bias is None
     assert TiedLayerSpec("a", nn.Linear, 2, 3, tied_weight_attr="x.y").tied_weight_attr == ["x.y"]
+
+
+# Anything that can be written -----------------------------------------------------------------------------------------
+
+
+KINDS = ("module", "spec", "function", "tied a", "tied b", "weight of a", "object")
+
+
+class Drawn(nn.Module):
+    """A drawn list of layers without a pipeline: one module for each that has one, under the name that a PipelineModule gives it."""
+
+    def __init__(self, kinds: list[str]) -> None:
+        super().__init__()
+        self.kinds = kinds
+        self.tied_modules = nn.ModuleDict({key: Block(100 + ord(key)) for key in "ab" if any(kind.endswith(f" {key}") for kind in kinds)})
+        one = Block(99)
+        for index, kind in enumerate(kinds):
+            if kind in ("module", "spec", "object"):
+                self.add_module(str(index), one if kind == "object" else Block(index))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, kind in enumerate(self.kinds):
+            if kind == "function":
+                x = scale(x)
+            elif kind in ("module", "spec", "object"):
+                x = self.get_submodule(str(index))(x)
+            else:
+                module = self.tied_modules[kind[-1]]
+                x = project(module, x) if kind.startswith("weight") else module(x)  # type: ignore[arg-type]
+        return x
+
+
+def drawn_layers(kinds: list[str]) -> list[Any]:
+    one = Block(99)
+    made = {
+        "module": Block,
+        "spec": lambda index: LayerSpec(Block, index),
+        "function": lambda _: scale,
+        "object": lambda _: one,
+        "tied a": lambda _: TiedLayerSpec("a", Block, 100 + ord("a")),
+        "tied b": lambda _: TiedLayerSpec("b", Block, 100 + ord("b")),
+        "weight of a": lambda _: TiedLayerSpec("a", Block, 100 + ord("a"), forward_fn=project),
+    }
+    return [made[kind](index) for index, kind in enumerate(kinds)]
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), min_size=1, max_size=8).filter(lambda kinds: set(kinds) != {"function"}),
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 2)),
+    micro_batches=st.integers(1, 4),
+    method=st.sampled_from(["uniform", "parameters"]),
+    interval=st.integers(0, 3),
+    order=st.sampled_from(["1f1b", "gpipe", "eager-1f1b"]),
+)
+def test_drawn_lists_train_like_the_unpipelined_model(
+    kinds: list[str], shape: tuple[int, int], micro_batches: int, method: str, interval: int, order: str
+) -> None:
+    stages, replicas = shape
+    batches = data(2 * micro_batches * replicas, torch.float64)
+
+    def train_one() -> tuple[list[float], dict[str, Tensor]]:
+        topology = PipeDataParallelTopology(stages, replicas)
+        options = {"partition_method": method, "activation_checkpoint_interval": interval, "loss_fn": loss_fn}
+        module = PipelineModule(drawn_layers(kinds), topology=topology, **options)
+        engine = PipelineEngine(module, micro_batches=micro_batches, optimizer=sgd, train_schedule=as_deepspeed(order), deadline=20)
+        start = micro_batches * module.mpu().data_parallel_id
+        size = micro_batches * replicas
+        source = iter([each for first in (0, size) for each in batches[first + start :][:micro_batches]])
+        losses = [engine.train_batch(source).item() for _ in range(2)]
+        return losses, {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+    whole = Drawn(kinds)
+    wanted = [loss.item() for loss in by_loop(whole, batches, micro_batches * replicas)]
+    for losses, parameters in launch(train_one, ranks=stages * replicas):
+        assert losses == pytest.approx(wanted, rel=1e-9)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, dict(whole.named_parameters(remove_duplicate=False))[name], rtol=1e-9, atol=1e-9)
