@@ -332,6 +332,22 @@ def test_learning_rates_follow_their_schedule() -> None:
         assert rates == [0.1, 0.05, 0.025]
 
 
+def test_a_learning_rate_schedule_may_be_a_class_or_made_already() -> None:
+    def rates() -> list[float]:
+        found = []
+        for ready in (False, True):
+            block = Block(0)
+            optimizer = sgd(block.parameters())
+            kind = torch.optim.lr_scheduler.ConstantLR  # a third of the rate for five steps
+            engine = PipelineEngine(
+                nn.Sequential(block), micro_batches=1, optimizer=optimizer, lr_scheduler=kind(optimizer) if ready else kind
+            )
+            found += engine.get_lr()
+        return found
+
+    assert launch(rates, ranks=1)[0] == pytest.approx([0.1 / 3] * 2)
+
+
 def test_a_stage_without_parameters_has_no_learning_rate() -> None:
     def train_one() -> list[float]:
         layers = lambda: [LayerSpec(Block, 0), torch.tanh]  # noqa: E731

@@ -130,7 +130,7 @@ class PipelineEngine(Interpreter):
         """A learning-rate schedule for this stage's optimizer; a stage without one needs none."""
         if given is None or self.optimizer is None:
             return None
-        return given if hasattr(given, "step") else given(self.optimizer)
+        return given if hasattr(given, "step") and not isinstance(given, type) else given(self.optimizer)
 
     def get_lr(self) -> list[float]:
         """The learning rates of this stage's optimizer, one per group of parameters."""
