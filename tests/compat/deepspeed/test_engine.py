@@ -136,6 +136,27 @@ def test_tied_parameters(shared: bool) -> None:
             torch.testing.assert_close(weight, alone[0].weight, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_tied_gradients_that_are_accumulated_over_batches(shared: bool) -> None:
+    """Without an optimizer they are left, and those of the next batch are added once."""
+    batches, whole = data(8, torch.float64), tied_model()
+    alone = copy.deepcopy(whole)
+
+    def train() -> Tensor | None:
+        mine = whole if shared else tied_model()
+        engine = PipelineEngine(mine, micro_batches=4, loss_fn=loss_fn, split=[1, 1, 1], deadline=20)
+        source = iter(batches)
+        for _ in range(2):
+            engine.train_batch(source)
+        return mine[0].weight.grad if engine.stage_id != 1 else None
+
+    for inputs, labels in batches:
+        (loss_fn(alone(inputs), labels) / 4).backward()
+    for grad in launch(train, ranks=3):
+        if grad is not None:
+            torch.testing.assert_close(grad, alone[0].weight.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_a_stage_s_parameters_have_the_model_s_names() -> None:
     layer = nn.Linear(WIDTH, WIDTH)
     whole = nn.Sequential(nn.Linear(WIDTH, WIDTH), layer, layer)

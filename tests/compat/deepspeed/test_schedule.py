@@ -189,3 +189,79 @@ def test_a_subclass_that_says_what_each_step_does() -> None:
     names = [each.name for step in NoBackward(2, 2, 0) for each in step]
     assert names.count("ForwardPass") == 2
     assert not {"BackwardPass", "RecvGrad"} & set(names)
+
+
+# Hooks ----------------------------------------------------------------------------------------------------------------
+
+
+IDS = ("_even_step_forward_id", "_odd_step_forward_id", "_even_step_backward_id", "_odd_step_backward_id")
+
+
+def names(made: schedule.PipeSchedule) -> list[str]:
+    return [each.name for step in made for each in step]
+
+
+@pytest.mark.parametrize("hook", IDS)
+def test_a_subclass_that_says_a_microbatch_of_its_own(hook: str) -> None:
+    """Each hook is asked on the stages of its parity, and what it says is what runs."""
+    direction = "ForwardPass" if "forward" in hook else "BackwardPass"
+    stage = int(hook.startswith("_odd")) if direction == "ForwardPass" else int(hook.startswith("_even"))
+    lost = type("Lost", (schedule.TrainSchedule,), {hook: lambda self, step: -1})
+    assert names(lost(3, 2, stage)).count(direction) == 0
+    assert names(lost(3, 2, 1 - stage)) == names(schedule.TrainSchedule(3, 2, 1 - stage))
+    doubled = type("Doubled", (schedule.TrainSchedule,), {hook: lambda self, step: 1})
+    found = [repr(each) for step in doubled(3, 2, stage) for each in step if each.name == direction]
+    assert found == [f"{direction}(buffer_id=1)"] * 4
+
+
+def test_the_hooks_of_a_step_work_for_every_step_and_stage() -> None:
+    """A forward of microbatch m is in step 2m + s, its backward in step 2m + 2p - 1 - s."""
+    for stage in range(4):
+        made = schedule.TrainSchedule(5, 4, stage)
+        parity = "_odd" if stage % 2 else "_even"
+        other = "_even" if stage % 2 else "_odd"
+        assert [getattr(made, f"{parity}_step_forward_id")(2 * m + stage) for m in range(5)] == list(range(5))
+        assert [getattr(made, f"{other}_step_backward_id")(2 * m + 7 - stage) for m in range(5)] == list(range(5))
+
+
+class Alone(schedule.TrainSchedule):
+    """A stage without neighbours."""
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return False
+
+
+class AloneForward(schedule.InferenceSchedule):
+    def _valid_stage(self, stage_id: int) -> bool:
+        return False
+
+
+@pytest.mark.parametrize("kind", [Alone, AloneForward])
+def test_a_subclass_that_says_which_neighbours_there_are(kind: type[schedule.PipeSchedule]) -> None:
+    for stage in range(3):
+        assert not [name for name in names(kind(4, 3, stage)) if name.startswith(("Send", "Recv"))]
+        assert names(kind(4, 3, stage)).count("ForwardPass") == 4
+
+
+class FirstTwo(schedule.TrainSchedule):
+    """Runs the first two microbatches alone."""
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < 2
+
+
+class FirstTwoForward(schedule.InferenceSchedule):
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < 2
+
+
+@pytest.mark.parametrize(("kind", "like"), [(FirstTwo, schedule.TrainSchedule), (FirstTwoForward, schedule.InferenceSchedule)])
+def test_a_subclass_that_says_which_microbatches_there_are(kind: type[schedule.PipeSchedule], like: type[schedule.PipeSchedule]) -> None:
+    for stage in range(3):
+        assert names(kind(5, 3, stage)) == names(like(2, 3, stage))
+
+
+def test_a_hook_of_one_object() -> None:
+    made = schedule.TrainSchedule(4, 2, 0)
+    made._valid_stage = lambda stage_id: False  # type: ignore[method-assign]
+    assert not [name for name in names(made) if name.startswith(("Send", "Recv"))]

@@ -21,6 +21,19 @@ def model(layers: int = 4, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(layers))).to(dtype)
 
 
+class Block(nn.Module):
+    """A layer whose first values come from its seed alone, wherever it is built."""
+
+    def __init__(self, seed: int, width: int = WIDTH) -> None:
+        super().__init__()
+        values = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(width, WIDTH, dtype=torch.float64, generator=values) / 3)
+        self.bias = nn.Parameter(torch.randn(width, dtype=torch.float64, generator=values) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(nn.functional.linear(x, self.weight, self.bias))
+
+
 def data(count: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
     return [(torch.randn(3, WIDTH, dtype=dtype), torch.randn(3, WIDTH, dtype=dtype)) for _ in range(count)]
 

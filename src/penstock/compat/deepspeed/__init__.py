@@ -1,32 +1,57 @@
-"""DeepSpeed's pipeline schedules over our parts: its names, our orders in its engine, and people's own instructions on CPU.
+"""DeepSpeed's pipelines over our parts: its names, our orders in its engine, and people's own modules and instructions on CPU.
 
-`schedule` has the names of `deepspeed.runtime.pipe.schedule`; `as_deepspeed` gives DeepSpeed's engine any of our schedules
-with one stage a rank; `prove` and `to_program` take a `PipeSchedule` class; `PipelineEngine`, which needs torch, runs one.
+`schedule`, `topology` and `module` have the names of the modules of `deepspeed.runtime.pipe` that are called so; `as_deepspeed` gives
+DeepSpeed's engine any of our schedules with one stage per rank; `prove` and `to_program` take a `PipeSchedule` class; `PipelineEngine`
+runs one on a `PipelineModule` or any other model; `initialize` says what there is in the place of a configuration. What needs torch
+is loaded when it is asked for.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from penstock.compat.deepspeed.configuration import initialize
 from penstock.compat.deepspeed.orders import as_deepspeed
 from penstock.compat.deepspeed.proof import prove, to_program
+from penstock.compat.deepspeed.topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 
 if TYPE_CHECKING:
     from penstock.compat.deepspeed.engine import PipelineEngine
+    from penstock.compat.deepspeed.module import LayerSpec, PipelineModule, TiedLayerSpec
 
-__all__ = ["PipelineEngine", "as_deepspeed", "prove", "to_program"]
+__all__ = [
+    "LayerSpec",
+    "PipeDataParallelTopology",
+    "PipeModelDataParallelTopology",
+    "PipelineEngine",
+    "PipelineModule",
+    "PipelineParallelGrid",
+    "ProcessTopology",
+    "TiedLayerSpec",
+    "as_deepspeed",
+    "initialize",
+    "prove",
+    "to_program",
+]
+
+_NEEDS_TORCH = {"PipelineEngine": "engine", "PipelineModule": "module", "LayerSpec": "module", "TiedLayerSpec": "module"}
 
 
 def __getattr__(name: str) -> Any:
-    """The engine is loaded when it is asked for, so that schedules need no torch."""
-    if name != "PipelineEngine":
+    """Load what needs torch, so that schedules do not."""
+    if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from penstock.compat.deepspeed.engine import PipelineEngine
+        return getattr(import_module(f"{__name__}.{_NEEDS_TORCH[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         from penstock.errors import MissingExtraError
 
-        raise MissingExtraError("PipelineEngine", "torch", "torch") from error
-    return PipelineEngine
+        raise MissingExtraError(name, "torch", "torch") from error

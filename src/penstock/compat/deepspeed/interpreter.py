@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.compat.deepspeed.buffers import PipeBuffers
+from penstock.compat.deepspeed.module import recompute
+from penstock.compat.deepspeed.replicas import Replicas
 from penstock.compat.deepspeed.ties import Ties
 from penstock.compat.deepspeed.transport import Mail
 from penstock.errors import ScheduleError
+from penstock.runtime.partition import Part
 
 
 class Interpreter:
@@ -24,10 +27,13 @@ class Interpreter:
     module: nn.Module
     loss_fn: Callable[[Any, Any], Any] | None
     optimizer: Any
+    lr_scheduler: Any
     global_steps: int = 0
     data_iterator: Iterator[Any] | None = None
     batch_fn: Callable[[Any], Any] | None = None
     _ties: Ties
+    _replicas: Replicas
+    _part: Part
     _mail: Mail
 
     def _reset(self, buffers: int, *, training: bool = False, compute_loss: bool = True, keep_outputs: bool = False) -> None:
@@ -67,15 +73,21 @@ class Interpreter:
             return
         batch = self._next_batch()
         if self.is_first_stage():
-            self.pipe_buffers.put("inputs", buffer_id, _leaves(batch[0], wanted=False))
+            self.pipe_buffers.put("inputs", buffer_id, _leaves(_as_tuple(batch[0]), wanted=self._training and self._inputs_lead))
         if self.is_last_stage():
-            self.pipe_buffers.put("labels", buffer_id, batch[1] if len(batch) > 1 else None)
+            self.pipe_buffers.put("labels", buffer_id, _as_tuple(batch[1]) if len(batch) > 1 else None)
+
+    @property
+    def _inputs_lead(self) -> bool:
+        """Whether the first stage's inputs must have gradients: a user's own recomputation may need one to begin with."""
+        given = getattr(self.module, "activation_checkpoint_func", recompute)
+        return given is not recompute and getattr(self.module, "activation_checkpoint_interval", 0) > 0
 
     def _next_batch(self) -> Any:
-        if self.data_iterator is None:
+        if self.data_iterator is None and self.batch_fn is None:
             raise ScheduleError("there is no data: give train_batch(data_iter=...) to the first and the last stage")
         try:
-            batch = next(self.data_iterator)
+            batch = None if self.data_iterator is None else next(self.data_iterator)
         except StopIteration:
             raise ScheduleError("the data ended within the batch: give as many microbatches as a batch has") from None
         batch = batch if self.batch_fn is None else self.batch_fn(batch)
@@ -129,7 +141,7 @@ class Interpreter:
         self.pipe_buffers.put("gradients", buffer_id, self._mail.receive("RecvGrad"))
 
     def _exec_reduce_grads(self) -> None:
-        """There is one replica of each stage."""
+        self._replicas.average_gradients(self._part.module.parameters())
 
     def _exec_reduce_tied_grads(self) -> None:
         self._ties.sum_gradients()
@@ -138,6 +150,8 @@ class Interpreter:
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
         self.global_steps += 1
 
     # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own, by name or by class.
@@ -153,6 +167,11 @@ class Interpreter:
         "SendGrad": _exec_send_grads,
         "RecvGrad": _exec_recv_grads,
     }
+
+
+def _as_tuple(value: Any) -> Any:
+    """Loaders give lists for tuples; layers get tuples, as in DeepSpeed."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _leaves(value: Any, *, wanted: bool) -> Any:

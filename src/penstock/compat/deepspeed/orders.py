@@ -11,7 +11,6 @@ import numpy as np
 
 from penstock.compat.deepspeed import schedule as ours
 from penstock.compat.deepspeed.proof import program_of
-from penstock.compat.deepspeed.streams import num_buffers, of_stage
 from penstock.errors import ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
@@ -55,7 +54,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
         return known[micro_batches, stages]
 
     def stream(self: Any) -> Stream:
-        return of_stage(proved(self.micro_batches, self.stages), self.stage_id)
+        return _of_stage(proved(self.micro_batches, self.stages), self.stage_id)
 
     def steps(self: Any) -> Iterator[list[Any]]:
         """The stage's instructions."""
@@ -64,7 +63,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def num_pipe_buffers(self: Any) -> int:
         """As many as the stream uses."""
-        return num_buffers(stream(self), 1)
+        return _num_buffers(stream(self))
 
     if isinstance(schedule, Table):
         proved(schedule.microbatches, schedule.ranks)
@@ -114,7 +113,7 @@ def _proved(table: Table) -> Sequence[Stream]:
     """The streams of every stage, for an engine that has one loss and one gradient, and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
     found = streams(_one_loss(merged) if table.training else merged)
-    program_of(found, table.microbatches, [num_buffers(stream, 1) for stream in found], name=table.name)
+    program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
     return found
 
 
@@ -126,3 +125,15 @@ def _one_loss(schedule: Schedule) -> Schedule:
     place = np.array([forward.get(microbatch, len(last.codes)) for microbatch in last.microbatch.tolist()], dtype=np.int64)
     rows[-1] = rows[-1][np.lexsort((last.kind, place))]  # F comes before B in the order of kinds
     return Schedule.from_rows(Rows.join(rows), schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name)
+
+
+def _of_stage(found: Sequence[Stream], stage_id: int) -> Stream:
+    """One stage's stream."""
+    if not 0 <= stage_id < len(found):
+        raise ScheduleError(f"stage_id {stage_id}: there are {len(found)} stages, 0 to {len(found) - 1}")
+    return found[stage_id]
+
+
+def _num_buffers(stream: Stream) -> int:
+    """How many buffers a stream uses, and at least one."""
+    return 1 + max((each.buffer_id for step in stream for each in step if each.buffer_id is not None), default=0)
