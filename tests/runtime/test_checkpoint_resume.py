@@ -437,3 +437,36 @@ def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.M
     said = launch(save, 2)
     assert said[0] == said[1] == "rank 1 failed to write a checkpoint: OSError: [Errno 28] No space left on device"
     assert [each.step for each in Checkpoints(tmp_path).whole()] == [1]
+
+
+def test_tied_parameter_that_is_the_first_on_several_ranks(tmp_path: Path) -> None:
+    """Each rank's optimizer has the tied one first, with options under more names of its own; none of these is lost."""
+
+    class Tied(nn.Module):
+        def __init__(self, weight: nn.Parameter) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ self.weight
+
+    def make() -> nn.Sequential:
+        weight = nn.Parameter(torch.eye(6))
+        return nn.Sequential(Tied(weight), nn.Linear(6, 6), Tied(weight), nn.Linear(6, 6))
+
+    def train(load: bool) -> float:
+        torch.manual_seed(AGAIN if load else 0)
+        pipe = Pipeline(make(), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, split=[2, 2])
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1, momentum=0.9)
+        checkpoints = Checkpoints(tmp_path)
+        if load:
+            checkpoints.load_latest(pipe, optimizer)
+        else:
+            pipe.step(torch.ones(4, 6), target=torch.zeros(4, 6))
+            optimizer.step()
+            checkpoints.save(pipe, optimizer, step=1)
+            optimizer.zero_grad()
+        return float(pipe.step(torch.ones(4, 6), target=torch.zeros(4, 6)).loss)
+
+    saved = launch(train, 2, args=(False,))
+    assert launch(train, 2, args=(True,)) == saved

@@ -154,7 +154,8 @@ class Writing:
             theirs, written, others = read_metadata(mark)
             results += theirs
             files |= written
-            same |= others
+            for key, more in others.items():  # ranks may name the same value first, each with other keys of its own
+                same[key] = list(dict.fromkeys((*same.get(key, ()), *more)))
             mark.unlink()
         names = under_more_names(plan.metadata, results, lambda key: same.get(key, ()))
         names += under_more_names(plan.metadata, results + names, partial(tied_keys, self.whole.ties))

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError
+from penstock.runtime.layout import match_layout
 from penstock.runtime.parts import is_laid_as, laid_as
 
 T = TypeVar("T")
@@ -230,7 +231,7 @@ class _Batch:
         total = target.grad
         if total is None:
             found = found if found.dtype == target.dtype else found.to(target.dtype)
-            target.grad = found if found.is_contiguous() and target.is_contiguous() else _match_layout(found, target)
+            target.grad = found if found.is_contiguous() and target.is_contiguous() else match_layout(found, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = found + total
         elif type(total) is not Tensor and not is_laid_as(total, target):  # a sum over processes that autograd has left open
@@ -248,26 +249,6 @@ class _Batch:
             torch._foreach_add_(self.totals, self.found)
             self.totals.clear()
             self.found.clear()
-
-
-def _match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Give a gradient the strides that autograd would: the parameter's if it fills its memory without gaps, else contiguous ones."""
-    if not _is_dense(parameter):
-        return grad.contiguous()
-    sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
-    if all(mine == wanted for mine, wanted in sizes):
-        return grad
-    return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps or overlaps, in whatever order of its dimensions."""
-    filled = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
-        if stride != filled:
-            return tensor.numel() == 0
-        filled *= size
-    return True
 
 
 _NONE_LEFT: Counter[int] = Counter()

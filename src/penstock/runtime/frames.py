@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.runtime.alarm import serializer
 from penstock.runtime.device import on_host, placed
-from penstock.runtime.values import FIXED, check_tensor, how_to_register, is_dense
+from penstock.runtime.layout import is_dense
+from penstock.runtime.values import FIXED, check_tensor, how_to_register
 
 _ALIGN = 64
 """Tensors in a frame lie as they would in memory of their own."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
+
+from penstock.runtime.layout import match_layout
 
 
 def add(one: Tensor, other: Tensor) -> Tensor:
@@ -20,7 +21,4 @@ def round_to(total: Tensor, parameter: Tensor) -> Tensor:
         return total.coalesce().to(parameter.dtype, copy=True)
     if type(total) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
         return total.to(parameter.dtype, copy=True)
-    grad = torch.empty_like(parameter, requires_grad=False)
-    if grad.stride() != parameter.stride():
-        grad = torch.empty_like(parameter, requires_grad=False, memory_format=torch.contiguous_format)
-    return grad.copy_(total)
+    return match_layout(total.to(parameter.dtype, copy=True), parameter)

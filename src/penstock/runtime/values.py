@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.alarm import serializer
+from penstock.runtime.layout import is_dense
 from penstock.runtime.parts import arrived, in_parts, is_gathering
 
 if TYPE_CHECKING:
@@ -288,16 +289,6 @@ def copy_tensor(tensor: Tensor) -> Tensor:
     memory = torch.empty(offset // tensor.element_size() + tensor.numel(), dtype=tensor.dtype)
     copy = torch.empty(0, dtype=tensor.dtype).set_(memory.untyped_storage(), offset // tensor.element_size(), tensor.shape, tensor.stride())
     return copy.copy_(tensor)
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether the tensor fills one stretch of memory, in whatever order of its dimensions."""
-    expected = 1
-    for stride, size in sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
 
 
 # Changes in place -----------------------------------------------------------------------------------------------------
