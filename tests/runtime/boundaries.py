@@ -220,22 +220,23 @@ def loop(case: Case) -> tuple[list[Tensor], dict[str, Tensor | None]]:
 Found = tuple[str | None, list[Tensor], dict[str, Tensor | None], bool]
 
 
-def step(case: Case, name: str, stages: nn.ModuleList | None = None, recompute: bool = False) -> Found:
+def step(case: Case, name: str, stages: nn.ModuleList | None = None, recompute: bool = False, device: str = "cpu", **options: Any) -> Found:
     """The refusal, if any; the losses, this rank's gradients, and whether buffers are as they were."""
-    stages = stages_of(case) if stages is None else stages
+    stages = stages_of(case).to(device) if stages is None else stages
     before = copy.deepcopy(stages.state_dict())
-    x, y = data()
-    pipe = Pipeline(stages, schedule_of(case, name), loss_fn=functional.mse_loss, deadline=30.0, recompute=recompute)
+    x, y = (each.to(device) for each in data())
+    pipe = Pipeline(stages, schedule_of(case, name), loss_fn=functional.mse_loss, deadline=30.0, recompute=recompute, **options)
     try:
         for _ in range(STEPS):
             result = pipe.step(x, target=y)
     except PenstockError as error:
         kept = all(torch.equal(value, before[key]) for key, value in stages.state_dict().items())
         return str(error), [], {}, kept
-    return None, list(result.losses), {key: parameter.grad for key, parameter in pipe.local_parameters()}, True
+    grads = {key: None if parameter.grad is None else parameter.grad.cpu() for key, parameter in pipe.local_parameters()}
+    return None, [loss.cpu() for loss in result.losses], grads, True
 
 
-def assert_case(case: Case, found: list[Any]) -> None:
+def assert_case(case: Case, found: list[Any], exact: bool = True) -> None:
     """What each rank found, against the loop or the refusal."""
     if case.refused is not None:
         for refusal, _, _, kept in found:
@@ -247,8 +248,9 @@ def assert_case(case: Case, found: list[Any]) -> None:
     assert [refusal for refusal, *_ in found] == [None] * len(found)
     grads: dict[str, Tensor | None] = {}
     for _, theirs, local, _ in found:
-        assert all(torch.equal(mine, other) for mine, other in zip(theirs, losses, strict=True))
+        for mine, other in zip(theirs, losses, strict=True):
+            torch.testing.assert_close(mine, other, rtol=0 if exact else 1e-4, atol=0 if exact else 1e-5)
         grads |= local
     assert sorted(grads) == sorted(wanted)
     for key, grad in wanted.items():
-        torch.testing.assert_close(grads[key], grad, rtol=1e-6, atol=1e-7, msg=key)
+        torch.testing.assert_close(grads[key], grad, rtol=1e-6 if exact else 1e-3, atol=1e-7 if exact else 1e-5, msg=key)
