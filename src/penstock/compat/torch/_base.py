@@ -91,6 +91,9 @@ class _PipelineSchedule(ABC):
         args_split, kwargs_split = self._split_inputs(args, kwargs)
         targets = None if target is None else self._split_target(target)
         self._step_microbatches(args_split, kwargs_split, targets, losses, return_outputs, loss_kwargs=loss_kwargs)
+        for stage in stages:
+            if hasattr(stage, "_finish_sending"):
+                stage._finish_sending()
         last = next((stage for stage in stages if stage.is_last), None)
         return None if last is None or not return_outputs else self._merge_outputs(last.output_chunks)
 

@@ -51,6 +51,9 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if failed:
             self.clear_runtime_states()
 
+    def _finish_sending(self) -> None:
+        """Wait for what it sends besides the messages that a schedule waits for."""
+
     def _talked(self) -> bool:
         """Whether it has begun to send or receive in this step."""
         return True

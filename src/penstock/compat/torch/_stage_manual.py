@@ -41,6 +41,10 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if self._frames is not None:
             self._frames.begin()
 
+    def _finish_sending(self) -> None:
+        if self._frames is not None:
+            self._frames.finish_telling()
+
     def _talked(self) -> bool:
         return self._frames is not None and self._frames.talked
 

@@ -115,6 +115,9 @@ class Walk:
                     operation(self)
             for works in self.sending.values():
                 _wait(works)
+            for stage in self.stages.values():
+                if hasattr(stage, "_finish_sending"):
+                    stage._finish_sending()
             failed = False
         except Exception as error:
             if at < len(self.actions):
