@@ -20,6 +20,7 @@ from penstock.compat.torch._debug import map_debug_info
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
 from penstock.errors import StageCallError
+from penstock.runtime.parts import arrived
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -83,6 +84,14 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Messages that make ranks known to each other; not of a rank to itself, which holds both stages."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Messages with the outputs of a microbatch, which are waited for if a collective is still making them."""
+        return _arrived_ops(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Messages with the gradients of a microbatch's inputs."""
+        return _arrived_ops(super().get_bwd_send_ops(bwd_chunk_id))
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -210,6 +219,12 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if replicas is not None and waits and last_backward:
             reduce_replicas(replicas)
         return found, None
+
+
+def _arrived_ops(ops: list[Any]) -> list[Any]:
+    for op in ops:
+        op.tensor = arrived(op.tensor)
+    return ops
 
 
 def _no_more() -> None:

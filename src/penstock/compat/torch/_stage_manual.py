@@ -26,6 +26,7 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
+from penstock.runtime.parts import arrived, is_gathering
 
 
 class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
@@ -206,10 +207,18 @@ def _or_zeros(grads: Grads, wanted: Sequence[Tensor | None]) -> list[Tensor | No
     return [torch.zeros_like(of) if grad is None and of is not None and of.requires_grad else grad for grad, of in pairs]
 
 
+def _waited_for(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, once the collective that makes it is done; it says as before whether it wants a gradient."""
+    if tensor is None or not is_gathering(tensor):
+        return tensor
+    whole: Tensor = arrived(tensor)
+    return whole.detach().requires_grad_(tensor.requires_grad)
+
+
 def _as_message(tensors: Sequence[Tensor | None]) -> Any:
-    """Tensors as they are; sharded ones as their local parts, with what makes them whole again."""
+    """Tensors as they are, waited for if a collective is still making them; sharded ones as their local parts, with their layouts."""
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
-        return list(tensors)
-    local = [None if tensor is None else to_local_if_dtensor(tensor, detach=True) for tensor in tensors]
+        return [_waited_for(tensor) for tensor in tensors]
+    local = [None if tensor is None else _waited_for(to_local_if_dtensor(tensor, detach=True)) for tensor in tensors]
     metas = [_DTensorMeta.from_dtensor(tensor) if isinstance(tensor, DTensor) else None for tensor in tensors]
     return local, metas
