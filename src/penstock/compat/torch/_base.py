@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.pipelining import schedules as _torch_schedules
+from torch.utils._pytree import tree_leaves
 
 from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.compat.torch.stage import PipelineStage
+from penstock.errors import ScheduleError
 from penstock.runtime.loss import Loss
 
 LossFunction = Callable[..., Any]
@@ -38,8 +40,10 @@ class _PipelineSchedule(ABC):
         self._args_chunk_spec, self._kwargs_chunk_spec, self._output_merge_spec = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         self._has_backward = loss_fn is not None
         self._internal_losses: list[Tensor] = []
-        self._losses_of: list[int] = []
-        """The microbatch of each loss: they come in the order in which they are made."""
+        self._loss_places: dict[int, int] = {}
+        """The place in that list of each microbatch whose loss `_maybe_compute_loss` has made; custom functions append theirs alone."""
+        self._weights: list[float] | None = None
+        """How much each microbatch's loss counts in this step, once that is known."""
 
     # To be had by subclasses ------------------------------------------------------------------------------------------
 
@@ -155,19 +159,41 @@ class _PipelineSchedule(ABC):
             return
         else:
             raise TypeError("the loss function takes a target, but the step was given none: pass target= where the last stage is")
+        self._loss_places[mb_index] = len(self._internal_losses)
         self._internal_losses.append(loss)
-        self._losses_of.append(mb_index)
+        if self._weights is None:
+            self._weights = self._weigh(target_mbs)
+
+    def _weigh(self, targets: list[Any] | None) -> list[float]:
+        """How much each microbatch's loss counts: by its share of the targets' rows, so that means over uneven microbatches add up to
+        the mean over the batch. All the same without `scale_grads`, without targets, and for losses that are sums."""
+        even = [1.0] * self._n_microbatches
+        if targets is None or not self.scale_grads or not self._has_backward:
+            return even
+        sizes = [_rows_of(target) for target in targets]
+        if len(sizes) != len(even) or len(set(sizes)) == 1 or None in sizes or not takes_mean(self._loss_fn):
+            return even
+        total = sum(size or 0 for size in sizes)
+        return [(size or 0) * len(sizes) / total for size in sizes] if total else even
+
+    def _place_losses(self) -> dict[int, int]:
+        """The place of each microbatch's loss. Those that were put into the list by hand are of the microbatches left, in order."""
+        places, count = self._loss_places, len(self._internal_losses)
+        if len(places) == count:
+            return places
+        by_hand = sorted(set(range(count)) - set(places.values()))
+        return {**dict(zip(sorted(set(range(count)) - set(places)), by_hand, strict=False)), **places}
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Any:
-        """The loss of a microbatch, where it was computed."""
-        losses, known = self._internal_losses, self._losses_of
+        """The loss of a microbatch, where it was computed; in training weighted, if the microbatches are uneven."""
+        losses = self._internal_losses
         if not stage.is_last or self._loss_fn is None or not losses:
             return None
-        if mb_index in known:
-            return losses[known.index(mb_index)]
-        if len(known) != len(losses) and 0 <= mb_index < len(losses):  # put there by hand, in order
-            return losses[mb_index]
-        raise RuntimeError(f"Loss for microbatch {mb_index} is not available. Available losses for microbatches: {losses}")
+        place = self._place_losses().get(mb_index, len(losses))
+        if place >= len(losses):
+            raise RuntimeError(f"Loss for microbatch {mb_index} is not available. Available losses for microbatches: {losses}")
+        weight = 1.0 if self._weights is None else self._weights[mb_index]
+        return losses[place] if weight == 1 else losses[place] * weight
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
         """Give the caller the losses, in the order of microbatches."""
@@ -175,13 +201,13 @@ class _PipelineSchedule(ABC):
         if losses is not None and any(stage.is_last for stage in held):
             if len(self._internal_losses) != self._n_microbatches:
                 raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(self._internal_losses)}")
-            ordered = dict(zip(self._losses_of, self._internal_losses, strict=True))
-            losses[:] = [ordered[microbatch] for microbatch in sorted(ordered)]
+            losses[:] = [self._internal_losses[place] for _, place in sorted(self._place_losses().items())]
         self._forget_losses()
 
     def _forget_losses(self) -> None:
         self._internal_losses.clear()
-        self._losses_of.clear()
+        self._loss_places.clear()
+        self._weights = None
 
     # Stages -----------------------------------------------------------------------------------------------------------
 
@@ -205,3 +231,17 @@ class _PipelineSchedule(ABC):
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]
+
+
+def _rows_of(target: Any) -> int | None:
+    """How many rows a microbatch's target has: the length of its first tensor along the batch."""
+    return next((len(leaf) for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim()), None)
+
+
+def takes_mean(loss_fn: LossFunction | None) -> bool:
+    """Whether a loss function is one that takes a mean, as far as it says."""
+    try:
+        Loss(loss_fn, "mean").check_own_reduction()
+    except ScheduleError:
+        return False
+    return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -81,6 +82,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
         self.unsharded_stages: set[int] = set()
         self._proved: Actions | None = None
+        self._trained: Actions | None = None
+        """The order of the last training step."""
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
         """Run this function in place of the actions of a kind: `custom_function(action, context)`."""
@@ -148,6 +151,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if order != self._proved:
             self._prove(order)
             self._proved = {rank: list(row) for rank, row in order.items()}
+        if self._has_backward and self._trained is not self._proved:
+            self._warn_of_missing_reductions(order[self.rank])
+            self._trained = self._proved
         self._refuse_to_train_nothing(order[self.rank])
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
@@ -164,6 +170,21 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         findings = [finding for finding in check(program) if finding.rule not in _LEFT_TO_THE_USER]
         if findings:
             raise VerifyError(findings, report(program, "channels", findings))
+
+    def _warn_of_missing_reductions(self, row: list[_Action]) -> None:
+        """An order by hand may leave out REDUCE_GRAD; what that means for its gradients is easily overlooked."""
+        parts = [part for action in row for part in parts_of(action)]
+        trained = {part.stage_index for part in parts if part.computation_type in _BACKWARDS}
+        missing = trained - {part.stage_index for part in parts if part.computation_type == REDUCE_GRAD}
+        sharded = [stage for stage in self._stages if stage.stage_index in missing and isinstance(stage.submod, FSDPModule)]
+        if not missing or not (sharded or (self.scale_grads and self._n_microbatches > 1)):
+            return
+        what = "reduced by FSDP" if sharded else f"divided by {self._n_microbatches} although scale_grads=True"
+        warnings.warn(
+            f"the order has no REDUCE_GRAD for stage {', '.join(map(str, sorted(missing)))}: its gradients are not {what}. Add "
+            f"REDUCE_GRAD after the last backward of each stage{'' if sharded else ', or give scale_grads=False'}",
+            stacklevel=6,  # the caller of step
+        )
 
     def _refuse_to_train_nothing(self, row: list[_Action]) -> None:
         """A training step of forwards alone would leave the gradients as they are; a custom function may run the backward itself."""
@@ -196,6 +217,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _reshard(self, stage: Any) -> None:
         index = stage.stage_index
+        if not self._has_backward and index in self.unshard_ops:  # gathered for a custom function that did not compute with it
+            self._assert_unsharded(stage)
         if index not in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Resharding stage_idx={index} without unsharding, or before that is done")
         for module in stage.submod.modules():

@@ -7,11 +7,12 @@ The receives are waited for at their use, sends at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.compat.torch._actions import (
@@ -78,7 +79,7 @@ class Walk:
         self._refuse_strangers(actions)
         self.split = {index: _split_chunks(actions, index) if self.training else frozenset[int]() for index in self.stages}
         """The microbatches whose backward this order splits, by stage."""
-        for action in actions:
+        for action in actions if self.training else _without_idle_gathers(actions, self.functions):
             operation = self._operation(action)
             if operation is not None:
                 self.actions.append(action)
@@ -129,6 +130,8 @@ class Walk:
     def _finish(self, failed: bool) -> None:
         if failed:
             self._give_up()
+        if not self.training and not failed:
+            self._reshard()
         self.feed, self.sending = NOTHING, {}
         self.forward_works.clear()
         self.backward_works.clear()
@@ -145,6 +148,15 @@ class Walk:
             both = enumerate((self.forward_works, self.backward_works))
             index = stage.stage_index
             stage._give_up({(what, mb): each for what, works in both for (of, mb), each in works.items() if of == index}, talked)
+
+    def _reshard(self) -> None:
+        """Nothing is left gathered after forwards alone: no backward comes that would free it."""
+        for stage in self.stages.values():
+            modules = stage.submod.modules() if isinstance(stage.submod, nn.Module) else ()
+            for module in modules:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        getattr(self.feed.schedule, "unsharded_stages", set[int]()).clear()
 
     # Operations -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +245,25 @@ class Walk:
 def _split_chunks(actions: Sequence[_Action], stage: int) -> frozenset[int]:
     parts = (part for action in actions for part in parts_of(action))
     return frozenset(part.microbatch_index or 0 for part in parts if part[:2] == (stage, BACKWARD_INPUT))
+
+
+def _without_idle_gathers(actions: Sequence[_Action], functions: Container[Any]) -> list[_Action]:
+    """The actions without those that gather and free parameters around backwards only, which forwards alone leave out."""
+    kept, gathers = [True] * len(actions), dict[int, int]()
+    for at, action in enumerate(actions):
+        if action.computation_type == UNSHARD:
+            gathers[action.stage_index] = at
+        elif action.computation_type == RESHARD and action.stage_index in gathers:
+            kept[at] = kept[gathers.pop(action.stage_index)] = False
+        elif action.computation_type in functions:
+            gathers.clear()
+        else:
+            for part in parts_of(action):
+                if part.computation_type == FORWARD:
+                    gathers.pop(part.stage_index, None)
+    for at in gathers.values():
+        kept[at] = False
+    return [action for action, keep in zip(actions, kept, strict=True) if keep]
 
 
 def _custom(action: _Action, function: Callable[..., Any]) -> Operation:
