@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,16 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as _torch_schedules
 from torch.utils._pytree import tree_leaves
 
+from penstock.compat.torch._actions import _Action, _get_profiler_function_name
+from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.compat.torch.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.runtime.loss import Loss
 
 LossFunction = Callable[..., Any]
+_TARGET_CHUNK_SPEC = _ALONG_BATCH
+"""How targets are split."""
 
 
 @_torch_schedules._PipelineSchedule.register
@@ -44,6 +49,7 @@ class _PipelineSchedule(ABC):
         """The place in that list of each microbatch whose loss `_maybe_compute_loss` has made; custom functions append theirs alone."""
         self._weights: list[float] | None = None
         """How much each microbatch's loss counts in this step, once that is known."""
+        schedule_log.info("Using %s", type(self).__name__)
 
     # To be had by subclasses ------------------------------------------------------------------------------------------
 
@@ -94,14 +100,27 @@ class _PipelineSchedule(ABC):
             stage.clear_runtime_states()
         args_split, kwargs_split = self._split_inputs(args, kwargs)
         targets = None if target is None else self._split_target(target)
-        self._step_microbatches(args_split, kwargs_split, targets, losses, return_outputs, loss_kwargs=loss_kwargs)
+        outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
+        self._step_microbatches(args_split, kwargs_split, targets, losses, *outputs, **unless_none(loss_kwargs=loss_kwargs))
         for stage in stages:
             if hasattr(stage, "_finish_sending"):
                 stage._finish_sending()
         last = next((stage for stage in stages if stage.is_last), None)
-        return None if last is None or not return_outputs else self._merge_outputs(last.output_chunks)
+        return None if last is None or not return_outputs or not last.output_chunks else self._merge_outputs(last.output_chunks)
 
     _needs_autograd = True
+
+    # What a step says of itself --------------------------------------------------------------------------------------
+
+    def _range_name(self, action: _Action) -> str:
+        """The name of an action in the profiler."""
+        return _get_profiler_function_name(action)
+
+    def _log_action(self, place: int, action: _Action, done: bool) -> None:  # noqa: B027 - nothing unless a subclass says more
+        """Log an action before and after it, if that is asked for."""
+
+    def _log_failure(self, place: int, actions: Sequence[_Action], error: Exception) -> None:  # noqa: B027 - as above
+        """Log where in its order a step has failed."""
 
     # Batches ----------------------------------------------------------------------------------------------------------
 
@@ -113,7 +132,7 @@ class _PipelineSchedule(ABC):
     def _split_target(self, target: Any) -> list[Any]:
         """The target of each microbatch: along dimension 0, and of a tree every tensor."""
         if isinstance(target, Tensor):
-            return list(_split_tensor(target, _ALONG_BATCH, self._n_microbatches))
+            return list(_split_tensor(target, _TARGET_CHUNK_SPEC, self._n_microbatches))
         return [each for (each,) in split_args_kwargs_into_chunks((target,), None, self._n_microbatches)[0]]
 
     def _merge_outputs(self, output_chunks: list[Any]) -> Any:
@@ -152,7 +171,7 @@ class _PipelineSchedule(ABC):
         if not stage.is_last or self._loss_fn is None:
             return
         if target_mbs is not None:
-            loss = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+            loss = self._compute_loss(output, target_mbs[mb_index], **unless_none(loss_kwargs=loss_kwargs))
         elif Loss(self._loss_fn, "mean").alone:
             loss = self._loss_fn(output, **(loss_kwargs or {}))
         elif not self._has_backward:
@@ -225,12 +244,37 @@ class _PipelineSchedule(ABC):
         if fwd_initialized and self._has_backward == bwd_initialized:
             return fwd_initialized, bwd_initialized
         if all(isinstance(stage, PipelineStage) and stage._use_frames(self._n_microbatches, self._has_backward) for stage in stages):
+            self._prepare(stages, args, kwargs, target, loss_kwargs)
             return True, self._has_backward
         setup = _torch_schedules._PipelineSchedule._initialize_pp_stages
         return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)  # type: ignore[arg-type]
 
+    def _prepare(self, stages: list[Any], args: Any, kwargs: dict[str, Any] | None, target: Any, loss_kwargs: Any) -> None:
+        """Have stages prepared that need no agreement: nothing is left to do, except for those that programs have derived from ours."""
+        count, passed = self._n_microbatches, None
+        for stage in stages:
+            prepare = stage._prepare_forward_infra
+            more = {"has_backward": self._has_backward} if takes(prepare, "has_backward") else {}
+            passed = prepare(count, args if stage.is_first else passed, kwargs, **more)
+        passed = None
+        for stage in reversed(stages) if self._has_backward else ():
+            prepare = stage._prepare_backward_infra
+            given = {"loss_fn": self._loss_fn, "target": target, "received_grad_meta": passed, "loss_kwargs": loss_kwargs}
+            passed = prepare(count, **{name: value for name, value in given.items() if takes(prepare, name)})
+
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]
+
+
+def takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a method that a program may have overridden, with fewer parameters than torch has now, takes this one."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(each.name == name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
+
+
+def unless_none(**options: Any) -> dict[str, Any]:
+    """Options for a method that a program may have overridden before torch had them: left out unless given."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _rows_of(target: Any) -> int | None:

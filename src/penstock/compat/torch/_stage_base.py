@@ -7,6 +7,7 @@ of microbatches, gradients of earlier steps are never scaled again.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.pipelining import stage as _torch_stage
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.compat.torch._debug import map_debug_info
+from penstock.compat.torch._debug import map_debug_info, stage_log
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
 from penstock.errors import StageCallError
@@ -117,6 +118,8 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if self.is_last and save_forward_output:
             self._keep_output(fwd_chunk_id, output)
         self.fwd_cache[fwd_chunk_id] = (outputs, flatten_args(inputs) + flatten_args(named))
+        if stage_log.isEnabledFor(logging.DEBUG):
+            stage_log.debug("%s Forwarded chunk %s, outputs: %s", self.log_prefix, fwd_chunk_id, map_debug_info(output))
         self._look_at_outputs(outputs)
         if not self.has_backward:
             self._forget_inputs(fwd_chunk_id)
@@ -179,6 +182,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             self._look_at_grads("input_grads", self.bwd_cache[bwd_chunk_id])
         if self.is_last and not self.is_first:
             _let_go(outputs)
+        stage_log.debug("%s Backwarded chunk %s", self.log_prefix, bwd_chunk_id)
 
     def _num_inputs(self, chunk: int) -> int:
         """How many of the inputs came from another stage; the rest are keyword arguments."""

@@ -69,6 +69,25 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self.act_send_info = {}
         return True
 
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        """Agree on shapes, where there are no frames."""
+        return None if self._frames is not None else super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+
+    def _prepare_backward_infra(
+        self,
+        num_microbatches: int,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Agree on the shapes of gradients, where there are no frames."""
+        if self._frames is not None:
+            return None
+        return super()._prepare_backward_infra(num_microbatches, loss_fn, target, received_grad_meta, loss_kwargs)
+
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """The forward by which shapes are agreed on where there are no frames: it leaves no trace in the module's buffers."""
         self._buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -26,11 +25,13 @@ from penstock.compat.torch._actions import (
     I,
     W,
     _Action,
+    _action_regex,
     _ComputationType,
     _get_profiler_function_name,
 )
-from penstock.compat.torch._base import _PipelineSchedule
+from penstock.compat.torch._base import _TARGET_CHUNK_SPEC, _PipelineSchedule
 from penstock.compat.torch._checks import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
+from penstock.compat.torch._debug import schedule_log as logger
 from penstock.compat.torch._multi import PipelineScheduleMulti
 from penstock.compat.torch._named import (
     ScheduleDualPipeV,
@@ -44,7 +45,15 @@ from penstock.compat.torch._orders import _format_pipeline_order
 from penstock.compat.torch._p2p import _batch_p2p as _batch_p2p
 from penstock.compat.torch._p2p import _sorted_batch_p2p as _sorted_batch_p2p
 from penstock.compat.torch._p2p import _wait_batch_p2p as _wait_batch_p2p
-from penstock.compat.torch._passes import _add_reduce_grad, _add_send_recv, _add_unshard_reshard, _defer_recv_ops, _merge_bw
+from penstock.compat.torch._passes import (
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _defer_recv_ops,
+    _merge_bw,
+    _requires_reduce_grad,
+)
+from penstock.compat.torch._rank_ops import _get_1f1b_rank_ops, _get_warmup_ops
 from penstock.compat.torch._runtime import _CustomFunctionProtocol, _PipelineContext, _PipelineScheduleRuntime
 from penstock.compat.torch._single import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ScheduleForwardOnly
 from penstock.compat.torch._utils import InferenceMode, generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
@@ -64,8 +73,6 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "get_schedule_class",
 ]
-
-logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, Any] = {
     "1F1B": Schedule1F1B,
