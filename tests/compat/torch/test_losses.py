@@ -163,3 +163,46 @@ def test_a_star_import_leaves_the_names_of_programs_alone() -> None:
     exec("from penstock.compat.torch.schedules import *", names)
     assert {name: names[name] for name in before} == before
     assert {"Schedule1F1B", "get_schedule_class"} <= set(names)
+
+
+# Steps of the user's --------------------------------------------------------------------------------------------------
+
+
+class ByHand(OURS.schedules.PipelineScheduleSingle):  # type: ignore[misc,name-defined]
+    """All forwards, then all backwards; a batch of the wrong width fails in the first forward."""
+
+    def _step_microbatches(self, arg_mbs: Any = None, kwarg_mbs: Any = None, target_mbs: Any = None, losses: Any = None) -> None:
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
+        stage, count = self._stage, self._n_microbatches
+        for k in range(count):
+            self._maybe_compute_loss(stage, stage.forward_one_chunk(k, arg_mbs[k], kwarg_mbs[k]), target_mbs, k)
+        for k in range(count):
+            stage.backward_one_chunk(k, loss=self._maybe_get_loss(stage, k), last_backward=k == count - 1)
+        self._update_losses(stage, losses)
+        stage.perform_reduce_grad(count if self.scale_grads else 1)
+
+
+class Wrapped(OURS.schedules.ScheduleGPipe):  # type: ignore[misc,name-defined]
+    """Adds something around a step of ours."""
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        super()._step_microbatches(*args, **kwargs)
+
+
+@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("own", [ByHand, Wrapped])
+def test_gradients_of_earlier_steps_are_not_divided_again(own: Any, scale: bool) -> None:
+    modules, (x, y) = blocks(1), data(10)
+    held = copy.deepcopy(modules)
+    made = own(stages(OURS, held)[0], 4, loss_fn=functional.mse_loss, scale_grads=scale)
+    wanted = loop(modules, x, y, 4, scale)
+    for times in (1, 2, 3):
+        made.step(x, target=y)
+        assert_same(grads(held), [times * grad for grad in wanted.grads if grad is not None])
+    made.eval(x, target=y) if own is Wrapped else None
+    with pytest.raises(RuntimeError, match="failed to run forward"):
+        made.step(x[:, :5], target=y)
+    assert_same(grads(held), [3 * grad for grad in wanted.grads if grad is not None])
+    made.step(x, target=y)
+    assert_same(grads(held), [4 * grad for grad in wanted.grads if grad is not None])

@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import _IR as _torch_ir  # noqa: N811 - torch's name
 from torch.distributed.pipelining._IR import (
     LossWrapper,
     MultiUseParameterConfig,
@@ -41,6 +42,11 @@ __all__ = [
     "pipe_split",
     "pipeline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Torch's helpers that have no name here."""
+    return getattr(_torch_ir, name)
 
 
 class Pipe(_TorchPipe):

@@ -101,12 +101,28 @@ class _PipelineSchedule(ABC):
         args_split, kwargs_split = self._split_inputs(args, kwargs)
         targets = None if target is None else self._split_target(target)
         outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
-        self._step_microbatches(args_split, kwargs_split, targets, losses, *outputs, **unless_none(loss_kwargs=loss_kwargs))
-        for stage in stages:
-            if hasattr(stage, "_finish_sending"):
+        ours = [stage for stage in stages if hasattr(stage, "_begin_step")]
+        for stage in ours:
+            stage._begin_step(frozenset(), self._n_microbatches if self.scale_grads else 1)
+        failed = True
+        try:
+            self._step_microbatches(args_split, kwargs_split, targets, losses, *outputs, **unless_none(loss_kwargs=loss_kwargs))
+            for stage in ours:
                 stage._finish_sending()
+            failed = False
+        finally:
+            self._end_step([stage for stage in ours if stage._in_step], failed)
         last = next((stage for stage in stages if stage.is_last), None)
         return None if last is None or not return_outputs or not last.output_chunks else self._merge_outputs(last.output_chunks)
+
+    @staticmethod
+    def _end_step(stages: list[Any], failed: bool) -> None:
+        """The step is over for stages that no walk has ended it for. A step that has failed before it said anything has not been."""
+        talked = any(stage._talked() for stage in stages)
+        for stage in stages:
+            if failed and not talked:
+                stage._give_up({}, talked=False)
+            stage._end_step(failed)
 
     _needs_autograd = True
 

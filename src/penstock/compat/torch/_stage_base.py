@@ -32,18 +32,28 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     _split_chunks: frozenset[int] = frozenset()
     _aside: Aside | None = None
     _order: list[int] | None = None
+    _in_step = False
 
     # What a schedule tells it ------------------------------------------------------------------------------------------
 
     def _begin_step(self, split: frozenset[int], scale: int) -> None:
-        """A step begins: the microbatches whose backward will be split, and what its gradients will be divided by."""
+        """A step begins: the microbatches whose backward will be split, and what its gradients will be divided by.
+
+        `step` says so before `_step_microbatches`, which a program may have written; a walk in it says so again with what it splits.
+        """
         self._split_chunks = split
         self._both_halves().begin(bool(split))
+        if not self._in_step:
+            self._in_step = True
+            self._open_step(scale)
+
+    def _open_step(self, scale: int) -> None:
         if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module):
             self._aside = Aside(self.submod.parameters(), copy=isinstance(self.submod, DistributedDataParallel))
 
     def _end_step(self, failed: bool = False) -> None:
         """A step is over."""
+        self._in_step = False
         if self._aside is not None:
             if failed:
                 self._aside.drop_new()

@@ -37,8 +37,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     _buffers: list[tuple[Tensor, Tensor]] | None = None
     """The module's buffers and what was in them before shapes were agreed on."""
 
-    def _begin_step(self, split: frozenset[int], scale: int) -> None:
-        super()._begin_step(split, scale)
+    def _open_step(self, scale: int) -> None:
+        super()._open_step(scale)
         if self._frames is not None:
             self._frames.begin()
 
@@ -60,6 +60,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self.chunks = num_microbatches
         if self._frames is None:
             self._frames = Frames(self.stage_index, self.group)
+            if self._in_step:
+                self._frames.begin()
         static = not InferenceMode.needs_dynamic(self._user_meta, has_backward)
         self._inference_mode = InferenceMode.STATIC if static else InferenceMode.DYNAMIC
         meta, given = self._stage_meta, self._user_meta
