@@ -113,6 +113,12 @@ def test_losses_that_a_custom_function_appends(package: Package, odd_only: bool)
     assert_same(found, [wanted.output, wanted.losses, wanted.grads])
 
 
+def test_losses_that_a_custom_function_appends_count_by_their_rows() -> None:
+    modules, (x, y) = blocks(2), data(10)
+    found = with_own_forward(OURS, "ScheduleInterleaved1F1B", modules, x, y, odd_only=False)
+    assert_same(found[2], whole_batch(modules, x, y))
+
+
 @pytest.mark.parametrize("package", BOTH, ids=repr)
 def test_a_loss_that_a_subclass_replaces(package: Package) -> None:
     """What is in the list counts, not what was put there first."""

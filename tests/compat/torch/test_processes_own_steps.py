@@ -157,3 +157,49 @@ def test_a_body_that_waits_for_sends_and_receives_together(workers: Workers, bod
             for rank, found in enumerate(ranks_found):
                 here = [rank] if body == "fused" else [rank, rank + ranks]
                 assert_same(found[k].grads, [wanted.grads[4 * stage + j] for stage in here for j in range(4)])
+
+
+def on_microbatches(package: Package, modules: list[nn.Module], x: Tensor, y: Tensor) -> list[Any]:
+    """`_step_microbatches` called by the program itself, and evaluation and a bad batch in between."""
+    rank = dist.get_rank()
+    mine = [modules[rank]]
+    held = stages(package, mine, [rank], 2, group=dist.new_group(timeout=DEADLINE))
+    made = fused(package.schedules)(held[0], 4, loss_fn=functional.mse_loss)
+    held[0].has_backward = True
+    parts: Any = [(part,) for part in x.chunk(4)] if rank == 0 else None
+    made._step_microbatches(parts, None, list(y.chunk(4)) if rank == 1 else None)
+    direct = copy.deepcopy(grads(mine))
+    if rank == 0:
+        with pytest.raises(RuntimeError, match="failed to run forward"):
+            made.step(x[:, :5])
+    target = {"target": y} if rank == 1 else {}
+    for size in (len(x), 8):
+        held[0].submod.zero_grad()
+        made.step(*([x[:size]] if rank == 0 else []), **{name: value[:size] for name, value in target.items()})
+    return [direct, grads(mine)]
+
+
+def test_microbatches_by_the_program_itself_and_a_bad_batch(workers: Workers) -> None:
+    modules, (x, y) = blocks(2), data(12)
+    found = workers.run(on_microbatches, (OURS, modules, x, y), ranks=2)
+    first, last = loop(modules, x, y, 4).grads, loop(modules, x[:8], y[:8], 4).grads
+    for rank, both in enumerate(found):
+        assert_same(both, [first[4 * rank : 4 * rank + 4], last[4 * rank : 4 * rank + 4]])
+
+
+def in_evaluation(modules: list[nn.Module], x: Tensor, y: Tensor) -> list[Any]:
+    rank = dist.get_rank()
+    held = stages(OURS, [modules[rank]], [rank], 2, group=dist.new_group(timeout=DEADLINE))
+    made = fused(OURS.schedules)(held[0], 4, loss_fn=functional.mse_loss)
+    outs = []
+    for size in (8, 12, 8):
+        args, target = ([x[:size]] if rank == 0 else []), ({"target": y[:size]} if rank == 1 else {})
+        outs.append(made.eval(*args, **target))
+        made.step(*args, **target)
+    return outs
+
+
+def test_a_body_of_the_user_s_evaluates(workers: Workers) -> None:
+    modules, (x, y) = blocks(2), data(12)
+    _, outs = workers.run(in_evaluation, (modules, x, y), ranks=2)
+    assert_same(outs, [loop(modules, x[:size], y[:size], 4).output for size in (8, 12, 8)])

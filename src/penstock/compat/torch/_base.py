@@ -101,6 +101,7 @@ class _PipelineSchedule(ABC):
         args_split, kwargs_split = self._split_inputs(args, kwargs)
         targets = None if target is None else self._split_target(target)
         outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
+        self._weights = None if targets is None else self._weigh(targets)
         ours = [stage for stage in stages if hasattr(stage, "_begin_step")]
         for stage in ours:
             stage._begin_step(frozenset(), self._n_microbatches if self.scale_grads else 1)
@@ -231,8 +232,11 @@ class _PipelineSchedule(ABC):
         return losses[place] if weight == 1 else losses[place] * weight
 
     def _update_losses(self, stages: Any, losses: list[Any] | None) -> None:
-        """Give the caller the losses, in the order of microbatches."""
+        """Give the caller the losses, in the order of microbatches. It ends a step, so that nothing may be left to be sent."""
         held = stages if isinstance(stages, list) else [stages]
+        for stage in held:
+            if hasattr(stage, "_finish_sending"):
+                stage._finish_sending()
         if losses is not None and any(stage.is_last for stage in held):
             if len(self._internal_losses) != self._n_microbatches:
                 raise RuntimeError(f"Expecting {self._n_microbatches} losses but got {len(self._internal_losses)}")
