@@ -422,3 +422,21 @@ def test_sharded_activations(package: Package, placement: Any) -> None:
     assert isinstance(out, DTensor)
     assert_same(out.full_tensor(), x.full_tensor() @ (torch.ones(6, 6) / 6) @ (torch.ones(6, 6) / 6))
     assert all(isinstance(stage.submod.weight.grad, DTensor) for stage in held)
+
+
+@both
+@pytest.mark.usefixtures("one_rank")
+def test_what_a_stage_knows_after_a_step(package: Package) -> None:
+    x, y = data(8)
+    first, last = held = stages(package, blocks(2))
+    step = schedule(package, "ScheduleInterleaved1F1B", held, 4, loss_fn=functional.mse_loss)
+    step.step(x, target=y)
+    for k in range(4):
+        assert [(info.is_root_arg, info.source) for info in first.args_recv_info[k]] == [(True, None)]
+    assert tuple(first.args_recv_info[0][0].tensor_meta.shape) == (2, 6)
+    assert (first.act_send_info, last.act_send_info) == ({0: [1]}, {0: []})
+    for stage in held:
+        assert [tuple(meta.shape) for meta in (*stage._stage_meta.inputs, *stage._stage_meta.outputs)] == [(2, 6)] * 2
+        assert (stage.chunks, stage.has_backward, stage.fwd_cache) == (4, True, {})
+    assert last._stage_meta.input_grads[0].shape == first._stage_meta.output_grads[0].shape == (2, 6)
+    assert (step._stages_forward_initialized, step._stages_backward_initialized) == (True, True)

@@ -362,7 +362,7 @@ def test_a_step_holds_nothing_when_it_is_over(name: str) -> None:
             assert not stage.fwd_cache
             assert not stage.bwd_cache
             assert not stage.dw_runner
-            assert not any(stage.args_recv_info.values())
+            assert all(info.buffer is None for infos in stage.args_recv_info.values() for info in infos)
             assert not any(stage.grad_recv_info.values())
 
 

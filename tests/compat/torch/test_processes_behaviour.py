@@ -317,3 +317,23 @@ def test_models_learn(workers: Workers, package: Package, name: str) -> None:
         optimizer.step()
     for rank, mine in enumerate(found):
         assert_same(mine, [parameter.detach() for k in held_by(name, rank, 2) for parameter in alone[k].parameters()])
+
+
+def mixed(of_stages: Package, of_schedules: Package, name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> Outcome:
+    here = held_by(name, dist.get_rank(), 2)
+    mine = [modules[k] for k in here]
+    made = schedule(of_schedules, name, stages(of_stages, mine, here, len(modules)), 4, loss_fn=functional.mse_loss)
+    out, losses = None, list[Tensor]()
+    for _ in range(2):
+        for module in mine:
+            module.zero_grad()
+        out, losses = step_here(made, here, len(modules), x, y)
+    return Outcome(out, losses, grads(mine))
+
+
+@pytest.mark.parametrize("theirs", ["stages", "schedule"])
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_stages_of_one_package_under_a_schedule_of_the_other(workers: Workers, name: str, theirs: str) -> None:
+    modules, (x, y) = blocks(2 if name in SINGLE else 4), data(8)
+    packages = BOTH if theirs == "stages" else BOTH[::-1]
+    check_training(workers.run(mixed, (*packages, name, modules, x, y), ranks=2), name, modules, x, y)

@@ -107,7 +107,15 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _look_at_inputs(self, inputs: Sequence[Any]) -> None:
         if self._frames is not None and self._stage_meta.inputs is None:
             self._stage_meta.inputs = extract_tensor_metas(validate_and_normalize_to_tuple(tuple(inputs)))
+        if self._frames is not None and self.is_first and not self.args_recv_info.get(0):
+            self._describe_root_inputs()
         super()._look_at_inputs(inputs)
+
+    def _describe_root_inputs(self) -> None:
+        """The first stage's inputs come from the caller, in every microbatch."""
+        metas = self._stage_meta.inputs or ()
+        infos = tuple(_RecvInfo(f"root_input_{k}", None, None, meta, is_root_arg=True) for k, meta in enumerate(metas))
+        self.args_recv_info = dict.fromkeys(self.args_recv_info, infos)
 
     def _look_at_grads(self, which: str, grads: Grads) -> None:
         if self._frames is not None and getattr(self._stage_meta, which) is None:
@@ -115,13 +123,14 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         super()._look_at_grads(which, grads)
 
     def _forget_inputs(self, chunk: int) -> None:
-        if self._frames is not None:
+        if self._frames is not None and not self.is_first:
             self.args_recv_info[chunk] = ()
 
     def _look_at_outputs(self, outputs: tuple[Any, ...]) -> None:
-        if self._frames is not None and not self.is_last:
-            validate_and_normalize_to_tuple(outputs)
-            self.act_send_info = {k: [self.stage_index + 1] for k in range(len(outputs))}
+        if self._frames is not None:
+            if not self.is_last:
+                validate_and_normalize_to_tuple(outputs)
+            self.act_send_info = {k: [] if self.is_last else [self.stage_index + 1] for k in range(len(outputs))}
         if self._frames is not None and self._stage_meta.outputs is None and all(isinstance(each, Tensor) for each in outputs):
             self._stage_meta.outputs = extract_tensor_metas(outputs)
             self._validate_inferred_metadata()
