@@ -7,6 +7,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -102,9 +103,9 @@ class _PipelineSchedule(ABC):
         targets = None if target is None else self._split_target(target)
         outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
         self._weights = None if targets is None else self._weigh(targets)
-        ours = [stage for stage in stages if hasattr(stage, "_begin_step")]
+        ours = [stage for stage in stages if hasattr(stage, "_open_step")]
         for stage in ours:
-            stage._begin_step(frozenset(), self._n_microbatches if self.scale_grads else 1)
+            stage._open_step(self._n_microbatches if self.scale_grads else 1)
         failed = True
         try:
             self._step_microbatches(args_split, kwargs_split, targets, losses, *outputs, **unless_none(loss_kwargs=loss_kwargs))
@@ -286,8 +287,13 @@ class _PipelineSchedule(ABC):
         _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def takes(method: Callable[..., Any], name: str) -> bool:
     """Whether a method that a program may have overridden, with fewer parameters than torch has now, takes this one."""
+    return _has_parameter(getattr(method, "__func__", method), name)
+
+
+@lru_cache(maxsize=256)
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     parameters = inspect.signature(function).parameters.values()
     return any(each.name == name or each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters)
 
@@ -299,6 +305,8 @@ def unless_none(**options: Any) -> dict[str, Any]:
 
 def _rows_of(target: Any) -> int | None:
     """How many rows a microbatch's target has: the length of its first tensor along the batch."""
+    if isinstance(target, Tensor):
+        return len(target) if target.dim() else None
     return next((len(leaf) for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim()), None)
 
 

@@ -37,17 +37,16 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     # What a schedule tells it ------------------------------------------------------------------------------------------
 
     def _begin_step(self, split: frozenset[int], scale: int) -> None:
-        """A step begins: the microbatches whose backward will be split, and what its gradients will be divided by.
-
-        `step` says so before `_step_microbatches`, which a program may have written; a walk in it says so again with what it splits.
-        """
+        """A step begins: the microbatches whose backward will be split, and what its gradients will be divided by."""
+        self._open_step(scale)
         self._split_chunks = split
         self._both_halves().begin(bool(split))
-        if not self._in_step:
-            self._in_step = True
-            self._open_step(scale)
 
     def _open_step(self, scale: int) -> None:
+        """The first of a step, once: said by `step`, before a `_step_microbatches` that a program may have written, or by a walk."""
+        if self._in_step:
+            return
+        self._in_step, self._split_chunks = True, frozenset()
         if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module):
             self._aside = Aside(self.submod.parameters(), copy=isinstance(self.submod, DistributedDataParallel))
 

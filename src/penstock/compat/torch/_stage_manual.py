@@ -38,9 +38,9 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     """The module's buffers and what was in them before shapes were agreed on."""
 
     def _open_step(self, scale: int) -> None:
-        super()._open_step(scale)
-        if self._frames is not None:
+        if self._frames is not None and not self._in_step:
             self._frames.begin()
+        super()._open_step(scale)
 
     def _finish_sending(self) -> None:
         if self._frames is not None:
@@ -130,7 +130,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if self._frames is not None:
             if not self.is_last:
                 validate_and_normalize_to_tuple(outputs)
-            self.act_send_info = {k: [] if self.is_last else [self.stage_index + 1] for k in range(len(outputs))}
+            if len(self.act_send_info) != len(outputs):
+                self.act_send_info = {k: [] if self.is_last else [self.stage_index + 1] for k in range(len(outputs))}
         if self._frames is not None and self._stage_meta.outputs is None and all(isinstance(each, Tensor) for each in outputs):
             self._stage_meta.outputs = extract_tensor_metas(outputs)
             self._validate_inferred_metadata()
@@ -239,7 +240,7 @@ def _or_zeros(grads: Grads, wanted: Sequence[Tensor | None]) -> list[Tensor | No
 
 def _waited_for(tensor: Tensor | None) -> Tensor | None:
     """The tensor, once the collective that makes it is done; it says as before whether it wants a gradient."""
-    if tensor is None or not is_gathering(tensor):
+    if tensor is None or type(tensor) is Tensor or not is_gathering(tensor):
         return tensor
     whole: Tensor = arrived(tensor)
     return whole.detach().requires_grad_(tensor.requires_grad)
