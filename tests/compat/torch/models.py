@@ -94,7 +94,7 @@ def loop(
     scale: bool = True,
     loss_fn: Callable[..., Any] = nn.functional.mse_loss,
 ) -> Outcome:
-    """The unpipelined model over the same microbatches, each counting for the same as torch has it."""
+    """The unpipelined model over the same microbatches; scaled, each counts by its rows."""
     modules = copy.deepcopy(list(modules))
     found, outputs = Outcome(), []
     for piece, wanted in zip(torch.tensor_split(x, count), torch.tensor_split(target, count), strict=True):
@@ -102,7 +102,8 @@ def loop(
         for module in modules:
             value = module(value)
         loss = loss_fn(value, wanted)
-        loss.backward()
+        even = not scale or len(x) % count == 0
+        (loss if even else loss * (len(piece) * count / len(x))).backward()
         outputs.append(value.detach())
         found.losses.append(loss.detach())
     found.output = torch.cat(outputs)

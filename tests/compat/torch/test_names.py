@@ -22,8 +22,11 @@ FUNCTIONS = {
         "_defer_recv_ops",
         "_dump_chrometrace",
         "_format_pipeline_order",
+        "_get_1f1b_rank_ops",
         "_get_profiler_function_name",
+        "_get_warmup_ops",
         "_merge_bw",
+        "_requires_reduce_grad",
         "_simulate_comms_compute",
         "_sorted_batch_p2p",
         "_validate_schedule",
@@ -33,7 +36,14 @@ FUNCTIONS = {
     "microbatch": ["_split_tensor", "merge_chunks", "split_args_kwargs_into_chunks"],
     "stage": ["build_stage"],
     "_IR": ["pipeline", "pipe_split"],
-    "_backward": ["stage_backward", "stage_backward_input", "stage_backward_weight"],
+    "_backward": [
+        "construct_reverse_graph",
+        "get_param_groups",
+        "reverse_closure",
+        "stage_backward",
+        "stage_backward_input",
+        "stage_backward_weight",
+    ],
     "_utils": ["generate_rank_to_stage_mapping", "generate_stage_to_rank_mapping"],
     "_schedule_visualizer": ["get_schedule_ops", "visualize_schedule"],
 }
@@ -53,6 +63,7 @@ METHODS = {
         "_PipelineScheduleRuntime": ["_load_csv", "_dump_csv", "_prepare_schedule_with_comms", "register_custom_function", "_simulate"],
         "_PipelineContext": ["__init__"],
         "_ScheduleForwardOnly": ["__init__"],
+        "ScheduleInterleavedZeroBubble": ["_add_bubbles_to_actions", "_calculate_single_rank_operations"],
         **{name: ["__init__", "step", "eval", "_step_microbatches"] for name in [*LOOPED, *ON_A_V, *SINGLE]},
     },
     "stage": {
@@ -65,12 +76,15 @@ METHODS = {
             "get_fwd_send_ops",
             "get_bwd_recv_ops",
             "get_bwd_send_ops",
+            "_prepare_forward_infra",
+            "_prepare_backward_infra",
             "set_local_fwd_input",
             "set_local_bwd_input",
             "scale_grads",
             "perform_reduce_grad",
         ],
         "_RecvInfo": ["__init__"],
+        "_PipelineStageBase": ["_prepare_forward_infra", "_prepare_backward_infra"],
     },
 }
 
@@ -108,6 +122,21 @@ def test_kinds_have_torch_s_values() -> None:
     assert {each.name: each.value for each in mine} == {each.name: each.value for each in theirs}
     for letter in "FBIW":
         assert attribute(OURS, "schedules", letter) == attribute(TORCH, "schedules", letter)
+
+
+def test_every_name_that_torch_s_modules_define() -> None:
+    """Functions, classes and constants, private ones too, that are not torch's imports."""
+    for module in ("schedules", "microbatch", "_backward", "_utils", "_IR", "_schedule_visualizer", "stage"):
+        theirs, mine = getattr(TORCH, module), getattr(OURS, module)
+        own = {name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__}
+        assert {name for name in own if not hasattr(mine, name)} == set(), module
+        for name in own:
+            if isinstance(getattr(theirs, name), type):
+                methods = {each for each, value in vars(getattr(theirs, name)).items() if callable(value) or isinstance(value, property)}
+                assert {each for each in methods if not hasattr(getattr(mine, name), each)} == set(), name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = OURS._IR.no_such_name
+    assert importlib.import_module("penstock.compat.torch._unflatten")._outline_submodules
 
 
 def test_classes_by_name() -> None:

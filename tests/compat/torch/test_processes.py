@@ -372,3 +372,41 @@ def test_replicas_have_the_mean_of_their_gradients(workers: Workers, kind: str, 
         here = held_by(name, rank % 2, 2)
         wanted = [each[0].grads[4 * k + j] + each[1].grads[4 * k + j] for k in here for j in range(4)]  # type: ignore[operator]
         assert_same(theirs, wanted)  # the mean over two replicas, summed over two steps
+
+
+# Tensor parallelism ---------------------------------------------------------------------------------------------------
+
+
+def ending_in_a_collective(name: str, modules: list[nn.Module], x: Tensor, y: Tensor, frames: bool) -> tuple[Outcome, bool]:
+    """Stages whose second linear layer is split by rows, so that each ends in an all-reduce that nobody has waited for."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    at = mesh["pp"].get_local_rank()
+    here = held_by(name, at, 2)
+    mine, unwaited = [modules[k] for k in here], []
+    for module in mine:
+        parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        module.register_forward_hook(lambda module, args, output: unwaited.append(isinstance(output, AsyncCollectiveTensor)))
+    held = stages(OURS, mine, here, len(modules), group=mesh["pp"].get_group())
+    kept = OURS.stage.PipelineStage._use_frames
+    if not frames:
+        OURS.stage.PipelineStage._use_frames = lambda self, count, training: False
+    try:
+        made = schedule(OURS, name, held, 4, loss_fn=functional.mse_loss)
+        out, losses = feed(made, here, len(modules), x, y)
+    finally:
+        OURS.stage.PipelineStage._use_frames = kept
+    return Outcome(out, losses, [grad.full_tensor() for grad in grads(mine)]), all(unwaited)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("frames", [True, False])
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
+def test_stages_that_end_in_a_collective(workers: Workers, name: str, frames: bool) -> None:
+    total = 2 if name in SINGLE else 4
+    modules, (x, y) = blocks(total), data(8)
+    found = workers.run(ending_in_a_collective, (name, modules, x, y, frames))
+    assert all(unwaited for _, unwaited in found)
+    assert_same(together([found[0][0], found[2][0]], name, 2, total), loop(modules, x, y, 4))

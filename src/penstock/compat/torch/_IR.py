@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.pipelining import _IR as _torch_ir  # noqa: N811 - torch's name
 from torch.distributed.pipelining._IR import (
     LossWrapper,
     MultiUseParameterConfig,
@@ -17,6 +18,7 @@ from torch.distributed.pipelining._IR import (
     SplitPoint,
     TrivialLossWrapper,
     _modify_graph_op_device,
+    _move_placeholders_to_front,
     annotate_split_points,
     get_submod_name,
     pipe_split,
@@ -34,11 +36,17 @@ __all__ = [
     "PipeSplitWrapper",
     "SplitPoint",
     "TrivialLossWrapper",
+    "_move_placeholders_to_front",
     "annotate_split_points",
     "get_submod_name",
     "pipe_split",
     "pipeline",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Torch's helpers that have no name here."""
+    return getattr(_torch_ir, name)
 
 
 class Pipe(_TorchPipe):

@@ -17,6 +17,7 @@ check_version(_torch.__version__)
 
 from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.compat.torch._runtime import as_torch
+from penstock.compat.torch._single import _ScheduleForwardOnly
 from penstock.compat.torch.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
@@ -25,7 +26,6 @@ from penstock.compat.torch.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _ScheduleForwardOnly,
 )
 from penstock.compat.torch.stage import PipelineStage, build_stage
 

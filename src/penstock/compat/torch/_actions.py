@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from functools import lru_cache
@@ -50,6 +51,8 @@ RECV_B = _ComputationType.RECV_B
 OVERLAP_F_B = _ComputationType.OVERLAP_F_B
 REDUCE_GRAD = _ComputationType.REDUCE_GRAD
 
+_action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
+"""The parts of an action's text: stage, kind and microbatch. `_Action.from_str` is stricter."""
 _TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
 _KINDS = {kind.name: int(kind) for kind in Kind}
 _COMPUTE = frozenset((F, B, I, W, OVERLAP_F_B))

@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, reverse_closure
 from torch.nn import Parameter
 
 from penstock.compat.torch._debug import map_debug_info
 from penstock.compat.torch._graph import Group, _get_grad_fn_or_grad_acc, find_groups, nodes_of
+
+__all__ = [
+    "construct_reverse_graph",
+    "get_param_groups",
+    "reverse_closure",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]
 
 Grads = tuple[Tensor | None, ...]
 

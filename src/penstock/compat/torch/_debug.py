@@ -1,5 +1,10 @@
-"""Values in error messages: torch's own."""
+"""Values in error messages, and the logs: torch's own, so that `TORCH_LOGS=+pp` has the lines that it has with torch."""
+
+import logging
 
 from torch.distributed.pipelining._debug import friendly_debug_info, map_debug_info
 
-__all__ = ["friendly_debug_info", "map_debug_info"]
+__all__ = ["friendly_debug_info", "map_debug_info", "schedule_log", "stage_log"]
+
+schedule_log = logging.getLogger("torch.distributed.pipelining.schedules")
+stage_log = logging.getLogger("torch.distributed.pipelining.stage")

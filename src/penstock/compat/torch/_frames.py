@@ -60,6 +60,11 @@ class Frames:
     tag come in order, so that each is of the size that the one before it has told."""
     posted: dict[tuple[int, int], tuple[Tensor, Peer]] = field(default_factory=dict)
     """Frames that receives were posted for, by what they are and their microbatch, each with the stage it comes from."""
+    telling: dict[tuple[int, int, int], Any] = field(default_factory=dict)
+    """New forms being sent, with their values. The receiver asks for one only after its frame has come, so that a program that waits
+    for sends and receives together must not wait for these: the end of the step does."""
+    abandoned: list[Any] = field(default_factory=list)
+    """Those of them that a failed step has left: kept, so that they are not called back, and never waited for."""
     left: dict[tuple[int, int], Sequence[Any]] = field(default_factory=dict)
     """Those of them that a failed step has left, with what to wait for: they take what comes first in a later step."""
 
@@ -70,25 +75,34 @@ class Frames:
     def end(self, works: Mapping[tuple[int, int], Sequence[Any]], *, talked: bool) -> None:
         """A step has failed, these receives being under way. If nobody on this rank has talked, for the others it has not been."""
         self.left = {key: works.get(key, ()) for key in self.posted}
+        self.abandoned += self.telling.values()
+        self.telling.clear()
         self.steps -= not talked
+
+    def finish_telling(self) -> None:
+        """Wait until every new form of this step has been received."""
+        _wait_batch_p2p(list(self.telling.values()))
+        self.telling.clear()
 
     def _op(self, function: Any, frame: Tensor, rank: int, tag: int) -> Op:
         return Op(function, frame, group=self.group, tag=tag, group_peer=rank)
 
     def send(self, what: int, microbatch: int, other: Peer, value: Any) -> list[Any]:
-        """What sends a value to another stage."""
+        """What sends a value to another stage: one message, whatever its form. A new form is on its way when this returns."""
         self.talked = True
         key, tag = (other.stage, what, microbatch), _tag(self.stage, what, microbatch)
         form = self.forms.get(key)
-        frame, ops, overflow = empty(TRAILER if form is None else form.size), [], 0
+        frame, overflow = empty(TRAILER if form is None else form.size), 0
         if form is not None and form.fits(value):
             form.pack(value, frame.data_ptr())
         else:
             self.forms[key], more = pack_new(value)
-            ops, overflow = [self._op(dist.isend, more, other.rank, tag + 1)], len(more)
+            _wait_batch_p2p([self.telling.pop(key)] if key in self.telling else [])
+            self.telling[key] = dist.isend(more, group=self.group, tag=tag + 1, group_dst=other.rank)
+            overflow = len(more)
         words = trailer(frame)
         words[PROGRAM], words[NUMBER], words[SENT], words[OVERFLOW] = self.stage, self.steps, clock(), overflow
-        return [self._op(dist.isend, frame, other.rank, tag), *ops]
+        return [self._op(dist.isend, frame, other.rank, tag)]
 
     def receive(self, what: int, microbatch: int, other: Peer) -> list[Any]:
         """What receives a value from another stage; `take` gives it once that is done."""

@@ -4,21 +4,19 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
 from penstock.compat.torch._actions import _Action
-from penstock.compat.torch._base import LossFunction, _PipelineSchedule
+from penstock.compat.torch._base import LossFunction, _PipelineSchedule, takes, unless_none
 from penstock.compat.torch._checks import _validate_schedule
-from penstock.compat.torch._orders import Actions, Order, Spaced, read_csv, write_csv
+from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch._orders import Actions, Order, Spaced, _format_pipeline_order, read_csv, write_csv
 from penstock.compat.torch._passes import _add_reduce_grad, _add_send_recv
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
 from penstock.compat.torch._walk import Feed, Walk
 from penstock.compat.torch.microbatch import TensorChunkSpec
-
-logger = logging.getLogger("penstock.compat.torch.schedules")
 
 Format = Literal["compute_only", "compute_comms"]
 
@@ -58,7 +56,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self._walks: dict[bool, Walk] = {}
         self._lowered: tuple[Spaced, Actions] | None = None
         if use_full_backward is not None:
-            logger.warning("'use_full_backward' is no longer supported and has no effect: leave it out")
+            schedule_log.warning("'use_full_backward' is no longer supported and has no effect: leave it out")
 
     def _set_stage_ranks(self, ranks: dict[int, int]) -> None:
         self.stage_index_to_group_rank = ranks
@@ -108,7 +106,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
     ) -> None:
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         actions = self._actions()
-        self._initialize_stages(args[0], kwargs[0], target_mbs[0] if target_mbs is not None else None, loss_kwargs)
+        target = target_mbs[0] if target_mbs is not None and takes(self._initialize_stages, "target") else None
+        self._initialize_stages(args[0], kwargs[0], **unless_none(target=target, loss_kwargs=loss_kwargs))
         self.backward_counter.clear()
         self._walk(actions).run(Feed(self, args, kwargs, target_mbs, losses, return_outputs, loss_kwargs))
         self._update_losses(self._stages, losses)
@@ -128,7 +127,22 @@ class PipelineScheduleMulti(_PipelineSchedule):
             self._lowered = order, _add_send_recv(reduced, self.stage_index_to_group_rank.__getitem__, self._num_stages)
         return self._lowered[1][self.rank]
 
-    def _start_p2p(self, ops: Any) -> list[Any]:
+    def _log_failure(self, place: int, actions: Sequence[_Action], error: Exception) -> None:
+        row = self.pipeline_order.get(self.rank, [])
+        before = (action for action in reversed(actions[: place + 1]) if action in row)
+        action = next(before, None)
+        step = 0 if action is None else row.index(action)
+        schedule_log.error(
+            "[Rank %s] pipeline schedule %s caught the following exception '%s' at time_step %s when running action %s",
+            self.rank,
+            type(self).__name__,
+            error,
+            step,
+            actions[place],
+        )
+        schedule_log.error("%s", _format_pipeline_order(self.pipeline_order, error_step_number=step))
+
+    def _start_p2p(self, ops: Any, desc: str) -> list[Any]:
         from penstock.compat.torch import schedules
 
         return list(schedules._batch_p2p(ops))

@@ -12,6 +12,7 @@ from torch._dynamo import OptimizedModule
 from penstock.compat.torch._actions import _Action
 from penstock.compat.torch._base import LossFunction
 from penstock.compat.torch._orders import Spaced
+from penstock.compat.torch._rank_ops import add_bubbles
 from penstock.compat.torch._runtime import _PipelineScheduleRuntime
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
 from penstock.compat.torch._zoo import (
@@ -120,6 +121,11 @@ class ScheduleInterleavedZeroBubble(_Interleaved):
     def _make_order(self) -> None:
         super()._make_order()
         self._set_order(interleaved_zb_order(self.pp_group_size, self.n_local_stages, self._n_microbatches))
+        self.pipeline_order = self._add_bubbles_to_actions(self._num_stages)
+
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> Spaced:
+        """The order with an idle slot wherever a forward would run before its input is made."""
+        return add_bubbles(self.pipeline_order, num_stages_global)
 
 
 class _OnAV(_Interleaved):

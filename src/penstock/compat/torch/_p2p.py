@@ -11,6 +11,8 @@ from typing import Any, Self
 
 import torch.distributed as dist
 
+from penstock.compat.torch._debug import schedule_log
+
 
 class Op(dist.P2POp):
     """One end of a message. Torch's own takes no function that a program has put in the place of torch's."""
@@ -20,13 +22,18 @@ class Op(dist.P2POp):
 
 
 def _batch_p2p(p2p_ops: Sequence[Any], desc: str | None = None) -> list[dist.Work]:
-    """Start the messages: one by one where all are sends or all are receives, so that none waits for another; else as a batch."""
+    """Start the messages: one by one where all are sends or all are receives, so that none waits for another; else as one batch per
+    process group."""
     if not p2p_ops:
         return []
+    schedule_log.debug("batch_p2p %s%s", f"{desc}, " if desc else "", p2p_ops)
     for function, peer in ((dist.isend, "group_dst"), (dist.irecv, "group_src")):
         if all(each.op == function for each in p2p_ops):
             return [each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer}) for each in p2p_ops]
-    return dist.batch_isend_irecv(p2p_ops)  # type: ignore[arg-type]
+    by_group: dict[Any, list[Any]] = {}
+    for each in p2p_ops:
+        by_group.setdefault(each.group, []).append(each)
+    return [work for ops in by_group.values() for work in dist.batch_isend_irecv(ops)]
 
 
 def _sorted_batch_p2p(p2p_ops: Sequence[Any], desc: str | None = None) -> dict[int, list[dist.Work]]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.compat.torch._actions import (
     BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
     FORWARD,
     FULL_BACKWARD,
     RECV_B,
@@ -17,6 +18,7 @@ from penstock.compat.torch._actions import (
     SEND_B,
     SEND_F,
     _Action,
+    _ComputationType,
     parts_of,
     unpack,
 )
@@ -59,6 +61,11 @@ def _add_reduce_grad(actions: Row, n_microbatches: int) -> list[_Action]:
     reduced = ReduceGrad().apply(program).rows
     whole = ~reduced.is_kind(Kind.REDUCE_GRAD) | (made[reduced.stage] >= n_microbatches)
     return list(unpack(reduced.keep(whole).codes.tolist()))
+
+
+def _requires_reduce_grad(action_type: _ComputationType) -> bool:
+    """Whether an action of this kind makes gradients of weights."""
+    return action_type in (BACKWARD_WEIGHT, FULL_BACKWARD)
 
 
 def _add_unshard_reshard(compute_actions: Row, max_active_stages: int = 3) -> list[_Action]:

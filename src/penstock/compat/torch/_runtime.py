@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -23,8 +23,19 @@ from penstock.compat.torch._actions import (
     parts_of,
 )
 from penstock.compat.torch._checks import _simulate_comms_compute
+from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch._multi import Format, PipelineScheduleMulti
-from penstock.compat.torch._orders import Actions, Order, Spaced, pack_rows, read_csv, start_program, unpack_rows, write_csv
+from penstock.compat.torch._orders import (
+    Actions,
+    Order,
+    Spaced,
+    _format_pipeline_order,
+    pack_rows,
+    read_csv,
+    start_program,
+    unpack_rows,
+    write_csv,
+)
 from penstock.compat.torch._passes import _defer_recv_ops
 from penstock.errors import ScheduleError, VerifyError
 from penstock.ir.csv_form import refuse_for_torch
@@ -36,14 +47,11 @@ from penstock.passes.reduce_grad import ReduceGrad
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 from penstock.schedules.registry import schedule
-from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.report import report
 from penstock.verifier.verify import check
 
 if TYPE_CHECKING:
     from penstock.compat.torch._base import _PipelineSchedule
-
-logger = logging.getLogger("penstock.compat.torch.schedules")
 
 _ACTIVE_STAGES = 3
 """How many stages of a rank are unsharded at once, as in torch."""
@@ -81,6 +89,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
         self.unsharded_stages: set[int] = set()
         self._proved: Actions | None = None
+        self._trained: Actions | None = None
+        """The order of the last training step."""
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
         """Run this function in place of the actions of a kind: `custom_function(action, context)`."""
@@ -90,7 +100,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
                 "OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD are supported."
             )
         if computation_type in self._comp_type_to_function_map:
-            logger.warning("Computation type %s is already registered. Overwriting the existing custom function.", computation_type)
+            schedule_log.warning("Computation type %s is already registered. Overwriting the existing custom function.", computation_type)
         self._comp_type_to_function_map[computation_type] = custom_function
 
     # Lowering ---------------------------------------------------------------------------------------------------------
@@ -148,13 +158,19 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if order != self._proved:
             self._prove(order)
             self._proved = {rank: list(row) for rank, row in order.items()}
-        self._refuse_to_train_nothing(order[self.rank])
+        if self._has_backward and self._trained is not self._proved:
+            self._warn_of_missing_reductions(order[self.rank])
+            self._warn_of_missing_backwards(order[self.rank])
+            self._trained = self._proved
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
         return order[self.rank]
 
     def _prove(self, order: Actions) -> None:
-        """Refuse an order that would hang or lose work; where only this rank's row is known, one that leaves microbatches out."""
+        """Refuse an order that would hang or lose work; where only this rank's row is known, one that leaves microbatches out. An order
+        of nothing at all does nothing."""
+        if not any(order.values()):
+            return
         if sorted(order) != list(range(self.pp_group_size)):
             _refuse_missing(order[self.rank], [stage.stage_index for stage in self._stages], self._n_microbatches)
             return
@@ -165,14 +181,39 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if findings:
             raise VerifyError(findings, report(program, "channels", findings))
 
-    def _refuse_to_train_nothing(self, row: list[_Action]) -> None:
-        """A training step of forwards alone would leave the gradients as they are; a custom function may run the backward itself."""
+    def _warn_of_missing_reductions(self, row: list[_Action]) -> None:
+        """An order by hand may leave out REDUCE_GRAD; what that means for its gradients is easily overlooked."""
+        parts = [part for action in row for part in parts_of(action)]
+        trained = {part.stage_index for part in parts if part.computation_type in _BACKWARDS}
+        missing = trained - {part.stage_index for part in parts if part.computation_type == REDUCE_GRAD}
+        sharded = [stage for stage in self._stages if stage.stage_index in missing and isinstance(stage.submod, FSDPModule)]
+        if not missing or not (sharded or (self.scale_grads and self._n_microbatches > 1)):
+            return
+        what = "reduced by FSDP" if sharded else f"divided by {self._n_microbatches} although scale_grads=True"
+        warnings.warn(
+            f"the order has no REDUCE_GRAD for stage {', '.join(map(str, sorted(missing)))}: its gradients are not {what}. Add "
+            f"REDUCE_GRAD after the last backward of each stage{'' if sharded else ', or give scale_grads=False'}",
+            stacklevel=6,  # the caller of step
+        )
+
+    def _warn_of_missing_backwards(self, row: list[_Action]) -> None:
+        """A training step of forwards alone leaves the gradients as they are; a custom function may run the backward itself."""
         kinds = {part.computation_type for action in row for part in parts_of(action)}
-        if self._has_backward and FORWARD in kinds and not kinds & _BACKWARDS and not self._comp_type_to_function_map:
-            message = "the order has no backward, so that a step with a loss function would train nothing"
-            what = str(next(action for action in row if action.is_compute_op))
-            finding = Finding("complete", Severity.WRONG, self.rank, 0, what, message, "Call eval(), or add the backwards")
-            raise VerifyError([finding], str(finding))
+        if not kinds & _BACKWARDS and not self._comp_type_to_function_map:
+            warnings.warn(
+                "the order has no backward, so that a step with a loss function trains nothing: call eval(), or add the backwards",
+                stacklevel=6,  # the caller of step
+            )
+
+    def _log_action(self, place: int, action: _Action, done: bool) -> None:
+        if not done:
+            schedule_log.debug("_PipelineScheduleRuntime running time_step %d, action %s", place, action)
+
+    def _log_failure(self, place: int, actions: Sequence[_Action], error: Exception) -> None:
+        schedule_log.error(
+            "_PipelineScheduleRuntime caught exception at step %s when running action %s.  Full Schedule:", place, actions[place]
+        )
+        schedule_log.error("%s", _format_pipeline_order(cast(Order, self.pipeline_order_with_comms), error_step_number=place))
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Wait for a stage's parameters, if it is sharded."""
@@ -196,6 +237,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _reshard(self, stage: Any) -> None:
         index = stage.stage_index
+        if not self._has_backward and index in self.unshard_ops:  # gathered for a custom function that did not compute with it
+            self._assert_unsharded(stage)
         if index not in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Resharding stage_idx={index} without unsharding, or before that is done")
         for module in stage.submod.modules():

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from penstock.compat.torch._actions import _Action, _ComputationType
+from penstock.compat.torch._base import _PipelineSchedule
 from penstock.compat.torch._checks import _homes
 from penstock.compat.torch._orders import Order, pack_rows, unpack_rows
+from penstock.compat.torch._runtime import _PipelineScheduleRuntime
 from penstock.compat.torch.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineSchedule,
-    _PipelineScheduleRuntime,
     get_schedule_class,
 )
 from penstock.errors import MissingExtraError, PenstockError

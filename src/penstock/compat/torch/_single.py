@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from penstock.compat.torch._actions import _Action
-from penstock.compat.torch._base import LossFunction, _PipelineSchedule
+from penstock.compat.torch._actions import FORWARD, FULL_BACKWARD, _Action
+from penstock.compat.torch._base import LossFunction, _PipelineSchedule, takes, unless_none
+from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch._orders import Spaced
 from penstock.compat.torch._walk import Feed, Walk
 from penstock.compat.torch._zoo import single_order, single_program
@@ -63,11 +64,11 @@ class PipelineScheduleSingle(_PipelineSchedule):
         """The order of every rank, where it is known."""
         return None
 
-    def _start_p2p(self, ops: Any) -> list[Any]:
+    def _start_p2p(self, ops: Any, desc: str) -> list[Any]:
         """Messages to several ranks, as where an output skips stages, are started rank by rank."""
         from penstock.compat.torch import schedules
 
-        return [work for works in schedules._sorted_batch_p2p(ops).values() for work in works]
+        return [work for works in schedules._sorted_batch_p2p(ops, desc=desc).values() for work in works]
 
 
 class _Named(PipelineScheduleSingle):
@@ -85,7 +86,8 @@ class _Named(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        self._initialize_stage(args[0], kwargs[0], target_mbs[0] if target_mbs is not None else None, loss_kwargs)
+        target = target_mbs[0] if target_mbs is not None and takes(self._initialize_stage, "target") else None
+        self._initialize_stage(args[0], kwargs[0], **unless_none(target=target, loss_kwargs=loss_kwargs))
         self.backward_counter.clear()
         self._walk().run(Feed(self, args, kwargs, target_mbs, losses, return_outputs, loss_kwargs))
         self._update_losses(self._stage, losses)
@@ -104,7 +106,20 @@ class _Named(PipelineScheduleSingle):
         return single_order(self._name, self._num_stages, self._n_microbatches)
 
 
-class ScheduleGPipe(_Named):
+class _Phased(_Named):
+    """Forwards, then backwards: in logs and in the profiler by the microbatch alone, as torch has them."""
+
+    def _range_name(self, action: _Action) -> str:
+        phase = {FORWARD: "Forward", FULL_BACKWARD: "Backward"}.get(action.computation_type)
+        return super()._range_name(action) if phase is None else f"{phase} {action.microbatch_index}"
+
+    def _log_action(self, place: int, action: _Action, done: bool) -> None:
+        phase = {FORWARD: "Forwarded", FULL_BACKWARD: "Backwarded"}.get(action.computation_type)
+        if done and phase is not None:
+            schedule_log.debug("[%s] %s microbatch %s", action.stage_index, phase, action.microbatch_index)
+
+
+class ScheduleGPipe(_Phased):
     """All forwards, then all backwards."""
 
     _name = "gpipe"
@@ -116,7 +131,7 @@ class Schedule1F1B(_Named):
     _name = "1f1b"
 
 
-class _ScheduleForwardOnly(_Named):
+class _ScheduleForwardOnly(_Phased):
     """Forwards alone."""
 
     _name = "inference"

@@ -7,6 +7,7 @@ of microbatches, gradients of earlier steps are never scaled again.
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect
 from collections.abc import Sequence
 from typing import Any
@@ -16,10 +17,11 @@ from torch.distributed.pipelining import stage as _torch_stage
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 from torch.nn.parallel import DistributedDataParallel
 
-from penstock.compat.torch._debug import map_debug_info
+from penstock.compat.torch._debug import map_debug_info, stage_log
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
 from penstock.errors import StageCallError
+from penstock.runtime.parts import arrived
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -30,18 +32,27 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     _split_chunks: frozenset[int] = frozenset()
     _aside: Aside | None = None
     _order: list[int] | None = None
+    _in_step = False
 
     # What a schedule tells it ------------------------------------------------------------------------------------------
 
     def _begin_step(self, split: frozenset[int], scale: int) -> None:
         """A step begins: the microbatches whose backward will be split, and what its gradients will be divided by."""
+        self._open_step(scale)
         self._split_chunks = split
         self._both_halves().begin(bool(split))
+
+    def _open_step(self, scale: int) -> None:
+        """The first of a step, once: said by `step`, before a `_step_microbatches` that a program may have written, or by a walk."""
+        if self._in_step:
+            return
+        self._in_step, self._split_chunks = True, frozenset()
         if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module):
             self._aside = Aside(self.submod.parameters(), copy=isinstance(self.submod, DistributedDataParallel))
 
     def _end_step(self, failed: bool = False) -> None:
         """A step is over."""
+        self._in_step = False
         if self._aside is not None:
             if failed:
                 self._aside.drop_new()
@@ -50,6 +61,9 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             self._aside = None
         if failed:
             self.clear_runtime_states()
+
+    def _finish_sending(self) -> None:
+        """Wait for what it sends besides the messages that a schedule waits for."""
 
     def _talked(self) -> bool:
         """Whether it has begun to send or receive in this step."""
@@ -81,6 +95,14 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         """Messages that make ranks known to each other; not of a rank to itself, which holds both stages."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        """Messages with the outputs of a microbatch, which are waited for if a collective is still making them."""
+        return _arrived_ops(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        """Messages with the gradients of a microbatch's inputs."""
+        return _arrived_ops(super().get_bwd_send_ops(bwd_chunk_id))
+
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(
@@ -105,6 +127,8 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if self.is_last and save_forward_output:
             self._keep_output(fwd_chunk_id, output)
         self.fwd_cache[fwd_chunk_id] = (outputs, flatten_args(inputs) + flatten_args(named))
+        if stage_log.isEnabledFor(logging.DEBUG):
+            stage_log.debug("%s Forwarded chunk %s, outputs: %s", self.log_prefix, fwd_chunk_id, map_debug_info(output))
         self._look_at_outputs(outputs)
         if not self.has_backward:
             self._forget_inputs(fwd_chunk_id)
@@ -167,6 +191,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             self._look_at_grads("input_grads", self.bwd_cache[bwd_chunk_id])
         if self.is_last and not self.is_first:
             _let_go(outputs)
+        stage_log.debug("%s Backwarded chunk %s", self.log_prefix, bwd_chunk_id)
 
     def _num_inputs(self, chunk: int) -> int:
         """How many of the inputs came from another stage; the rest are keyword arguments."""
@@ -207,6 +232,12 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if replicas is not None and waits and last_backward:
             reduce_replicas(replicas)
         return found, None
+
+
+def _arrived_ops(ops: list[Any]) -> list[Any]:
+    for op in ops:
+        op.tensor = arrived(op.tensor)
+    return ops
 
 
 def _no_more() -> None:

@@ -26,6 +26,7 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
+from penstock.runtime.parts import arrived, is_gathering
 
 
 class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
@@ -36,10 +37,14 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     _buffers: list[tuple[Tensor, Tensor]] | None = None
     """The module's buffers and what was in them before shapes were agreed on."""
 
-    def _begin_step(self, split: frozenset[int], scale: int) -> None:
-        super()._begin_step(split, scale)
-        if self._frames is not None:
+    def _open_step(self, scale: int) -> None:
+        if self._frames is not None and not self._in_step:
             self._frames.begin()
+        super()._open_step(scale)
+
+    def _finish_sending(self) -> None:
+        if self._frames is not None:
+            self._frames.finish_telling()
 
     def _talked(self) -> bool:
         return self._frames is not None and self._frames.talked
@@ -55,6 +60,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self.chunks = num_microbatches
         if self._frames is None:
             self._frames = Frames(self.stage_index, self.group)
+            if self._in_step:
+                self._frames.begin()
         static = not InferenceMode.needs_dynamic(self._user_meta, has_backward)
         self._inference_mode = InferenceMode.STATIC if static else InferenceMode.DYNAMIC
         meta, given = self._stage_meta, self._user_meta
@@ -63,6 +70,25 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self.grad_recv_info = dict.fromkeys(range(num_microbatches), ())
         self.act_send_info = {}
         return True
+
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
+    ) -> Any:
+        """Agree on shapes, where there are no frames."""
+        return None if self._frames is not None else super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+
+    def _prepare_backward_infra(
+        self,
+        num_microbatches: int,
+        loss_fn: Any = None,
+        target: Any = None,
+        received_grad_meta: Any = None,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Agree on the shapes of gradients, where there are no frames."""
+        if self._frames is not None:
+            return None
+        return super()._prepare_backward_infra(num_microbatches, loss_fn, target, received_grad_meta, loss_kwargs)
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """The forward by which shapes are agreed on where there are no frames: it leaves no trace in the module's buffers."""
@@ -81,7 +107,15 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _look_at_inputs(self, inputs: Sequence[Any]) -> None:
         if self._frames is not None and self._stage_meta.inputs is None:
             self._stage_meta.inputs = extract_tensor_metas(validate_and_normalize_to_tuple(tuple(inputs)))
+        if self._frames is not None and self.is_first and not self.args_recv_info.get(0):
+            self._describe_root_inputs()
         super()._look_at_inputs(inputs)
+
+    def _describe_root_inputs(self) -> None:
+        """The first stage's inputs come from the caller, in every microbatch."""
+        metas = self._stage_meta.inputs or ()
+        infos = tuple(_RecvInfo(f"root_input_{k}", None, None, meta, is_root_arg=True) for k, meta in enumerate(metas))
+        self.args_recv_info = dict.fromkeys(self.args_recv_info, infos)
 
     def _look_at_grads(self, which: str, grads: Grads) -> None:
         if self._frames is not None and getattr(self._stage_meta, which) is None:
@@ -89,13 +123,15 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         super()._look_at_grads(which, grads)
 
     def _forget_inputs(self, chunk: int) -> None:
-        if self._frames is not None:
+        if self._frames is not None and not self.is_first:
             self.args_recv_info[chunk] = ()
 
     def _look_at_outputs(self, outputs: tuple[Any, ...]) -> None:
-        if self._frames is not None and not self.is_last:
-            validate_and_normalize_to_tuple(outputs)
-            self.act_send_info = {k: [self.stage_index + 1] for k in range(len(outputs))}
+        if self._frames is not None:
+            if not self.is_last:
+                validate_and_normalize_to_tuple(outputs)
+            if len(self.act_send_info) != len(outputs):
+                self.act_send_info = {k: [] if self.is_last else [self.stage_index + 1] for k in range(len(outputs))}
         if self._frames is not None and self._stage_meta.outputs is None and all(isinstance(each, Tensor) for each in outputs):
             self._stage_meta.outputs = extract_tensor_metas(outputs)
             self._validate_inferred_metadata()
@@ -202,10 +238,18 @@ def _or_zeros(grads: Grads, wanted: Sequence[Tensor | None]) -> list[Tensor | No
     return [torch.zeros_like(of) if grad is None and of is not None and of.requires_grad else grad for grad, of in pairs]
 
 
+def _waited_for(tensor: Tensor | None) -> Tensor | None:
+    """The tensor, once the collective that makes it is done; it says as before whether it wants a gradient."""
+    if tensor is None or type(tensor) is Tensor or not is_gathering(tensor):
+        return tensor
+    whole: Tensor = arrived(tensor)
+    return whole.detach().requires_grad_(tensor.requires_grad)
+
+
 def _as_message(tensors: Sequence[Tensor | None]) -> Any:
-    """Tensors as they are; sharded ones as their local parts, with what makes them whole again."""
+    """Tensors as they are, waited for if a collective is still making them; sharded ones as their local parts, with their layouts."""
     if not any(isinstance(tensor, DTensor) for tensor in tensors):
-        return list(tensors)
-    local = [None if tensor is None else to_local_if_dtensor(tensor, detach=True) for tensor in tensors]
+        return [_waited_for(tensor) for tensor in tensors]
+    local = [None if tensor is None else _waited_for(to_local_if_dtensor(tensor, detach=True)) for tensor in tensors]
     metas = [_DTensorMeta.from_dtensor(tensor) if isinstance(tensor, DTensor) else None for tensor in tensors]
     return local, metas

@@ -7,11 +7,13 @@ The receives are waited for at their use, sends at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from penstock.compat.torch._actions import (
@@ -28,9 +30,9 @@ from penstock.compat.torch._actions import (
     SEND_F,
     UNSHARD,
     _Action,
-    _get_profiler_function_name,
     parts_of,
 )
+from penstock.compat.torch._debug import schedule_log
 
 if TYPE_CHECKING:
     from penstock.compat.torch._base import _PipelineSchedule
@@ -65,7 +67,6 @@ class Walk:
         self.count = schedule._n_microbatches
         self.scale = self.count if schedule.scale_grads else 1
         self.functions = dict(getattr(schedule, "_comp_type_to_function_map", {}))
-        self.actions: list[_Action] = []
         self.given = list(actions)
         self.feed = NOTHING
         self.sending: dict[tuple[bool, int, int], list[Any]] = {}
@@ -74,15 +75,16 @@ class Walk:
         """What a failed step was sending, so that it is not called back."""
         self.forward_works: dict[tuple[int, int], list[Any]] = getattr(schedule, "fwd_recv_ops", {})
         self.backward_works: dict[tuple[int, int], list[Any]] = getattr(schedule, "bwd_recv_ops", {})
-        self.operations: list[Operation] = []
+        self.operations: list[tuple[int, Operation]] = []
+        """What is to be done, each with the place of its action in the order."""
         self._refuse_strangers(actions)
         self.split = {index: _split_chunks(actions, index) if self.training else frozenset[int]() for index in self.stages}
         """The microbatches whose backward this order splits, by stage."""
-        for action in actions:
-            operation = self._operation(action)
+        idle = frozenset[int]() if self.training else _idle_gathers(actions, self.functions)
+        for place, action in enumerate(actions):
+            operation = None if place in idle else self._operation(action)
             if operation is not None:
-                self.actions.append(action)
-                self.operations.append(operation)
+                self.operations.append((place, operation))
 
     def _refuse_strangers(self, actions: Sequence[_Action]) -> None:
         for action in actions:
@@ -106,26 +108,36 @@ class Walk:
                 stage._begin_step(self.split[index], self.scale)
         self.feed, at, failed = feed, 0, True
         try:
-            profiled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-            for at, operation in enumerate(self.operations):
-                if profiled:
-                    with torch.profiler.record_function(_get_profiler_function_name(self.actions[at])):
-                        operation(self)
-                else:
-                    operation(self)
+            watched = torch.autograd._profiler_enabled() or schedule_log.isEnabledFor(logging.DEBUG)  # type: ignore[attr-defined]
+            for place, operation in self._watched() if watched else self.operations:
+                at = place
+                operation(self)
+            at = len(self.given)
             for works in self.sending.values():
                 _wait(works)
+            for stage in self.stages.values():
+                if hasattr(stage, "_finish_sending"):
+                    stage._finish_sending()
             failed = False
         except Exception as error:
-            if at < len(self.actions):
-                error.add_note(f"in action {self.actions[at]}, step {at} of {len(self.actions)} of this rank")
+            if at < len(self.given):
+                error.add_note(f"in action {self.given[at]}, step {at} of {len(self.given)} of this rank")
+                feed.schedule._log_failure(at, self.given, error)
             raise
         finally:
             self._finish(failed)
 
+    def _watched(self) -> Iterator[tuple[int, Operation]]:
+        """All actions, those that have nothing to do here too, each in a range of the profiler and with its lines in the log."""
+        operations = dict(self.operations)
+        for place, action in enumerate(self.given):
+            yield place, _watched(place, action, operations.get(place))
+
     def _finish(self, failed: bool) -> None:
         if failed:
             self._give_up()
+        if not self.training and not failed:
+            self._reshard()
         self.feed, self.sending = NOTHING, {}
         self.forward_works.clear()
         self.backward_works.clear()
@@ -142,6 +154,15 @@ class Walk:
             both = enumerate((self.forward_works, self.backward_works))
             index = stage.stage_index
             stage._give_up({(what, mb): each for what, works in both for (of, mb), each in works.items() if of == index}, talked)
+
+    def _reshard(self) -> None:
+        """Nothing is left gathered after forwards alone: no backward comes that would free it."""
+        for stage in self.stages.values():
+            modules = stage.submod.modules() if isinstance(stage.submod, nn.Module) else ()
+            for module in modules:
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        getattr(self.feed.schedule, "unsharded_stages", set[int]()).clear()
 
     # Operations -------------------------------------------------------------------------------------------------------
 
@@ -189,7 +210,8 @@ class Walk:
             if remote:
                 _arrive(walk.forward_works, index, microbatch, "F")
             output = stage.forward_one_chunk(microbatch, feed.args[microbatch], feed.kwargs[microbatch], save_forward_output=feed.outputs)
-            feed.schedule._maybe_compute_loss(stage, output, feed.targets, microbatch, feed.loss_kwargs)
+            more = {} if feed.loss_kwargs is None else {"loss_kwargs": feed.loss_kwargs}
+            feed.schedule._maybe_compute_loss(stage, output, feed.targets, microbatch, **more)
             if reader is not None:
                 reader.set_local_fwd_input(output, microbatch)
             if drops:
@@ -232,6 +254,35 @@ def _split_chunks(actions: Sequence[_Action], stage: int) -> frozenset[int]:
     return frozenset(part.microbatch_index or 0 for part in parts if part[:2] == (stage, BACKWARD_INPUT))
 
 
+def _watched(place: int, action: _Action, operation: Operation | None) -> Operation:
+    def run(walk: Walk) -> None:
+        schedule = walk.feed.schedule
+        schedule._log_action(place, action, done=False)
+        with torch.profiler.record_function(schedule._range_name(action)):
+            if operation is not None:
+                operation(walk)
+        schedule._log_action(place, action, done=True)
+
+    return run
+
+
+def _idle_gathers(actions: Sequence[_Action], functions: Container[Any]) -> set[int]:
+    """The places of actions that gather and free parameters around backwards only, which forwards alone leave out."""
+    idle, gathers = set[int](), dict[int, int]()
+    for at, action in enumerate(actions):
+        if action.computation_type == UNSHARD:
+            gathers[action.stage_index] = at
+        elif action.computation_type == RESHARD and action.stage_index in gathers:
+            idle |= {at, gathers.pop(action.stage_index)}
+        elif action.computation_type in functions:
+            gathers.clear()
+        else:
+            for part in parts_of(action):
+                if part.computation_type == FORWARD:
+                    gathers.pop(part.stage_index, None)
+    return idle | set(gathers.values())
+
+
 def _custom(action: _Action, function: Callable[..., Any]) -> Operation:
     from penstock.compat.torch._runtime import _PipelineContext
 
@@ -244,21 +295,23 @@ def _custom(action: _Action, function: Callable[..., Any]) -> Operation:
 
 def _send(forward: bool, stage: Any, microbatch: int) -> Operation:
     ops, key = stage.get_fwd_send_ops if forward else stage.get_bwd_send_ops, (forward, stage.stage_index, microbatch)
+    desc = "fwd_send" if forward else "bwd_send"
 
     def send(walk: Walk) -> None:
-        walk.sending[key] = walk.feed.schedule._start_p2p(ops(microbatch))
+        walk.sending[key] = walk.feed.schedule._start_p2p(ops(microbatch), desc)
 
     return send
 
 
 def _receive(forward: bool, stage: Any, microbatch: int) -> Operation:
     ops, key = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops, (stage.stage_index, microbatch)
+    desc = "fwd_recv" if forward else "bwd_recv"
 
     def receive(walk: Walk) -> None:
         works = walk.forward_works if forward else walk.backward_works
         if key in works:
             raise AssertionError(f"Recv twice for stage_idx={key[0]} mb_index={microbatch} without executing it in between")
-        works[key] = walk.feed.schedule._start_p2p(ops(microbatch))
+        works[key] = walk.feed.schedule._start_p2p(ops(microbatch), desc)
 
     return receive
 

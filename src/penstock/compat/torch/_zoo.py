@@ -4,16 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
-
 from penstock.compat.torch._actions import _Action, unpack
-from penstock.compat.torch._orders import Actions, Row, Spaced, idle_code, pack_rows, unpack_rows
-from penstock.compat.torch._utils import generate_stage_to_rank_mapping
-from penstock.ir.dependencies import Linker, Needs
-from penstock.ir.kind import Kind
-from penstock.ir.placement import Placement
+from penstock.compat.torch._orders import Actions, Spaced, unpack_rows
 from penstock.ir.program import Program
-from penstock.ir.steps import walk
 from penstock.passes.lower import lower
 from penstock.passes.reduce_grad import ReduceGrad
 from penstock.schedules.registry import schedule
@@ -70,12 +63,12 @@ def interleaved_1f1b_order(ranks: int, chunks: int, microbatches: int) -> Spaced
 
 
 def interleaved_zb_order(ranks: int, chunks: int, microbatches: int) -> Spaced:
-    """Idle as in the interleaved order, and then wherever a forward would be too early."""
+    """Idle as in the interleaved order; `add_bubbles` adds the slots in which a forward would be too early."""
     spaced: Spaced = {}
     for rank, row in enumerate(_rows("interleaved-zb", ranks, chunks, microbatches)):
         warm_up = _warm_up(rank, ranks, chunks, microbatches, hop=1) or 0
         spaced[rank] = _with_gap(row, rank, warm_up, ranks - rank - 1 if warm_up else 0)
-    return _in_step(spaced, ranks * chunks, ranks, microbatches)
+    return spaced
 
 
 def zbv_order(ranks: int, microbatches: int) -> Spaced:
@@ -93,26 +86,3 @@ def dualpipe_v_order(ranks: int, microbatches: int) -> Spaced:
 def _with_gap(row: list[_Action], before: int, at: int, gap: int) -> list[_Action | None]:
     """The row with idle slots at its start and after its first actions."""
     return [*[None] * before, *row[:at], *[None] * gap, *row[at:]]
-
-
-def _in_step(spaced: Spaced, stages: int, ranks: int, microbatches: int) -> Spaced:
-    """Each action in the first step in which it could run, if idle slots take a step and forwards alone wait for each other."""
-    rows = pack_rows(spaced, idle_code(stages))
-    placement = Placement.custom(list(generate_stage_to_rank_mapping(ranks, stages).values()), ranks=ranks)
-    links = Linker(rows, placement, Program(rows, placement, microbatches, lowered=False).graph, microbatches, lowered=False).links()
-    before, after = (np.concatenate(pair) for pair in zip(links.local, links.data, strict=True))
-    forward = rows.kind[after] == Kind.F
-    steps = walk(rows, Needs(before[forward], after[forward])).step.tolist()
-    order: Spaced = {}
-    offsets = rows.group_offsets.tolist()
-    for rank, row in spaced.items():
-        order[rank] = _placed(row, steps[offsets[rank] : offsets[rank + 1]])
-    return order
-
-
-def _placed(row: Row, steps: list[int]) -> list[_Action | None]:
-    made: list[_Action | None] = []
-    for action, step in zip(row, steps, strict=True):
-        made += [None] * (step - len(made))
-        made.append(action)
-    return made

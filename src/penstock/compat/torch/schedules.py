@@ -1,8 +1,8 @@
+# ruff: noqa: F401, PLC0414 - the names of torch's module, more of them than a star import gives
 """Every name of torch's `schedules`."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch.distributed as dist
@@ -25,11 +25,13 @@ from penstock.compat.torch._actions import (
     I,
     W,
     _Action,
+    _action_regex,
     _ComputationType,
     _get_profiler_function_name,
 )
-from penstock.compat.torch._base import _PipelineSchedule
+from penstock.compat.torch._base import _TARGET_CHUNK_SPEC, _PipelineSchedule
 from penstock.compat.torch._checks import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
+from penstock.compat.torch._debug import schedule_log as logger
 from penstock.compat.torch._multi import PipelineScheduleMulti
 from penstock.compat.torch._named import (
     ScheduleDualPipeV,
@@ -40,8 +42,18 @@ from penstock.compat.torch._named import (
     _check_torch_compile_compatibility,
 )
 from penstock.compat.torch._orders import _format_pipeline_order
-from penstock.compat.torch._p2p import _batch_p2p, _sorted_batch_p2p, _wait_batch_p2p
-from penstock.compat.torch._passes import _add_reduce_grad, _add_send_recv, _add_unshard_reshard, _defer_recv_ops, _merge_bw
+from penstock.compat.torch._p2p import _batch_p2p as _batch_p2p
+from penstock.compat.torch._p2p import _sorted_batch_p2p as _sorted_batch_p2p
+from penstock.compat.torch._p2p import _wait_batch_p2p as _wait_batch_p2p
+from penstock.compat.torch._passes import (
+    _add_reduce_grad,
+    _add_send_recv,
+    _add_unshard_reshard,
+    _defer_recv_ops,
+    _merge_bw,
+    _requires_reduce_grad,
+)
+from penstock.compat.torch._rank_ops import _get_1f1b_rank_ops, _get_warmup_ops
 from penstock.compat.torch._runtime import _CustomFunctionProtocol, _PipelineContext, _PipelineScheduleRuntime
 from penstock.compat.torch._single import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ScheduleForwardOnly
 from penstock.compat.torch._utils import InferenceMode, generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
@@ -50,25 +62,8 @@ from penstock.compat.torch.stage import PipelineStage, _PipelineStageBase, _Recv
 from penstock.errors import nearest
 
 __all__ = [
-    "BACKWARD_INPUT",
-    "BACKWARD_WEIGHT",
-    "FORWARD",
-    "FULL_BACKWARD",
-    "OVERLAP_F_B",
-    "RECV_B",
-    "RECV_F",
-    "REDUCE_GRAD",
-    "RESHARD",
-    "SEND_B",
-    "SEND_F",
-    "UNSHARD",
-    "B",
-    "F",
-    "I",
-    "InferenceMode",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
-    "PipelineStage",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -76,41 +71,8 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
-    "TensorChunkSpec",
-    "W",
-    "_Action",
-    "_ComputationType",
-    "_CustomFunctionProtocol",
-    "_PipelineContext",
-    "_PipelineSchedule",
-    "_PipelineScheduleRuntime",
-    "_PipelineStageBase",
-    "_RecvInfo",
-    "_ScheduleForwardOnly",
-    "_add_reduce_grad",
-    "_add_send_recv",
-    "_add_unshard_reshard",
-    "_batch_p2p",
-    "_check_torch_compile_compatibility",
-    "_defer_recv_ops",
-    "_dump_chrometrace",
-    "_format_pipeline_order",
-    "_get_profiler_function_name",
-    "_merge_bw",
-    "_simulate_comms_compute",
-    "_sorted_batch_p2p",
-    "_split_tensor",
-    "_validate_schedule",
-    "_wait_batch_p2p",
-    "dist",
-    "generate_rank_to_stage_mapping",
-    "generate_stage_to_rank_mapping",
     "get_schedule_class",
-    "merge_chunks",
-    "split_args_kwargs_into_chunks",
 ]
-
-logger = logging.getLogger(__name__)
 
 _CLASSES: dict[str, Any] = {
     "1F1B": Schedule1F1B,
