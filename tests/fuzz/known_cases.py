@@ -111,6 +111,9 @@ KNOWN: dict[str, str] = {
         '{"schedule": "zbv", "ranks": 2, "skips": [[0, 3]], "stages": [{}, {"layers": ["metric"]}, {"layers": ["in_place"]}]}'
     ),
     "input that every microbatch gets whole, changed": '{"microbatches": 2, "stages": [{"changes": "last"}], "inputs": "whole"}',
+    "input that every microbatch gets whole, changed by a recomputed stage": (
+        '{"microbatches": 2, "stages": [{"changes": "last"}], "inputs": "whole", "recompute": [0]}'
+    ),
     "hook that wants a gradient in higher precision": (
         '{"schedule": "zb-h1", "stages": [{"layers": ["unused"]}], "accumulate_dtype": "float64", "hooks": "step"}'
     ),

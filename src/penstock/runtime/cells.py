@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,10 +49,10 @@ class Feed:
     def total(self) -> float:
         return 0.0 if self.weights is None else sum(self.weights)
 
-    def check_unchanged(self, stage: int, microbatch: int) -> None:
-        """Refuse a change in place of an input that is read elsewhere too."""
+    def check_unchanged(self, stage: int, microbatch: int, copies: Collection[int]) -> None:
+        """Refuse a change in place of an input that is read elsewhere too; `copies` are inputs by id whose copies were changed."""
         for tensor, version, reason in self.guards[microbatch]:
-            if tensor._version != version:
+            if tensor._version != version or id(tensor) in copies:
                 raise ScheduleError(
                     f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
                 )

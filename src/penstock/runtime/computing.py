@@ -121,7 +121,7 @@ class Computing(Wires):
                     part.look_for_changes(watch, others, training)
                     part.passing = watch.guarded(others) if others or watch.reasons else {}
             if feed.guards:
-                feed.check_unchanged(stage, microbatch)
+                feed.check_unchanged(stage, microbatch, part.changed_copies)
                 part.passing = part.passing | feed.guarded(microbatch)
             return made if type(made) is Tensor else unwrap(made)
 

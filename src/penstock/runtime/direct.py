@@ -1,7 +1,8 @@
 """Channels that carry tensors as they are, for NCCL: nothing can be told along with them, so their forms are agreed beforehand.
 
 In a step whose inputs are new to any rank, each message's form goes ahead of it by the control connection. In the steps after, as
-long as no rank's inputs change, both ends know it. Receives are posted where the program has them, which must be proved under
+long as no rank's inputs change, both ends know it. Plain values may be others each time, so a channel with any sends them by the control
+connection in every step. Receives are posted where the program has them, which must be proved under
 `rendezvous`.
 """
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from penstock.runtime.activity import clock
 from penstock.runtime.cells import EMPTY
 from penstock.runtime.framed import FramedInbox, FramedOutbox
-from penstock.runtime.frames import Form, Leaf
+from penstock.runtime.frames import Form, Leaf, Repeated
 from penstock.runtime.group import Inbox, Operation, Outbox, Route
 from penstock.runtime.values import detached
 
@@ -38,6 +39,8 @@ class DirectOutbox(Outbox):
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
         self.count = 0
+        self.tells = False
+        """Whether plain values go by the control connection in this step."""
         self.flight: deque[tuple[Any, Tensor]] = deque()
         self._what = f"{group.called(route[1])} to take {route[2]}"
         group.ends.append(self)
@@ -45,8 +48,10 @@ class DirectOutbox(Outbox):
     def begin(self) -> None:
         self.count = 0
         self.flight.clear()
+        self.tells = not self.group.learning and any(form.tells for form in self.forms)
         if self.group.learning:
             self.forms.clear()
+        if self.group.learning or self.tells:
             self.ahead.begin()
 
     def learned(self) -> list[tuple[int, Any]]:
@@ -58,10 +63,12 @@ class DirectOutbox(Outbox):
             self.forms.append(Form.of(value))
             self.ahead.put(self.forms[-1])
         form = self.forms[number]
-        if not form.fits(value):
+        if not form.fits(value, plain=False):
             what, rank = self.route[2], self.route[0]
             text = f"{self.group.called(rank)} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
+        if self.tells:
+            self.ahead.put(form.plain(value))
         try:
             connection, peer = self.group.data(self.route, self.route[1])
             for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
@@ -88,6 +95,7 @@ class DirectInbox(Inbox):
         self.forms: list[Form] = []
         self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
+        self.tells = False
         group.ends.append(self)
 
     def expect(self, cell: int) -> Operation:
@@ -99,8 +107,10 @@ class DirectInbox(Inbox):
     def begin(self) -> None:
         self.posted.clear()
         self.count = 0
+        self.tells = not self.group.learning and any(form.tells for form in self.forms)
         if self.group.learning:
             self.forms.clear()
+        if self.group.learning or self.tells:
             self.ahead.begin()
 
     def _post(self) -> None:
@@ -136,7 +146,11 @@ class DirectInbox(Inbox):
             activity.waits = None
             self.times[number] = asked, asked, clock()
             form = self.forms[number]
-            cells[self.order[number]] = form.join([_laid(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)])
+            parts = [_laid(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)]
+            if self.tells:
+                plain = iter(self.ahead.take(number))
+                parts = [part if type(leaf) in (Leaf, Repeated) else next(plain) for part, leaf in zip(parts, form.leaves, strict=True)]
+            cells[self.order[number]] = form.join(parts)
         return cells[cell]
 
     def clear(self) -> None:

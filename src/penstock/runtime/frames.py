@@ -154,19 +154,21 @@ class Form:
                 leaves.append(part)
         return cls(spec, tuple(leaves), end + TRAILER)
 
-    def fits(self, value: Any) -> bool:
-        """Whether a value is of this form, so that its tensors alone need to be sent."""
+    @property
+    def tells(self) -> bool:
+        """Whether there are plain values, which may be others in the next message; nothing is always the same."""
+        return any(leaf is not None and type(leaf) not in (Leaf, Repeated) for leaf in self.leaves)
+
+    def fits(self, value: Any, plain: bool = True) -> bool:
+        """Whether a value is of this form, so that its tensors alone need to be sent; and, unless `plain`, its plain values."""
         if self.alone is not None:
             if self.spec is _LIST:
                 value = value[0] if type(value) is list and len(value) == 1 else None
             return type(value) is Tensor and self.alone.fits(value)
         parts, spec = _flat(value)
-        return (
-            bool(spec == self.spec)
-            and len(parts) == len(self.leaves)
-            and all(map(_part_fits, parts, self.leaves))
-            and _first_places(parts) == self.first
-        )
+        if not (spec == self.spec and len(parts) == len(self.leaves) and _first_places(parts) == self.first):
+            return False
+        return all(_part_fits(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
 
     def pack(self, value: Any, address: int) -> None:
         """Copy the value's tensors into the frame at an address."""
@@ -192,6 +194,10 @@ class Form:
     def parts(self, value: Any) -> Sequence[Any]:
         """The value's tensors and plain values."""
         return _flat(value)[0]
+
+    def plain(self, value: Any) -> list[Any]:
+        """The value's plain values."""
+        return [part for part, leaf in zip(self.parts(value), self.leaves, strict=True) if type(leaf) not in (Leaf, Repeated)]
 
     def join(self, parts: list[Any]) -> Any:
         """The reverse of `parts`."""
@@ -263,7 +269,9 @@ def _first_places(parts: Sequence[Any]) -> list[int]:
     return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]
 
 
-def _part_fits(part: Any, leaf: Any) -> bool:
+def _part_fits(part: Any, leaf: Any, plain: bool) -> bool:
     if isinstance(part, Tensor):
         return type(leaf) is Repeated or (type(leaf) is Leaf and leaf.fits(part))
+    if not plain:
+        return type(leaf) not in (Leaf, Repeated) and (part is None) == (leaf is None)
     return type(part) is type(leaf) and type(part) in FIXED and repr(part) == repr(leaf)

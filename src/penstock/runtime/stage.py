@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -71,7 +71,7 @@ class Stage:
 
     def look_for_changes(self, watch: Watch, others: list[int], training: bool) -> None:
         """See whether the module has changed its input in place; refuse what something else in the model would have seen."""
-        changed, reason = watch.changed(self.module.changed_inputs if isinstance(self.module, Recomputed) else ())
+        changed, reason = watch.changed(self.changed_copies)
         self.changes_input[training] = changed or bool(self.changes_input[training])
         if changed and others:
             raise ScheduleError(
@@ -82,6 +82,11 @@ class Stage:
                 f"stage {self.index} changes {reason} in place; stages hand on copies, so the change would be lost elsewhere: clone it in "
                 f"stage {self.index} before changing it"
             )
+
+    @property
+    def changed_copies(self) -> Collection[int]:
+        """The inputs of the last forward, by id, that the module has copied by itself and whose copies it has changed."""
+        return self.module.changed_inputs if isinstance(self.module, Recomputed) else ()
 
     def memory(self) -> dict[int, str]:
         """The names of the module's parameters and buffers, by the address of their memory."""
