@@ -8,6 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from penstock.errors import PenstockError
 from penstock.planner.bounds_flow import Flow
 from penstock.planner.bounds_rank import Share, chains, first_backward, holding, one_machine, shares, work
 from penstock.planner.bounds_solved import Alone
@@ -15,6 +18,8 @@ from penstock.planner.bounds_terms import Terms
 from penstock.planner.exact_scale import common_unit
 from penstock.planner.problem import Problem
 
+ROUNDING = 1e-9
+"""The share of a time by which sums of fractions may differ."""
 ON_FLOW = 0.6
 """The share of the time for the linear programs."""
 QUICK: dict[str, Callable[[Share], float]] = {
@@ -25,6 +30,19 @@ QUICK: dict[str, Callable[[Share], float]] = {
     "holding": holding,
 }
 """The bounds that need no solver; each holds for every rank."""
+
+
+class BoundError(PenstockError, AssertionError):
+    """A bound above what a legal schedule takes: a mistake in the planner itself."""
+
+
+def check_bound(bound: float, objective: float, name: str) -> None:
+    """Refuse a bound that a schedule within the memory limit beats."""
+    if bound > objective * (1 + ROUNDING):
+        raise BoundError(
+            f"internal error: the bound {name!r} says that nothing takes less than {bound!r}, but there is a legal schedule that takes "
+            f"{objective!r}; please report this with the arguments of the plan"
+        )
 
 
 @dataclass(frozen=True)
@@ -77,10 +95,15 @@ def _rounded(value: float, unit: float | None) -> float:
 
 
 def fits_at_all(terms: Terms) -> bool:
-    """Whether each rank can hold one microbatch on all of its stages at once, as it must when the last of them has its forward."""
+    """Whether each rank can hold one microbatch at a time.
+
+    While a stage of the rank runs it, forward or backward, the microbatch holds its activations on all of the rank's stages up to
+    that one, and the message that the stage has received.
+    """
     for line in terms.lines:
         for rank in set(line.ranks):
-            mine = line.stages_of(rank)
-            if (line.activation[list(mine)].sum(axis=0) + line.received[mine[-1]]).max() > terms.room[rank]:
+            mine = list(line.stages_of(rank))
+            held = np.cumsum(line.activation[mine], axis=0) + np.maximum(line.received[mine], line.returned[mine])
+            if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)

@@ -9,6 +9,7 @@ from penstock.errors import MissingExtraError
 from penstock.ir.action import Action
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.planner.bounds_overall import Overall
 from penstock.planner.families import families, searchable_placements
 from penstock.planner.named import Attempt, Cutter, Verdict, attempts
 from penstock.planner.recut import recut
@@ -86,8 +87,15 @@ class Explorer:
         self._bounds[key_of(setting)] = Bounds(made[name], name, made)
 
     def overall_bound(self) -> float:
-        """What nothing that was considered can be quicker than: any order of any setting."""
-        return min((self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items())
+        """What no plan can be quicker than, however the layers are cut, placed, ordered and recomputed."""
+        request = self.request
+        copies = max(len(setting.placement.copies) for setting in self._settings.values())
+        return min(
+            Overall(
+                case.profile, case.microbatches, request.ranks, copies, request.limits, request.recompute, request.barrier, request.split
+            ).value()
+            for case in request.cases
+        )
 
     # The three parts --------------------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.advice import refusal
+from penstock.planner.bounds import check_bound
 from penstock.planner.candidate import Candidate
 from penstock.planner.choose import choose
 from penstock.planner.explore import Explorer
@@ -65,7 +66,8 @@ class Plan:
     bounds: dict[str, float]
     """What no schedule of this placement and partition can be quicker than within the limit, by what shows it."""
     overall_bound: float
-    """What no schedule of any placement and partition that was considered can be quicker than within the limit."""
+    """What no plan can be quicker than within the limit, however the layers are cut into contiguous stages, placed on the ranks and
+    ordered, for all microbatch sizes that were asked for."""
     p95: float | None = None
     """What 95 in 100 runs stay under when every time varies by `jitter`: of the makespan, or without a barrier of the longest span."""
     jitter: float = 0.0
@@ -76,6 +78,11 @@ class Plan:
     in_bytes: bool = False
     """Whether sizes are bytes."""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse bounds above what the schedule takes: they would be false."""
+        for name, bound in {**self.bounds, "overall": self.overall_bound}.items():
+            check_bound(bound, self.objective, name)
 
     # Figures ----------------------------------------------------------------------------------------------------------
 
@@ -143,12 +150,12 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much more than the bound the plan takes, as a share of the bound."""
-        return max(self.objective / self.bound - 1, 0.0) if self.bound else 0.0
+        return self.objective / self.bound - 1 if self.bound else 0.0
 
     @property
     def overall_gap(self) -> float:
-        """The same against everything that was considered."""
-        return max(self.objective / self.overall_bound - 1, 0.0) if self.overall_bound else 0.0
+        """The same against every other way to cut, place and order the layers."""
+        return self.objective / self.overall_bound - 1 if self.overall_bound else 0.0
 
     @property
     def units(self) -> Units:
@@ -286,7 +293,7 @@ def _made(explorer: Explorer) -> Plan:
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bounds.all),
-        overall_bound=min(explorer.overall_bound(), trial.objective),
+        overall_bound=explorer.overall_bound(),
         p95=by_attempt.get(id(winner)),
         jitter=request.jitter,
         alternatives=alternatives,
@@ -300,8 +307,12 @@ def _made(explorer: Explorer) -> Plan:
 
 def _candidates(explorer: Explorer, p95: dict[int, float]) -> list[Candidate]:
     def bound(attempt: Attempt) -> float | None:
-        found = float("inf") if attempt.trial is None else explorer.bounds_of(attempt.trial.setting).value
-        return found if found < float("inf") else None
+        if attempt.trial is None:
+            return None
+        found = explorer.bounds_of(attempt.trial.setting)
+        if attempt.trial.fits:
+            check_bound(found.value, attempt.trial.objective, found.name)
+        return found.value if found.value < float("inf") else None
 
     made = [Candidate.of(each, bound(each), p95.get(id(each))) for each in explorer.attempts]
     return made + [Candidate(name, "", 0, 0, 0, 0, Verdict.REFUSED.value, reason) for name, reason in explorer.refused.items()]

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
-from penstock.planner.bounds import lower_bound
+from penstock.planner.bounds import check_bound, lower_bound
 from penstock.planner.orders.budget import Budget
 from penstock.planner.orders.listing import Listing
 from penstock.planner.orders.named import named_schedules, one_at_a_time
@@ -182,6 +182,7 @@ class _Search:
             self.over = np.maximum(0.0, np.array(timeline.peak_memory) - np.array(self.problem.limits))
             return False
         objective = self.problem.objective(timeline)
+        check_bound(self.least, objective, "of the search")
         if objective < self.objective * (1 - _EVEN) or self.best is None:
             self.best, self.objective, self.source = schedule, objective, source
             self.budget.enough = objective <= self.least * (1 + _EVEN)
