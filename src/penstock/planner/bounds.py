@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,6 +14,7 @@ from penstock.planner.bounds_flow import Flow
 from penstock.planner.bounds_rank import Share, chains, first_backward, holding, one_machine, shares, work
 from penstock.planner.bounds_solved import Alone
 from penstock.planner.bounds_terms import Terms
+from penstock.planner.effort import Effort
 from penstock.planner.exact_scale import common_unit
 from penstock.planner.problem import Problem
 
@@ -54,23 +54,26 @@ class Bound:
     all: dict[str, float] = field(default_factory=dict)
 
 
-def lower_bound(problem: Problem, *, seconds: float = 0.0) -> Bound:
+def lower_bound(problem: Problem, *, seconds: float = 0.0, effort: Effort | None = None) -> Bound:
     """What every schedule of the problem takes at least, as the simulator counts it.
 
     Some arguments take next to no time. With `seconds`, and with OR-tools installed, linear programs for the ranks and a
-    solver for the best of them add to these for as long.
+    solver for the best of them add to these for as long; with `effort`, for as much work, and equal runs give equal bounds.
     """
-    started = time.monotonic()
+    effort = Effort(seconds) if effort is None else effort
     terms = Terms.of(problem)
     if not fits_at_all(terms):
         return Bound(math.inf, "memory", {"memory": math.inf})
     ranks, unit = shares(terms), time_unit(problem)
     found = {name: _rounded(max(rule(share) for share in ranks), unit) for name, rule in QUICK.items()}
-    if seconds > 0 and max(found.values()) > 0 and importlib.util.find_spec("ortools") is not None:
-        flow = Flow(ranks, max(found.values()), unit, started + ON_FLOW * seconds)
+    if effort.left > 0 and max(found.values()) > 0 and importlib.util.find_spec("ortools") is not None:
+        first = effort.part(ON_FLOW)
+        flow = Flow(ranks, max(found.values()), unit, first)
         found["flow"] = _rounded(flow.run(), unit)
-        alone = Alone(flow.best, found["flow"], unit, started + seconds)
+        effort.spend(first.spent)
+        alone = Alone(flow.best, found["flow"], unit, effort)
         found["one rank"] = _rounded(alone.run(), unit)
+        effort.late = effort.late or first.late
     name = max(found, key=lambda each: found[each])
     return Bound(found[name], name, found)
 

@@ -16,7 +16,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.advice import refusal
+from penstock.planner.advice import check_static, refusal
 from penstock.planner.bounds import check_bound
 from penstock.planner.candidate import Candidate
 from penstock.planner.choose import choose
@@ -220,6 +220,7 @@ def plan(
     split: bool = True,
     microbatch_sizes: Sequence[int] | None = None,
     seconds: float = 7.0,
+    rounds: float | None = None,
     jitter: float = 0.05,
     near: float = 0.001,
     seed: int = 0,
@@ -236,7 +237,9 @@ def plan(
     - `recompute`: whether stages may run their forward again to hold less, where something fits only so;
     - `barrier`: whether all ranks wait for each other before the optimizer's step (the makespan counts) or not (the span does);
     - `split`: whether the backward may be split;
-    - `seconds`: how long to search, after all named schedules have been timed;
+    - `seconds`: how long to plan; 0 for the named schedules alone, however long timing them takes;
+    - `rounds`: how many orders the search times, by default as many as usually take less than `seconds`. Equal arguments and seeds
+      give equal plans, unless `seconds` are over first: the report then says so;
     - `jitter`: how much times vary when robustness is measured; of candidates within `near` the quickest is taken, or one
       that is more robust by more than it is slower;
     - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned;
@@ -259,11 +262,13 @@ def plan(
         check_seed(seed),
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
+        rounds=None if rounds is None else check_share("rounds", rounds),
         in_bytes=is_in_bytes(profile, memory_limit),
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
         found=found or (lambda attempt: None),
     )
+    check_static(request)
     explorer = Explorer(request)
     explorer.notes += left_out(request.cases, batch, microbatch_sizes or profile.sizes)
     explorer.run()
@@ -277,12 +282,13 @@ def _made(explorer: Explorer) -> Plan:
         if request.stop():
             raise PlanError(f"stopped before anything was found that fits: {len(explorer.attempts)} candidates were tried")
         raise refusal(explorer)
-    winner, p95 = choose(fitting, request)
+    winner, p95 = choose(fitting, request, explorer.is_too_late_for)
     trial = winner.trial
     assert trial is not None
     setting, bounds = trial.setting, explorer.bounds_of(trial.setting)
     by_attempt = {id(fitting[place]): value for place, value in p95.items()}
     alternatives = tuple(_candidates(explorer, by_attempt))
+    explorer.note_what_was_cut_short()
     made = Plan(
         name=trial.name,
         profile=setting.profile,
@@ -309,7 +315,9 @@ def _candidates(explorer: Explorer, p95: dict[int, float]) -> list[Candidate]:
     def bound(attempt: Attempt) -> float | None:
         if attempt.trial is None:
             return None
-        found = explorer.bounds_of(attempt.trial.setting)
+        found = explorer.known_bounds(attempt.trial.setting)
+        if found is None:
+            return None
         if attempt.trial.fits:
             check_bound(found.value, attempt.trial.objective, found.name)
         return found.value if found.value < float("inf") else None

@@ -37,6 +37,11 @@ class Setting:
     barrier: bool = True
     split: bool = True
 
+    @property
+    def cells(self) -> int:
+        """Stages times microbatches: what the size of an order goes by."""
+        return self.placement.stages * self.microbatches
+
     @cached_property
     def costs(self) -> Costs:
         return stage_costs(self.profile, self.sizes, self.placement, self.recompute)
