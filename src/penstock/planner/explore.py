@@ -165,7 +165,7 @@ class Explorer:
         found, self.refused = families(self.request.names, self.request.ranks, len(self.request.profile))
         todo = sorted(
             ((family, case) for case in self.request.cases for family in found),
-            key=lambda pair: (pair[0].placement.stages * pair[1].microbatches, len(pair[0].placement.copies)),
+            key=lambda pair: (max(pair[0].placement.stages * pair[1].microbatches, _SMALL_ORDER), len(pair[0].placement.copies)),
         )
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads what is compiled before anything is measured
         share = _NAMED_SHARE if self.request.searches else 1.0
