@@ -51,6 +51,10 @@ def plan(
         str | None,
         typer.Option("--memory-limit", metavar="SIZE", help="The most that a rank may hold, like 40GiB; several with commas, one a rank."),
     ] = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option("--headroom", metavar="SHARE", help="The share of each limit that stays free.  [default: 0.05 of estimates, else 0]"),
+    ] = None,
     schedules: Annotated[
         str | None,
         typer.Option("--schedules", metavar="NAME,NAME", help="The schedules to try; 'searched' is an order of our own.  [default: all]"),
@@ -111,7 +115,15 @@ def plan(
         raise UsageError("give one of the two: --microbatches, or --batch with the samples of a whole step")
     model = _linked(_model(profile, transformer), latency, bandwidth)
     asked: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "memory_limit": limit, "recompute": recompute}
-    asked |= {"barrier": barrier, "split": split, "seconds": seconds, "rounds": rounds, "seed": seed, "schedules": _names(schedules)}
+    asked |= {
+        "barrier": barrier,
+        "split": split,
+        "headroom": headroom,
+        "seconds": seconds,
+        "rounds": rounds,
+        "seed": seed,
+        "schedules": _names(schedules),
+    }
     asked["microbatch_sizes"] = numbers("--microbatch-sizes", microbatch_sizes)
     with interruptible() as stopped, live(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:

@@ -71,7 +71,8 @@ class Overall:
     def _times(self, name: str) -> Floats:
         if name == "b":
             return self._times("i") + self._times("w")
-        return np.array([getattr(layer, name) for layer in self.profile.layers])
+        # Overlapped actions take that share of their sum, and none takes less.
+        return min(1.0, self.profile.overlap) * np.array([getattr(layer, name) for layer in self.profile.layers])
 
     @property
     def _all(self) -> Floats:

@@ -44,6 +44,9 @@ from penstock.simulator.timeline import Timeline
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free where sizes are estimated."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -214,6 +217,7 @@ def plan(
     microbatches: int | None = None,
     batch: int | None = None,
     memory_limit: Limit = None,
+    headroom: float | None = None,
     schedules: Sequence[str] | str | None = None,
     recompute: bool = False,
     barrier: bool = True,
@@ -233,6 +237,7 @@ def plan(
     - `microbatches` of the profile's size, or a `batch` to be cut into microbatches of the sizes that the profile was measured
       for, or of `microbatch_sizes`, the profile's numbers in proportion;
     - `memory_limit`: one size or one a rank, in the profile's unit or like "40GiB", parameters, gradients and optimizer included;
+    - `headroom`: the share of each limit that stays free; 5 % by default if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for orders that are searched for; all unless given;
     - `recompute`: whether stages may run their forward again to hold less, where something fits only so;
     - `barrier`: whether all ranks wait for each other before the optimizer's step (the makespan counts) or not (the span does);
@@ -249,11 +254,15 @@ def plan(
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
     if len(profile) < check_count("ranks", ranks):
         raise PlacementError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+    free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+    limits = checked_limits(memory_limit, ranks)
+    if limits is not None:
+        limits = tuple(limit * (1 - free) for limit in limits)
     request = Request(
         profile,
         ranks,
         checked_cases(profile, microbatches, batch, microbatch_sizes),
-        checked_limits(memory_limit, ranks),
+        limits,
         checked_names(schedules),
         recompute,
         barrier,
@@ -271,6 +280,8 @@ def plan(
     check_static(request)
     explorer = Explorer(request)
     explorer.notes += left_out(request.cases, batch, microbatch_sizes or profile.sizes)
+    if limits is not None and free:
+        explorer.notes.append(f"{free:.3g} of each memory limit is kept free: limits below are without it")
     explorer.run()
     return _made(explorer)
 

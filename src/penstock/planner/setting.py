@@ -58,7 +58,7 @@ class Setting:
         loads = np.zeros(self.placement.ranks)
         for copy, count in zip(self.placement.copies, counts, strict=True):
             np.add.at(loads, list(copy), count * each[:, 0])
-        return float(loads.max())
+        return float(loads.max()) * min(1.0, self.costs.overlap)
 
 
 @dataclass(frozen=True)
