@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.errors import PenstockError
 from penstock.planner.bounds_flow import Flow
 from penstock.planner.bounds_rank import Share, chains, first_backward, holding, one_machine, shares, work
 from penstock.planner.bounds_solved import Alone
@@ -32,14 +31,10 @@ QUICK: dict[str, Callable[[Share], float]] = {
 """The bounds that need no solver; each holds for every rank."""
 
 
-class BoundError(PenstockError, AssertionError):
-    """A bound above what a legal schedule takes: a mistake in the planner itself."""
-
-
 def check_bound(bound: float, objective: float, name: str) -> None:
-    """Refuse a bound that a schedule within the memory limit beats."""
+    """Stop at a bound that a schedule within the memory limit beats: a mistake in the planner itself, so an `AssertionError`."""
     if bound > objective * (1 + ROUNDING):
-        raise BoundError(
+        raise AssertionError(
             f"internal error: the bound {name!r} says that nothing takes less than {bound!r}, but there is a legal schedule that takes "
             f"{objective!r}; please report this with the arguments of the plan"
         )
