@@ -27,8 +27,12 @@ PEERS = {
     (1.0, 1.0, 1.0, 0.0): {(8, 32): {4: 0.123, 5: 0.081, 8: 0.035}},
 }
 """F, I, W and latency of a rank; ranks and microbatches; memory limit in activations of a rank; the peers' bubble."""
-LAYERS = 8
-"""Layers a rank, so that every placement can be cut evenly."""
+CHUNKS = 2
+"""Layers per rank, as many as the peers have chunks, so that nobody cuts the model more finely."""
+TWO_COPIES = ("chimera", "dualpipe")
+"""Schedules left out of the comparison: they keep the parameters twice, which the limit, in activations, does not count."""
+LONG = 25.0
+"""Seconds of a plan that is compared."""
 PRINTED = "the least printed"
 """The least bubble that other systems print for the same problem."""
 
@@ -56,17 +60,18 @@ def suite(short: bool) -> Iterator[list[Case]]:
 
 
 def _profile(f: float, i: float, w: float, latency: float, ranks: int) -> ps.Profile:
-    layer = ps.Layer(f=f / LAYERS, i=i / LAYERS, w=w / LAYERS, activation=1 / LAYERS, weight_stash=0.5 / LAYERS)
-    return ps.Profile(layers=[layer] * (LAYERS * ranks), latency=latency)
+    layer = ps.Layer(f=f / CHUNKS, i=i / CHUNKS, w=w / CHUNKS, activation=1 / CHUNKS, weight_stash=0.5 / CHUNKS)
+    return ps.Profile(layers=[layer] * (CHUNKS * ranks), latency=latency)
 
 
 def _orientation(costs: tuple[float, ...], shape: tuple[int, int], limit: int, peer: float, seconds: float | None) -> list[Row]:
     f, i, w, latency = costs
     ranks, count = shape
-    options = {} if seconds is None else {"seconds": seconds}
-    plan = ps.plan(_profile(f, i, w, latency, ranks), ranks=ranks, microbatches=count, memory_limit=float(limit), **options)
+    names = [*(name for name in ps.available() if name not in TWO_COPIES), "searched"]
+    asked = {"ranks": ranks, "microbatches": count, "memory_limit": float(limit), "schedules": names, "seconds": seconds or LONG}
+    plan = ps.plan(_profile(f, i, w, latency, ranks), **asked)
     note = f"{plan.name} on {plan.placement.kind}, at most {plan.overall_gap:.1%} to gain"
-    case = f"bubble of a plan, p={ranks} m={count} limit {limit}, F/I/W/latency {f:g}/{i:g}/{w:g}/{latency:g}"
+    case = f"bubble of a plan, {CHUNKS} chunks per rank, p={ranks} m={count} limit {limit}, F/I/W/latency {f:g}/{i:g}/{w:g}/{latency:g}"
     return [Row(case, [100 * plan.predicted.bubble], [100 * peer], PRINTED, limit=0.9999, unit="%", note=note)]
 
 

@@ -9,6 +9,7 @@ import pytest
 import penstock as ps
 from penstock.errors import MissingExtraError
 from penstock.planner import exact, search
+from penstock.planner.effort import rounds_in
 from penstock.planner.explore import one_at_a_time
 from penstock.planner.problem import Problem
 from penstock.planner.search import Found
@@ -94,7 +95,9 @@ def test_orders_with_two_copies_are_searched_where_a_named_one_fits(monkeypatch)
 def test_time_is_kept(monkeypatch):
     searching = Searching(v="zbv", linear="1f1b")
     planned(monkeypatch, searching, seconds=8.0)
-    assert sum(given["seconds"] for _, given in searching.asked) <= 8.0 * 0.75 + 1e-9
+    work = [given["rounds"] / rounds_in(1.0, problem.stages * problem.microbatches) for problem, given in searching.asked]
+    assert 3.0 < sum(work) <= 8.0 * 0.75 + 1e-9
+    assert all(given["seconds"] <= 8.0 * 0.75 for _, given in searching.asked)
     assert len([problem for problem, _ in searching.asked if problem.placement.kind == "v"]) == 2  # a short one, then a longer
 
 
@@ -123,7 +126,7 @@ def test_recompute_is_searched_too_where_it_is_allowed(monkeypatch):
 
 def test_what_the_solver_proves_is_the_bound(monkeypatch):
     monkeypatch.setattr(
-        exact, "solve", lambda problem, *, seconds, start: SimpleNamespace(schedule=start, bound=119.5, objective=1.0, proven=False)
+        exact, "solve", lambda problem, *, effort, start, workers: SimpleNamespace(schedule=start, bound=119.5, objective=1.0, proven=False)
     )
     small = ps.Profile(LAYERS[:2], latency=0.5)
     monkeypatch.setattr(search, "search", Searching())

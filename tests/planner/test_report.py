@@ -28,19 +28,48 @@ def test_the_figures_are_the_plan_s(plan):
     assert f"{8 / plan.objective:.4g} samples a second" in said
 
 
+def numbers_of(text: str) -> list[int]:
+    """The numbers that a cell such as `0..3,3..0,7` stands for."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("..")
+        low, high = int(first), int(last or first)
+        found += range(low, high + 1) if high >= low else range(low, high - 1, -1)
+    return found
+
+
+def stage_rows(plan: ps.Plan) -> list[tuple[list[int], list[int], int, int]]:
+    """Stages, ranks, the first layer and the layers of each stage, by row."""
+    pattern = r"^ +([\d.,]+) +([\d.,]+) +block (\d+)(?: \.\. block \d+ \((\d+)(?: each)?\))?"
+    rows = re.findall(pattern, str(plan), flags=re.MULTILINE)
+    return [(numbers_of(stages), numbers_of(ranks), int(first), int(count or 1)) for stages, ranks, first, count in rows]
+
+
 def test_each_layer_is_in_the_table_of_stages(plan):
-    rows = re.findall(r"^ +(\d+) +(\d+) +(block \d+)(?: \.\. (block \d+) \((\d+)\))?", str(plan), flags=re.MULTILINE)
-    assert len(rows) == plan.placement.stages
-    assert [int(count or 1) for *_, count in rows] == list(plan.partition)
-    assert [int(rank) for _, rank, *_ in rows] == list(plan.placement.copies[0])
+    rows = stage_rows(plan)
+    assert [stage for stages, *_ in rows for stage in stages] == list(range(plan.placement.stages))
+    assert [rank for _, ranks, *_ in rows for rank in ranks] == list(plan.placement.copies[0])
+    assert [count for stages, _, _, count in rows for _ in stages] == list(plan.partition)
+
+
+def test_equal_stages_share_a_line():
+    """Sixty-four ranks of which the first is another: two lines."""
+    odd = replace(MODEL.layers[0], f=0.005)
+    model = replace(MODEL, layers=[odd, *(replace(LAYER, name=f"block {place}") for place in range(1, 64))])
+    plan = ps.plan(model, ranks=64, microbatches=2, schedules="gpipe", seconds=0)
+    rows = stage_rows(plan)
+    assert [(stages, ranks) for stages, ranks, *_ in rows] == [([0], [0]), (list(range(1, 64)), list(range(1, 64)))]
+    assert len(str(plan).splitlines()) < 30  # as ranks that hold the same share one too
 
 
 def test_each_rank_s_memory_stands_against_its_limit(plan):
     units = Units(in_bytes=True)
+    lines = [line.split() for line in str(plan).splitlines() if re.match(r" +[\d.,]+ +[\d.]+[KMG]iB", line) and "3.5GiB" in line]
+    by_rank = {rank: cells for cells in lines for rank in numbers_of(cells[0])}
+    assert sorted(by_rank) == [0, 1, 2, 3]
     for rank, peak in enumerate(plan.predicted.peak_memory):
-        line = next(line for line in str(plan).splitlines() if re.match(rf" +{rank} +\d", line) and "GiB  " in line and "3.5GiB" in line)
-        assert units.size(peak) in line
-        assert f"{peak / (3.5 * 2**30):.0%}" in line
+        assert units.size(peak) in by_rank[rank]
+        assert f"{peak / (3.5 * 2**30):.0%}" in by_rank[rank]
 
 
 def test_every_candidate_is_named_with_what_came_of_it(plan):

@@ -51,6 +51,10 @@ def plan(
         str | None,
         typer.Option("--memory-limit", metavar="SIZE", help="The most that a rank may hold, like 40GiB; several with commas, one a rank."),
     ] = None,
+    headroom: Annotated[
+        float | None,
+        typer.Option("--headroom", metavar="SHARE", help="The share of each limit that stays free.  [default: 0.05 of estimates, else 0]"),
+    ] = None,
     schedules: Annotated[
         str | None,
         typer.Option("--schedules", metavar="NAME,NAME", help="The schedules to try; 'searched' is an order of our own.  [default: all]"),
@@ -69,8 +73,12 @@ def plan(
         str | None, typer.Option("--bandwidth", metavar="SIZE", help="What a link carries a time, like 50GB, in place of the profile's.")
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="How long to search, after all named schedules have been timed.")
+        float, typer.Option("--seconds", metavar="S", help="How long to plan; 0 for the named schedules alone, however long that takes.")
     ] = 7.0,
+    rounds: Annotated[
+        float | None,
+        typer.Option("--rounds", metavar="N", help="Orders that the search times.  [default: as many as usually take less than --seconds]"),
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", parser=whole_number, help="Of the search and of the jitter.")] = 0,
     figure: Annotated[
         Path | None, typer.Option("--figure", metavar="FILE", callback=writable, help="Draw time against memory: .svg or .png.")
@@ -107,7 +115,15 @@ def plan(
         raise UsageError("give one of the two: --microbatches, or --batch with the samples of a whole step")
     model = _linked(_model(profile, transformer), latency, bandwidth)
     asked: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "memory_limit": limit, "recompute": recompute}
-    asked |= {"barrier": barrier, "split": split, "seconds": seconds, "seed": seed, "schedules": _names(schedules)}
+    asked |= {
+        "barrier": barrier,
+        "split": split,
+        "headroom": headroom,
+        "seconds": seconds,
+        "rounds": rounds,
+        "seed": seed,
+        "schedules": _names(schedules),
+    }
     asked["microbatch_sizes"] = numbers("--microbatch-sizes", microbatch_sizes)
     with interruptible() as stopped, live(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.errors import PlanError
 from penstock.planner.explore import Explorer
 from penstock.planner.named import Attempt, Verdict
+from penstock.planner.problem import SLACK
 from penstock.planner.request import SEARCHED, Case, Request
 from penstock.planner.setting import Trial
 from penstock.planner.units import Units
@@ -15,6 +17,30 @@ from penstock.planner.units import Units
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
 _NEAR_ENOUGH = 0.01
 """How much more than a limit that does not fit the advised one may be, as a share of it."""
+
+
+def check_static(request: Request) -> None:
+    """Refuse at once what no partition can fit: parameters, gradients and optimizer that are larger than the memory there is."""
+    limits, units = request.limits, Units.of(request)
+    if limits is None:
+        return
+    static = [layer.static for layer in request.profile.layers]
+    total, largest = sum(static), max(static)
+    if total > sum(limits) * (1 + SLACK):
+        even = len(set(limits)) == 1 and limits[0] > 0
+        fewest = f", or at least {math.ceil(total / limits[0])} ranks" if even else ""
+        raise PlanError(
+            f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_limits(request, units)} "
+            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(total / request.ranks, up=True)} per rank"
+            f"{fewest}, and more for activations"
+        )
+    if largest > max(limits) * (1 + SLACK):
+        place = static.index(largest)
+        name = request.profile.layers[place].name or f"layer {place}"
+        raise PlanError(
+            f"no plan fits: {name} alone keeps {units.size(largest)} for parameters, gradients and optimizer, and no rank has more than "
+            f"{units.size(max(limits))}. Cut the layer into smaller ones, or take a higher limit"
+        )
 
 
 def refusal(explorer: Explorer) -> PlanError:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from penstock.planner.bounds_flow import Flow
 from penstock.planner.bounds_rank import Share, chains, first_backward, holding, one_machine, shares, work
 from penstock.planner.bounds_solved import Alone
 from penstock.planner.bounds_terms import Terms
+from penstock.planner.effort import Effort
 from penstock.planner.exact_scale import common_unit
 from penstock.planner.problem import Problem
 
+ROUNDING = 1e-9
+"""The share of a time by which sums of fractions may differ."""
 ON_FLOW = 0.6
 """The share of the time for the linear programs."""
 QUICK: dict[str, Callable[[Share], float]] = {
@@ -27,6 +31,15 @@ QUICK: dict[str, Callable[[Share], float]] = {
 """The bounds that need no solver; each holds for every rank."""
 
 
+def check_bound(bound: float, objective: float, name: str) -> None:
+    """Stop at a bound that a schedule within the memory limit beats: a mistake in the planner itself, so an `AssertionError`."""
+    if bound > objective * (1 + ROUNDING):
+        raise AssertionError(
+            f"internal error: the bound {name!r} says that nothing takes less than {bound!r}, but there is a legal schedule that takes "
+            f"{objective!r}; please report this with the arguments of the plan"
+        )
+
+
 @dataclass(frozen=True)
 class Bound:
     """The best lower bound, by which argument, and what each of them gives; infinite where nothing fits the memory."""
@@ -36,23 +49,26 @@ class Bound:
     all: dict[str, float] = field(default_factory=dict)
 
 
-def lower_bound(problem: Problem, *, seconds: float = 0.0) -> Bound:
+def lower_bound(problem: Problem, *, seconds: float = 0.0, effort: Effort | None = None) -> Bound:
     """What every schedule of the problem takes at least, as the simulator counts it.
 
     Some arguments take next to no time. With `seconds`, and with OR-tools installed, linear programs for the ranks and a
-    solver for the best of them add to these for as long.
+    solver for the best of them add to these for as long; with `effort`, for as much work, and equal runs give equal bounds.
     """
-    started = time.monotonic()
+    effort = Effort(seconds) if effort is None else effort
     terms = Terms.of(problem)
     if not fits_at_all(terms):
         return Bound(math.inf, "memory", {"memory": math.inf})
     ranks, unit = shares(terms), time_unit(problem)
     found = {name: _rounded(max(rule(share) for share in ranks), unit) for name, rule in QUICK.items()}
-    if seconds > 0 and max(found.values()) > 0 and importlib.util.find_spec("ortools") is not None:
-        flow = Flow(ranks, max(found.values()), unit, started + ON_FLOW * seconds)
+    if effort.left > 0 and max(found.values()) > 0 and importlib.util.find_spec("ortools") is not None:
+        first = effort.part(ON_FLOW)
+        flow = Flow(ranks, max(found.values()), unit, first)
         found["flow"] = _rounded(flow.run(), unit)
-        alone = Alone(flow.best, found["flow"], unit, started + seconds)
+        effort.spend(first.spent)
+        alone = Alone(flow.best, found["flow"], unit, effort)
         found["one rank"] = _rounded(alone.run(), unit)
+        effort.late = effort.late or first.late
     name = max(found, key=lambda each: found[each])
     return Bound(found[name], name, found)
 
@@ -77,10 +93,15 @@ def _rounded(value: float, unit: float | None) -> float:
 
 
 def fits_at_all(terms: Terms) -> bool:
-    """Whether each rank can hold one microbatch on all of its stages at once, as it must when the last of them has its forward."""
+    """Whether each rank can hold one microbatch at a time.
+
+    While a stage of the rank runs it, forward or backward, the microbatch holds its activations on all of the rank's stages up to
+    that one, and the message that the stage has received.
+    """
     for line in terms.lines:
         for rank in set(line.ranks):
-            mine = line.stages_of(rank)
-            if (line.activation[list(mine)].sum(axis=0) + line.received[mine[-1]]).max() > terms.room[rank]:
+            mine = list(line.stages_of(rank))
+            held = np.cumsum(line.activation[mine], axis=0) + np.maximum(line.received[mine], line.returned[mine])
+            if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)

@@ -44,9 +44,13 @@ class Wait(NamedTuple):
 def waits(terms: Terms, line: Line) -> list[Wait]:
     """What memory asks of forwards, for each two stages of a rank.
 
-    Take the microbatches that have begun their forward on the first stage and not ended their gradient on the second. Each holds its
-    activations on all of the rank's stages up to the first. One of them is, or will be, the first to be on the second stage, and
-    then holds those up to there, while none of the others has freed anything. So much must fit.
+    Take all microbatches that have begun their forward on the first stage and not ended their gradient on the second. Each holds its
+    activations on all of the rank's stages up to the first, until its gradient on the second has ended. At two moments more is held:
+
+    - while the first of them to end its gradient on the second stage runs it: its activations up to there, and the gradient received;
+    - when the last of them to begin on the first stage runs its forward there, or, if none of them had begun on the second stage by then,
+      when one does: the activations up to there, and the message received for that forward. The message for the second stage alone does
+      not count, because it may be gone before the last one begins on the first stage.
     """
     least, found = line.least, []
     for rank in sorted(set(line.ranks)):
@@ -54,9 +58,11 @@ def waits(terms: Terms, line: Line) -> list[Wait]:
         for at, first in enumerate(mine if room < math.inf else ()):
             each = float(least.activation[list(mine[: at + 1]), 0].sum())
             for second in mine[at:]:
-                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + float(least.received[second, 0])
-                if each * line.count > room - more:
-                    found.append(Wait(first, second, max(0, int((room - more) / each))))
+                message = max(float(least.returned[second, 0]), min(float(least.received[first, 0]), float(least.received[second, 0])))
+                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + message
+                if each > 0 and each * line.count > room - more:
+                    # Limits with room for less than one microbatch were refused before: less than 1 is rounding.
+                    found.append(Wait(first, second, max(1, int((room - more) / each))))
     return found
 
 

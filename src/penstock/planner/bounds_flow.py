@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 from penstock.planner.bounds_program import Program
 from penstock.planner.bounds_rank import Share
+from penstock.planner.effort import Effort
 
 STEPS = (60, 120, 200, 300, 450, 700)
 """How many steps to the time that is bounded, closer and closer."""
@@ -26,7 +26,7 @@ class Flow:
     value: float
     unit: float | None
     """What all times are multiples of, if anything."""
-    deadline: float
+    effort: Effort
 
     def __post_init__(self) -> None:
         self.best = self.shares[-1]
@@ -36,11 +36,10 @@ class Flow:
         """Look until the time is up or nothing is left to gain."""
         ranks = [share for pair in zip(self.shares[::-1], self.shares, strict=True) for share in pair][: len(self.shares)]
         for steps in STEPS:
-            begun = time.monotonic()
+            before = self.effort.used
             gains = {share.rank: self._look(share, self.value / steps) for share in ranks}
-            now = time.monotonic()
             whole = self.unit is not None and self.value <= self.unit * steps
-            if whole or now + MORE * (now - begun) / len(ranks) >= self.deadline:
+            if whole or MORE * (self.effort.used - before) / len(ranks) >= self.effort.left:
                 break
             if any(gains.values()):
                 ranks = sorted(ranks, key=lambda share: -gains[share.rank])[:CLOSELY]
@@ -49,8 +48,8 @@ class Flow:
     def _look(self, share: Share, step: float) -> float:
         """Raise the value to the earliest end that the rank's program allows; the value then, or 0 where that is no more."""
         before, ahead = self.value, 4 * step
-        while time.monotonic() < self.deadline:
-            program = Program(share, self.value + ahead, step, self.unit)
+        while not self.effort.over:
+            program = Program(share, self.value + ahead, step, self.unit, self.effort)
             grain = program.step if program.whole else program.step / FINE
             most = max(1, int(ahead / grain))
             refused = self._refused(program, grain, most)
@@ -68,7 +67,7 @@ class Flow:
         low, high = 0, most
         while low < high:
             middle = (low + high) // 2 if low else 0
-            if program.can_end_by(self.value + middle * grain, self.deadline - time.monotonic()):
+            if program.can_end_by(self.value + middle * grain):
                 high = middle
             else:
                 low = middle + 1

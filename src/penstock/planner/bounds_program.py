@@ -25,9 +25,13 @@ import numpy as np
 from penstock.planner.bounds_events import waits
 from penstock.planner.bounds_rank import KINDS, Share
 from penstock.planner.bounds_terms import Floats
+from penstock.planner.effort import Effort
 
 EPSILON = 1e-6
 """Every rule is loosened by so much, so that what the linear solver calls impossible is not so by rounding alone."""
+
+BUILDING, STARTING, ITERATING = 4e-5, 3e-6, 2e-8
+"""Seconds of work: to build the program, for each sample; to solve it, for each row; and for each row and iteration."""
 
 Kind = tuple[int, int, str]
 """A line, a stage, and one of `KINDS`."""
@@ -69,6 +73,7 @@ class Program:
     step: float
     unit: float | None = None
     """What all times are multiples of, if anything."""
+    effort: Effort = field(default_factory=Effort)
     _solver: Any = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,10 +91,11 @@ class Program:
         self._follow()
         self._work()
         self._hold()
+        self.effort.spend(BUILDING * len(self.shift) * (self.steps + 1))
 
-    def can_end_by(self, end: float, seconds: float) -> bool:
-        """Whether the rules leave a way to end by then; also where the solver found no answer in that time."""
-        if seconds <= 0:
+    def can_end_by(self, end: float) -> bool:
+        """Whether the rules leave a way to end by then; also where the solver found no answer with the effort that is left."""
+        if self.effort.over:
             return True
         for kind, columns in self._columns.items():
             latest = end - self._of(kind, self.share.rest)  # rising: later ones have less to follow
@@ -98,8 +104,17 @@ class Program:
                 if least > column.ub():
                     return False
                 column.SetLb(max(0.0, least - EPSILON))
-        self._solver.SetTimeLimit(max(1, int(seconds * 1000)))
-        return bool(self._solver.Solve() != self._solver.INFEASIBLE)
+        return self._solve()
+
+    def _solve(self) -> bool:
+        rows = self._solver.NumConstraints()
+        self._solver.SetTimeLimit(max(1, int(min(self.effort.real_left, 1e6) * 1000)))
+        if self.effort.work is not None:
+            most = max(1, int(self.effort.left / (ITERATING * rows)))
+            self._solver.SetSolverSpecificParametersAsString(f"max_number_of_iterations: {most}")
+        feasible = self._solver.Solve() != self._solver.INFEASIBLE
+        self.effort.spend(rows * (STARTING + ITERATING * self._solver.iterations()))
+        return bool(feasible)
 
     # What it is made of -----------------------------------------------------------------------------------------------
 

@@ -8,7 +8,6 @@ schedule stays one when each start is rounded down too.
 from __future__ import annotations
 
 import math
-import time
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -18,6 +17,7 @@ from penstock.planner.bounds_events import Events, waits
 from penstock.planner.bounds_program import Kind, ways
 from penstock.planner.bounds_rank import KINDS, Share
 from penstock.planner.bounds_terms import Floats
+from penstock.planner.effort import Effort, solve_within
 from penstock.planner.exact_scale import floored, unit_for
 
 TIME_STEPS = 2**16
@@ -39,7 +39,7 @@ class Alone:
     value: float
     unit: float | None
     """What all times are multiples of, if anything."""
-    deadline: float
+    effort: Effort
 
     def __post_init__(self) -> None:
         share = self.share
@@ -51,11 +51,11 @@ class Alone:
     def run(self) -> float:
         """Try later and later ends until one is possible or the time is up; then earlier ones again."""
         step, high = FIRST * self.value, math.inf
-        while (left := self.deadline - time.monotonic()) > 0:
+        while not self.effort.over:
             tried = self._between_units(min(self.value + step, (self.value + high) / 2))
             if not self.value < tried < high or high - self.value < CLOSE * self.value:
                 break
-            refused = self._refuses(tried, left / 2)
+            refused = self._refuses(tried)
             if refused:
                 self.value, step = tried, 2 * step
             elif refused is None:
@@ -68,8 +68,8 @@ class Alone:
         """Half a unit after a time that there can be: what is refused there bounds by the next unit."""
         return end if self.unit is None else (math.floor(end / self.unit) + 0.5) * self.unit
 
-    def _refuses(self, end: float, seconds: float) -> bool | None:
-        """Whether the rank cannot end by then; None where the solver did not find out in that time."""
+    def _refuses(self, end: float) -> bool | None:
+        """Whether the rank cannot end by then; None where the solver did not find out with half of the effort that is left."""
         from ortools.sat.python import cp_model
 
         model = cp_model.CpModel()
@@ -80,8 +80,7 @@ class Alone:
         self._hold(model, starts, math.floor(Fraction(end) / self.time) + 1)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = 1
-        solver.parameters.max_time_in_seconds = max(0.01, seconds)
-        status = solver.solve(model)
+        status = solve_within(solver, model, self.effort.part(0.5), self.effort)
         if status == cp_model.INFEASIBLE:
             return True
         return False if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) else None

@@ -29,7 +29,8 @@ class _Branching:
 
     def __post_init__(self) -> None:
         cutting = self.cutting
-        self._times = [cutting.times(stage).tolist() for stage in range(cutting.stages)]
+        tables = {again: cutting.times(cutting.recompute.index(again)).tolist() for again in set(cutting.recompute)}
+        self._times = [tables[again] for again in cutting.recompute]
         placement = cutting.placement
         self._ranks = [[copy[stage] for copy in placement.copies] for stage in range(cutting.stages)]
         """The ranks that run each stage."""

@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
 import numpy as np
 
-from penstock.planner.spans import Cutting, Floats, Ints, over
+from penstock.planner.spans import SLACK, Cutting, Floats, Ints, Moment, over
+
+MOST_CELLS = 2e8
+"""Stages times pairs of layers that the dynamic programme looks at; with more, cuts are found by halving the load."""
 
 
 def cut_chain(cutting: Cutting) -> tuple[Ints, bool]:
     """The cuts with the least largest load that fit, and whether any do; where none do, those with the least largest excess."""
-    times = [cutting.times(stage) for stage in range(cutting.stages)]
-    excesses = [_excess(cutting, stage) for stage in range(cutting.stages)]
-    fitting = [np.where(excess > 0, np.inf, time) for time, excess in zip(times, excesses, strict=True)]
+    times, excesses = [cutting.times(stage) for stage in range(cutting.stages)], _excesses(cutting)
+    fitting = _per_table(lambda time, excess: np.where(excess > 0, np.inf, time), times, excesses)
+    if cutting.stages * cutting.spans.layers**2 > MOST_CELLS:
+        cuts = _halve(fitting)
+        if cuts is not None:
+            return cuts, True
     _, load = _best(fitting, np.maximum)
     if not np.isfinite(load):
         return _best(excesses, np.maximum)[0], False
     # Of all cuts with a load that will do, the ones whose stages are most even.
-    even = [np.where(time <= cutting.allowed(load), time**2, np.inf) for time in fitting]
+    even = _per_table(lambda time: np.where(time <= cutting.allowed(load), time**2, np.inf), fitting)
     return _best(even, np.add)[0], True
+
+
+def _per_table(make: Callable[..., Floats], *tables: list[Floats]) -> list[Floats]:
+    """One table for each stage; stages with the same tables share what is made of them."""
+    made: dict[tuple[int, ...], Floats] = {}
+    for of_stage in zip(*tables, strict=True):
+        key = tuple(map(id, of_stage))
+        if key not in made:
+            made[key] = make(*of_stage)
+    return [made[tuple(map(id, of_stage))] for of_stage in zip(*tables, strict=True)]
+
+
+def _halve(costs: list[Floats]) -> Ints | None:
+    """Cuts whose largest cost is the least, up to rounding, where longer runs cost more: each stage takes as many layers as it may."""
+    low, high = 0.0, float(max(table[np.isfinite(table)].max() for table in {id(cost): cost for cost in costs}.values()))
+    best = _reach(costs, high)
+    while best is not None and high - low > SLACK * high:
+        middle = (low + high) / 2
+        cuts = _reach(costs, middle)
+        low, high, best = (middle, high, best) if cuts is None else (low, middle, cuts)
+    return best
+
+
+def _reach(costs: list[Floats], most: float) -> Ints | None:
+    """The cuts of stages that are as long as a cost allows, with a layer left for each one after; None where they do not reach the end."""
+    layers, cuts = len(costs[0]) - 1, [0]
+    for stage, cost in enumerate(costs):
+        last = layers - (len(costs) - stage - 1)
+        ends = np.flatnonzero(cost[cuts[-1], cuts[-1] + 1 : last + 1] <= most)
+        if not len(ends):
+            return None
+        cuts.append(cuts[-1] + 1 + int(ends[-1]))
+    return np.array(cuts, dtype=np.int64) if cuts[-1] == layers else None
 
 
 def cut_stages(cutting: Cutting) -> Ints:
@@ -25,15 +68,27 @@ def cut_stages(cutting: Cutting) -> Ints:
     return _best([cutting.times(stage) for stage in range(cutting.stages)], np.maximum)[0]
 
 
-def _excess(cutting: Cutting, stage: int) -> Floats:
-    rank = cutting.placement.rank_of(stage)
-    spans, recompute = cutting.spans, cutting.recompute[stage]
+def _excesses(cutting: Cutting) -> list[Floats]:
+    """By how much each run of layers is over the limit, for each stage; stages that hold the same on equal limits share a table."""
+    made: dict[object, Floats] = {}
+    found = []
+    for stage, recompute in enumerate(cutting.recompute):
+        rank = cutting.placement.rank_of(stage)
+        moments = [] if cutting.limits is None else cutting.moments_of(rank)
+        limit = None if cutting.limits is None else cutting.limits[rank]
+        key = recompute, limit, tuple(replace(moment, rank=0) for moment in moments)
+        if key not in made:
+            made[key] = _excess(cutting, recompute, moments, limit)
+        found.append(made[key])
+    return found
+
+
+def _excess(cutting: Cutting, recompute: bool, moments: list[Moment], limit: float | None) -> Floats:
+    spans = cutting.spans
     worst = np.zeros_like(spans.time(recompute))
-    if cutting.limits is None:
-        return worst
-    for moment in cutting.moments_of(rank):
+    for moment in moments:
         held = spans.held(recompute, *moment.activations, *moment.stashes) + spans.reserve(recompute) + moment.other
-        worst = np.maximum(worst, over(held, cutting.limits[rank]))
+        worst = np.maximum(worst, over(held, math.inf if limit is None else limit))
     return worst
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -15,14 +15,19 @@ SCENARIOS = 100
 _MOST = 6
 """Candidates that are tried under jitter."""
 _EVEN, _SAME = 1e-12, 1e-9
+_PART = 0.05
+"""What a scenario takes, as a part of timing the same order for the first time."""
 NOISE = 0.01
 """The share of a p95 below which a difference may come of the scenarios drawn: about two standard errors of a hundred of them."""
 
 
-def choose(fitting: Sequence[Attempt], request: Request) -> tuple[Attempt, dict[int, float]]:
+def choose(
+    fitting: Sequence[Attempt], request: Request, is_too_late_for: Callable[[str, float], bool] = lambda what, cells: False
+) -> tuple[Attempt, dict[int, float]]:
     """The quickest, or one nearly as quick that is more robust by more than it is slower; and the p95 of those tried, by place.
 
     Nearly is within `near`, and never slower than the quickest named schedule. Of equally quick ones the first has fewest stages.
+    `is_too_late_for` tells whether no time is left to time so many cells.
     """
     order = sorted(range(len(fitting)), key=lambda place: _trial(fitting[place]).objective)
     close = [place for place in order if _trial(fitting[place]).objective <= _ceiling(fitting, request.near) * (1 + _EVEN)][:_MOST]
@@ -30,7 +35,8 @@ def choose(fitting: Sequence[Attempt], request: Request) -> tuple[Attempt, dict[
     least = trials[close[0]].objective
     even = [place for place in close if trials[place].objective <= least * (1 + _SAME)]
     first = min(even, key=lambda place: trials[place].setting.placement.stages)
-    if request.stop():
+    cells = sum(trial.setting.cells for trial in trials.values())
+    if request.stop() or is_too_late_for("robustness was not measured", _PART * SCENARIOS * cells):
         return fitting[first], {}
     p95 = {place: robustness(trial, request) for place, trial in trials.items()}
     steady = min(close, key=p95.__getitem__)

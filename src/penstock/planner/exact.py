@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import time
 from dataclasses import dataclass
 
 from penstock.errors import MissingExtraError
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds import lower_bound
+from penstock.planner.effort import Effort, solve_within
 from penstock.planner.exact_instance import Instance
 from penstock.planner.exact_model import Model
 from penstock.planner.exact_order import hint, schedule_of
@@ -36,22 +36,33 @@ class Solved:
     """Whether no schedule fits the memory."""
 
 
-def solve(problem: Problem, *, seconds: float, start: Schedule | None = None, workers: int | None = None) -> Solved:
+def solve(
+    problem: Problem,
+    *,
+    seconds: float = math.inf,
+    effort: Effort | None = None,
+    start: Schedule | None = None,
+    workers: int | None = None,
+) -> Solved:
     """Look for the optimal order for so long, from `start` on.
+
+    With an `effort` that counts work, and one worker, equal runs find the same.
 
     The result is `start` where nothing better was found and it fits. Overlapped actions are not looked for: where they take
     less than their sum, nothing is proven.
     """
     if importlib.util.find_spec("ortools") is None:
         raise MissingExtraError("the exact solver", "OR-tools", "solve")
-    deadline = time.monotonic() + seconds
-    bound = lower_bound(problem, seconds=seconds * ON_BOUNDS).value
+    effort = Effort(seconds) if effort is None else effort
+    first = effort.part(ON_BOUNDS)
+    bound = lower_bound(problem, effort=first).value
+    effort.spend(first.spent)
     if bound == math.inf:
         return Solved(None, math.inf, math.inf, proven=False, infeasible=True)
     search = _Search(problem, bound, workers or min(MOST_WORKERS, os.cpu_count() or 1))
     if start is not None:
         search.consider(start)
-    search.run(deadline)
+    search.run(effort)
     return search.result()
 
 
@@ -79,16 +90,16 @@ class _Search:
             self.best, self.objective = schedule, self.problem.objective(timeline)
         return [max(0.0, peak - limit) for peak, limit in zip(timeline.peak_memory, self.problem.limits, strict=True)]
 
-    def run(self, deadline: float) -> None:
+    def run(self, effort: Effort) -> None:
         """Solve; where what was found holds more in receive buffers than the model says, again with as much less room."""
         less = [0.0] * self.problem.ranks
-        while not self.proven and not self.infeasible and time.monotonic() < deadline:
-            over = self._solve(less, deadline)
+        while not self.proven and not self.infeasible and not effort.over:
+            over = self._solve(less, effort)
             if over is None or not any(over):
                 return
             less = [before + more for before, more in zip(less, over, strict=True)]
 
-    def _solve(self, less: list[float], deadline: float) -> list[float] | None:
+    def _solve(self, less: list[float], effort: Effort) -> list[float] | None:
         """One run; None if it found nothing."""
         from ortools.sat.python import cp_model
 
@@ -98,8 +109,7 @@ class _Search:
             hint(model, self.best)
         solver = cp_model.CpSolver()
         solver.parameters.num_workers = self.workers
-        solver.parameters.max_time_in_seconds = max(0.01, deadline - time.monotonic())
-        status = solver.solve(model.cp)
+        status = solve_within(solver, model.cp, effort, effort)
         if status == cp_model.INFEASIBLE:
             self.infeasible = whole and self.best is None
             return None

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from penstock.errors import MissingExtraError
 from penstock.ir.action import Action
+from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
+from penstock.passes.lower import lower
+from penstock.planner.bounds_overall import Overall
+from penstock.planner.effort import Effort, rounds_in
 from penstock.planner.families import families, searchable_placements
 from penstock.planner.named import Attempt, Cutter, Verdict, attempts
 from penstock.planner.recut import recut
 from penstock.planner.request import SEARCHED, Case, Progress, Request
 from penstock.planner.setting import Setting, Trial
+from penstock.simulator.simulate import simulate
 
 _MOST_SEARCHED = 8
 """Settings that get a first, short search."""
@@ -22,11 +31,19 @@ _FINALISTS, _CLOSE = 2, 0.03
 _FIRST_SHARE, _PROOF_SHARE = 0.35, 0.25
 """Of the seconds: for the short searches, and for the bound and the exact solver. The rest is for the longer searches."""
 _MOST_PROOF = 20.0
-"""Seconds for bound and solver at most: neither can be stopped half-way."""
+"""Seconds of work for bound and solver at most: neither can be stopped half-way."""
 _SMALL = 200
 """Compute actions that the exact solver is tried for."""
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted by what they take: the quickest, and others not slower by more than that share."""
+_NAMED_SHARE = 0.5
+"""Of the seconds: for the named schedules, where orders are searched for too."""
+_STARTING = 4
+"""What it takes at least to search, in orders that are timed as named ones are."""
+_HASTE = 0.5
+"""How much of the time that a step will probably take must be left for it to be started."""
+_SMALL_ORDER = 4096
+"""Cells (stages times microbatches) of an order that is timed however late it is: some hundredths of a second."""
 _EVEN = 1e-9
 
 Key = tuple[object, ...]
@@ -53,9 +70,14 @@ class Explorer:
     _bounds: dict[Key, Bounds] = field(default_factory=dict)
     _settings: dict[Key, Setting] = field(default_factory=dict)
     _best: Trial | None = None
+    _cut_short: list[str] = field(default_factory=list)
+    """What was left out because the seconds were over."""
+    _timed: tuple[float, int] = (0.0, 0)
+    """The seconds that timing named schedules took so far, and the cells that they have."""
 
     def __post_init__(self) -> None:
         self.cutter = Cutter(self.request)
+        self._start = time.monotonic()
 
     # What there is ----------------------------------------------------------------------------------------------------
 
@@ -79,6 +101,12 @@ class Explorer:
             self._note_bounds(setting, lower_bound(setting.problem).all)
         return self._bounds[key]
 
+    def known_bounds(self, setting: Setting) -> Bounds | None:
+        """The best bound of a setting; None if it is not known and too late to look for it."""
+        if key_of(setting) not in self._bounds and self.is_too_late_for("candidates not bounded", setting.cells):
+            return None
+        return self.bounds_of(setting)
+
     def _note_bounds(self, setting: Setting, proved: Mapping[str, float]) -> None:
         """Keep what is proved of a setting besides what was known."""
         made = {**self.bounds_of(setting).all, **proved}
@@ -86,8 +114,43 @@ class Explorer:
         self._bounds[key_of(setting)] = Bounds(made[name], name, made)
 
     def overall_bound(self) -> float:
-        """What nothing that was considered can be quicker than: any order of any setting."""
-        return min((self._bounds.get(key) or _work(setting)).value for key, setting in self._settings.items())
+        """What no plan can be quicker than, however the layers are cut, placed, ordered and recomputed."""
+        request = self.request
+        copies = max(len(setting.placement.copies) for setting in self._settings.values())
+        return min(
+            Overall(
+                case.profile, case.microbatches, request.ranks, copies, request.limits, request.recompute, request.barrier, request.split
+            ).value()
+            for case in request.cases
+        )
+
+    # Time -------------------------------------------------------------------------------------------------------------
+
+    def seconds_left(self, share: float = 1.0) -> float:
+        """Of a share of the seconds; 0 seconds are for the named schedules, however long these take."""
+        return math.inf if not self.request.seconds else self._start + share * self.request.seconds - time.monotonic()
+
+    def is_too_late_for(self, what: str, cells: float, share: float = 1.0) -> bool:
+        """Whether timing so many cells would take longer than the seconds that are left; noted then as `what`."""
+        seconds, timed = self._timed
+        late = cells > _SMALL_ORDER and self.seconds_left(share) < _HASTE * cells * seconds / max(timed, 1)
+        if late:
+            self._cut_short.append(what)
+        return late
+
+    def _is_over(self, what: str, cells: float, share: float) -> bool:
+        return self.request.stop() or self.is_too_late_for(what, cells, share)
+
+    def note_what_was_cut_short(self) -> None:
+        if self._cut_short:
+            counts = Counter(self._cut_short)
+            said = ", ".join(what if count == 1 else f"{what} ({count})" for what, count in counts.items())
+            self.notes.append(f"seconds={self.request.seconds:g} were over: {said}; another run may give another plan")
+
+    def _rounds(self, share: float, cells: int) -> float:
+        """The part of the search that a share of the seconds stands for, in orders of so many cells."""
+        rounds = self.request.rounds
+        return share * rounds if rounds is not None else rounds_in(share * self.request.seconds, cells)
 
     # The three parts --------------------------------------------------------------------------------------------------
 
@@ -100,24 +163,34 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         found, self.refused = families(self.request.names, self.request.ranks, len(self.request.profile))
-        todo = [(family, case) for case in self.request.cases for family in found]
+        todo = sorted(
+            ((family, case) for case in self.request.cases for family in found),
+            key=lambda pair: (max(pair[0].placement.stages * pair[1].microbatches, _SMALL_ORDER), len(pair[0].placement.copies)),
+        )
+        simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads what is compiled before anything is measured
+        share = _NAMED_SHARE if self.request.searches else 1.0
         for done, (family, case) in enumerate(todo):
             if self.request.stop():
                 return
+            cells = family.placement.stages * case.microbatches
+            if self._best is not None and self.is_too_late_for("named schedules not timed", cells, share):
+                continue
             self._tell("timing", done, len(todo), family.name)
+            before = time.monotonic()
             for attempt in attempts(family, case, self.cutter, self._is_slow):
                 self._add(attempt)
+            self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if self._best is None and self.request.searches:
             self.try_one_at_a_time()
         self._recut()
 
     def _recut(self) -> None:
         """Shift the cuts under the quickest that fit; each keeps its place in the list."""
-        best = self._best
+        best, share = self._best, _NAMED_SHARE if self.request.searches else 1.0
         for attempt in sorted(self.fitting, key=objective_of)[:_RECUT]:
             if best is None or attempt.trial is None or attempt.trial.objective > best.objective * (1 + _NEARLY):
                 continue
-            trial = recut(attempt.trial, self.request.stop)
+            trial = recut(attempt.trial, partial(self._is_over, "cuts not shifted", attempt.trial.setting.cells, share))
             if trial is not attempt.trial:
                 self.attempts[next(place for place, each in enumerate(self.attempts) if each is attempt)] = replace(attempt, trial=trial)
                 self._keep(trial)
@@ -126,48 +199,64 @@ class Explorer:
         """Search for orders in the settings that promise most, then longer in those that keep it."""
         from penstock.planner.orders.ready import get_ready
 
+        # What is left is for the search, and at least as much as was meant for it where the named schedules took longer.
+        self._start = max(self._start, time.monotonic() - _NAMED_SHARE * self.request.seconds)
         todo = self._promising()
         if todo and not self.request.stop():
             self._tell("preparing", 0, 1, "the search is compiled once on a machine")
             get_ready()
-        total, seconds = len(todo) + _FINALISTS, self.request.seconds
-        short = _FIRST_SHARE * seconds / max(len(todo), 1)
-        tried = [self._search_in(setting, short, place, total) for place, setting in enumerate(todo)]
+        total = len(todo) + _FINALISTS
+        begin = 1 - self.seconds_left() / self.request.seconds
+        short = _FIRST_SHARE / max(len(todo), 1)
+        searching = 1 - _PROOF_SHARE - begin  # the share of the real seconds that is left for it
+        tried = []
+        for place, setting in enumerate(todo):
+            end = begin + searching * (place + 1) / len(todo) * _FIRST_SHARE / (1 - _PROOF_SHARE)
+            tried.append(self._search_in(setting, short, end, (place, total)))
         found = sorted((trial for trial in tried if trial is not None), key=lambda trial: trial.objective)[:_FINALISTS]
         final = [trial for trial in found if trial.objective <= found[0].objective * (1 + _CLOSE)]
-        longer = ((1 - _FIRST_SHARE) * seconds - self._proof_seconds) / max(len(final), 1)
-        for place, trial in enumerate(final, start=len(todo)):
-            self._search_in(trial.setting, longer, place, total, [trial.schedule])
+        longer = (1 - _FIRST_SHARE - _PROOF_SHARE) / max(len(final), 1)
+        for place, trial in enumerate(final):
+            end = 1 - _PROOF_SHARE * (len(final) - place)
+            self._search_in(trial.setting, longer, end, (len(todo) + place, total), [trial.schedule])
 
     def _promising(self) -> list[Setting]:
         """The settings to search first: those with the lowest bounds, but of each placement one before others of the same."""
-        worth = sorted(self._worth_searching(), key=lambda setting: self.bounds_of(setting).value)
+        worth = []
+        for setting in self._worth_searching():
+            worth.append(setting)
+            if self.request.stop() or self.is_too_late_for("settings not considered", setting.cells, 1 - _PROOF_SHARE):
+                break
+        worth.sort(key=lambda setting: self.bounds_of(setting).value)
         first = {setting.placement.copies: setting for setting in reversed(worth)}
         own = [setting for setting in worth if first[setting.placement.copies] is setting]
         return [*own, *(setting for setting in worth if first[setting.placement.copies] is not setting)][:_MOST_SEARCHED]
 
-    @property
-    def _proof_seconds(self) -> float:
-        return min(_PROOF_SHARE * self.request.seconds, _MOST_PROOF)
-
     def prove(self) -> None:
         """Bound what is possible where the best is; solve small problems exactly."""
-        best, seconds = self._best, self._proof_seconds
+        best = self._best
         if best is None:
             return
         self.bounds_of(best.setting)
-        if self.request.stop() or seconds <= 0 or self._is_proved(best):
+        cells = best.setting.cells
+        work = min(self._rounds(_PROOF_SHARE, cells) / rounds_in(1.0, cells), _MOST_PROOF)
+        if self.request.stop() or work <= 0 or not self.request.seconds or self._is_proved(best):
+            return
+        if self.is_too_late_for("linear programs not tried", 2 * cells):
             return
         from penstock.planner.bounds import lower_bound
 
         self._tell("bounding", 0, 1, _label(best.setting))
-        self._note_bounds(best.setting, lower_bound(best.setting.problem, seconds=seconds / 2).all)
+        effort = Effort(self.seconds_left() / 2, work / 2)
+        self._note_bounds(best.setting, lower_bound(best.setting.problem, effort=effort).all)
+        if effort.late:
+            self._cut_short.append("linear programs not finished")
         if (
             best.setting.placement.stages * best.setting.microbatches * 3 <= _SMALL
             and not self._is_proved(best)
             and not self.request.stop()
         ):
-            self._solve(best, seconds / 2)
+            self._solve(best, work / 2)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -219,23 +308,33 @@ class Explorer:
                 if self.request.recompute and self.request.limits is not None:
                     yield from self.cutter.settings(case, placement, (True,) * placement.stages)
 
-    def _search_in(self, setting: Setting, seconds: float, place: int, total: int, start: list[Schedule] | None = None) -> Trial | None:
-        """Search in one setting; what was found, if it fits."""
+    def _search_in(
+        self, setting: Setting, share: float, end: float, steps: tuple[int, int], start: list[Schedule] | None = None
+    ) -> Trial | None:
+        """Search in one setting for a share of the rounds, until a share of the seconds at most; what was found, if it fits.
+
+        `steps` are how many were done before, and how many there are.
+        """
         from penstock.planner.search import search
 
+        what = _label(setting)
         if self.request.stop() or self._cannot_win(setting):
             return None
-        what = _label(setting)
-        self._tell("searching", place, total, what)
+        if self.is_too_late_for("settings not searched", _STARTING * setting.cells, end):
+            return None
+        self._tell("searching", *steps, what)
         starts = [*(start or ()), *self._starts(setting)]
         found = search(
             setting.problem,
-            seconds=seconds,
+            seconds=max(self.seconds_left(end), 0.0),
+            rounds=self._rounds(share, setting.cells),
             seed=self.request.seed,
             start=starts,
-            progress=lambda _, objective: self._tell_found(place, total, what, objective),
+            progress=lambda _, objective: self._tell_found(*steps, what, objective),
             stop=self.request.stop,
         )
+        if found.late:
+            self._cut_short.append("searches not finished")
         if found.schedule is None:
             return None
         trial = Trial.run(SEARCHED, setting, found.schedule)
@@ -271,16 +370,19 @@ class Explorer:
             found.setdefault(trial.name, trial.schedule)
         return list(found.values())
 
-    def _solve(self, best: Trial, seconds: float) -> None:
-        """Solve exactly from the best on, as far as the time goes."""
+    def _solve(self, best: Trial, work: float) -> None:
+        """Solve exactly from the best on, with so many seconds of work."""
         from penstock.planner.exact import solve
 
         self._tell("solving", 0, 1, _label(best.setting))
         try:
-            solved = solve(best.setting.problem, seconds=seconds, start=best.schedule)
+            effort = Effort(max(self.seconds_left(), 0.0), work)
+            solved = solve(best.setting.problem, effort=effort, start=best.schedule, workers=1)
         except MissingExtraError as error:
             self.notes.append(str(error))
             return
+        if effort.late:
+            self._cut_short.append("solver not finished")
         self._note_bounds(best.setting, {"solver": solved.bound})
         if solved.schedule is not None:
             trial = Trial.run(SEARCHED, best.setting, solved.schedule)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from penstock.errors import PenstockError
@@ -14,7 +15,9 @@ from penstock.planner.setting import Setting
 from penstock.schedules.registry import Algorithm, algorithm
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
-"""Stages a rank that are tried where a schedule leaves the number open."""
+"""Stages per rank that are tried where a schedule leaves the number open."""
+_MOST_RANKS = 8
+"""Ranks of the pipelines that are built to see what a schedule is like."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,28 @@ def _placements(made: Algorithm, ranks: int, layers: int) -> tuple[list[Placemen
     for chunks in [layout.chunks] if layout.fixed else [count for count in CHUNKS if count >= layout.chunks]:
         try:
             placement = layout.place(made.shape(ranks, 1, chunks))
-            training = made.build(ranks, 1, None if layout.fixed else chunks).training
+            made.build(ranks, 1, None if layout.fixed else chunks)  # refuses a shape without generating any row
         except PenstockError as error:
             reason = reason or str(error)
             continue
-        if not training:
+        if not is_training(made):
             reason = reason or "it has no backward"
         elif placement.stages > layers:
             reason = reason or f"{layers} layers are too few for its {placement.stages} stages"
         else:
             placements.append(placement)
     return placements, reason
+
+
+@cache
+def is_training(made: Algorithm) -> bool:
+    """Whether the schedule has backwards, as seen on the smallest pipeline that it accepts: that does not depend on the ranks."""
+    for ranks in range(1, _MOST_RANKS + 1):
+        try:
+            return made.build(ranks, ranks).training
+        except PenstockError:
+            continue
+    return True  # the schedule itself says what it needs when it is timed
 
 
 def searchable_placements(ranks: int, layers: int) -> list[Placement]:

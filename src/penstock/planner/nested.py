@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from penstock.ir.placement import Placement
 from penstock.planner.spans import SLACK, Cutting, Floats, Ints, over
 
-_MOST_WORK = 4e8
+_MOST_WORK = 2e7
 """Cells to look at; more takes too long, and what was found by other means is kept."""
 
 

@@ -14,7 +14,7 @@ from penstock.planner.chain import cut_chain, cut_stages
 from penstock.planner.nested import cut_nested, is_nested
 from penstock.planner.profile import Profile
 from penstock.planner.shifting import all_cuts, best_of, shifted
-from penstock.planner.spans import Cutting, Ints, Moment, Spans
+from penstock.planner.spans import SLACK, Cutting, Ints, Moment, Spans
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def partition(
     if len(profile) < placement.stages:
         raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
     cutting = Cutting(Spans(profile), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack)
-    cuts, exact = _cuts(cutting)
+    cuts, exact = _cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
     return Partition(tuple(np.diff(cuts).tolist()), float(cutting.loads(row).max()), exact, excesses)
@@ -71,6 +71,8 @@ def _cuts(cutting: Cutting) -> tuple[Ints, bool]:
         return every[best_of(cutting, every)], True
     cuts = shifted(cutting, cut_stages(cutting))
     fits = not cutting.excesses(cuts[None, :]).any()
+    if fits and float(cutting.loads(cuts[None, :]).max()) <= cutting.even_load * (1 + SLACK):
+        return cuts, True  # no cuts can have a lower load than all ranks in the mean
     if not is_nested(placement):
         if not fits:
             return cuts, False

@@ -16,7 +16,8 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.advice import refusal
+from penstock.planner.advice import check_static, refusal
+from penstock.planner.bounds import check_bound
 from penstock.planner.candidate import Candidate
 from penstock.planner.choose import choose
 from penstock.planner.explore import Explorer
@@ -43,6 +44,9 @@ from penstock.simulator.timeline import Timeline
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free where sizes are estimated."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -65,7 +69,8 @@ class Plan:
     bounds: dict[str, float]
     """What no schedule of this placement and partition can be quicker than within the limit, by what shows it."""
     overall_bound: float
-    """What no schedule of any placement and partition that was considered can be quicker than within the limit."""
+    """What no plan can be quicker than within the limit, however the layers are cut into contiguous stages, placed on the ranks and
+    ordered, for all microbatch sizes that were asked for."""
     p95: float | None = None
     """What 95 in 100 runs stay under when every time varies by `jitter`: of the makespan, or without a barrier of the longest span."""
     jitter: float = 0.0
@@ -76,6 +81,11 @@ class Plan:
     in_bytes: bool = False
     """Whether sizes are bytes."""
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse bounds above what the schedule takes: they would be false."""
+        for name, bound in {**self.bounds, "overall": self.overall_bound}.items():
+            check_bound(bound, self.objective, name)
 
     # Figures ----------------------------------------------------------------------------------------------------------
 
@@ -143,12 +153,12 @@ class Plan:
     @property
     def gap(self) -> float:
         """How much more than the bound the plan takes, as a share of the bound."""
-        return max(self.objective / self.bound - 1, 0.0) if self.bound else 0.0
+        return self.objective / self.bound - 1 if self.bound else 0.0
 
     @property
     def overall_gap(self) -> float:
-        """The same against everything that was considered."""
-        return max(self.objective / self.overall_bound - 1, 0.0) if self.overall_bound else 0.0
+        """The same against every other way to cut, place and order the layers."""
+        return self.objective / self.overall_bound - 1 if self.overall_bound else 0.0
 
     @property
     def units(self) -> Units:
@@ -207,12 +217,14 @@ def plan(
     microbatches: int | None = None,
     batch: int | None = None,
     memory_limit: Limit = None,
+    headroom: float | None = None,
     schedules: Sequence[str] | str | None = None,
     recompute: bool = False,
     barrier: bool = True,
     split: bool = True,
     microbatch_sizes: Sequence[int] | None = None,
     seconds: float = 7.0,
+    rounds: float | None = None,
     jitter: float = 0.05,
     near: float = 0.001,
     seed: int = 0,
@@ -225,11 +237,14 @@ def plan(
     - `microbatches` of the profile's size, or a `batch` to be cut into microbatches of the sizes that the profile was measured
       for, or of `microbatch_sizes`, the profile's numbers in proportion;
     - `memory_limit`: one size or one a rank, in the profile's unit or like "40GiB", parameters, gradients and optimizer included;
+    - `headroom`: the share of each limit that stays free; 5 % by default if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for orders that are searched for; all unless given;
     - `recompute`: whether stages may run their forward again to hold less, where something fits only so;
     - `barrier`: whether all ranks wait for each other before the optimizer's step (the makespan counts) or not (the span does);
     - `split`: whether the backward may be split;
-    - `seconds`: how long to search, after all named schedules have been timed;
+    - `seconds`: how long to plan; 0 for the named schedules alone, however long timing them takes;
+    - `rounds`: how many orders the search times, by default as many as usually take less than `seconds`. Equal arguments and seeds
+      give equal plans, unless `seconds` are over first: the report then says so;
     - `jitter`: how much times vary when robustness is measured; of candidates within `near` the quickest is taken, or one
       that is more robust by more than it is slower;
     - `progress` is called with a `Progress`; once `stop()` is true, the best plan so far is returned;
@@ -239,11 +254,15 @@ def plan(
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
     if len(profile) < check_count("ranks", ranks):
         raise PlacementError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+    free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+    limits = checked_limits(memory_limit, ranks)
+    if limits is not None:
+        limits = tuple(limit * (1 - free) for limit in limits)
     request = Request(
         profile,
         ranks,
         checked_cases(profile, microbatches, batch, microbatch_sizes),
-        checked_limits(memory_limit, ranks),
+        limits,
         checked_names(schedules),
         recompute,
         barrier,
@@ -252,13 +271,17 @@ def plan(
         check_seed(seed),
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
+        rounds=None if rounds is None else check_share("rounds", rounds),
         in_bytes=is_in_bytes(profile, memory_limit),
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
         found=found or (lambda attempt: None),
     )
+    check_static(request)
     explorer = Explorer(request)
     explorer.notes += left_out(request.cases, batch, microbatch_sizes or profile.sizes)
+    if limits is not None and free:
+        explorer.notes.append(f"{free:.3g} of each memory limit is kept free: limits below are without it")
     explorer.run()
     return _made(explorer)
 
@@ -270,12 +293,13 @@ def _made(explorer: Explorer) -> Plan:
         if request.stop():
             raise PlanError(f"stopped before anything was found that fits: {len(explorer.attempts)} candidates were tried")
         raise refusal(explorer)
-    winner, p95 = choose(fitting, request)
+    winner, p95 = choose(fitting, request, explorer.is_too_late_for)
     trial = winner.trial
     assert trial is not None
     setting, bounds = trial.setting, explorer.bounds_of(trial.setting)
     by_attempt = {id(fitting[place]): value for place, value in p95.items()}
     alternatives = tuple(_candidates(explorer, by_attempt))
+    explorer.note_what_was_cut_short()
     made = Plan(
         name=trial.name,
         profile=setting.profile,
@@ -286,7 +310,7 @@ def _made(explorer: Explorer) -> Plan:
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bounds.all),
-        overall_bound=min(explorer.overall_bound(), trial.objective),
+        overall_bound=explorer.overall_bound(),
         p95=by_attempt.get(id(winner)),
         jitter=request.jitter,
         alternatives=alternatives,
@@ -300,8 +324,14 @@ def _made(explorer: Explorer) -> Plan:
 
 def _candidates(explorer: Explorer, p95: dict[int, float]) -> list[Candidate]:
     def bound(attempt: Attempt) -> float | None:
-        found = float("inf") if attempt.trial is None else explorer.bounds_of(attempt.trial.setting).value
-        return found if found < float("inf") else None
+        if attempt.trial is None:
+            return None
+        found = explorer.known_bounds(attempt.trial.setting)
+        if found is None:
+            return None
+        if attempt.trial.fits:
+            check_bound(found.value, attempt.trial.objective, found.name)
+        return found.value if found.value < float("inf") else None
 
     made = [Candidate.of(each, bound(each), p95.get(id(each))) for each in explorer.attempts]
     return made + [Candidate(name, "", 0, 0, 0, 0, Verdict.REFUSED.value, reason) for name, reason in explorer.refused.items()]

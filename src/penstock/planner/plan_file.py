@@ -88,7 +88,7 @@ def decode(data: Any, file: str = "JSON") -> Plan:
         objective = made.objective
     except FileFormatError:
         raise
-    except PenstockError as error:
+    except (PenstockError, AssertionError) as error:  # a false bound stops a plan from being made
         raise FileFormatError(file, str(error)) from None
     said = data.get("objective")
     if not isinstance(said, (int, float)) or not math.isclose(said, objective, rel_tol=1e-9, abs_tol=1e-12):

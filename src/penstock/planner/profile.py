@@ -10,11 +10,13 @@ from os import PathLike
 from typing import Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
-from penstock.ir.costs import parse_size
+from penstock.ir.costs import Costs, parse_size
 from penstock.ir.reading import read_settings, suffix_of
 from penstock.planner.profile_files import toml_text
 
 TIMES = ("f", "i", "w")
+ONCE = ("reduction", "update")
+"""Times of a whole step, however many microbatches it has."""
 PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output")
 """What grows with the microbatch; parameters and what belongs to them do not."""
 
@@ -47,12 +49,16 @@ class Layer:
     """The gradients of the parameters, which are summed over the microbatches."""
     optimizer: float = 0.0
     """What the optimizer keeps for the parameters."""
+    reduction: float = 0.0
+    """The time to sum the gradients over copies of the pipeline, once all microbatches are through."""
+    update: float = 0.0
+    """The time of the optimizer's step."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise CostsError(f"a layer's name is text, got {self.name!r}")
         for each in fields(self)[1:]:
-            object.__setattr__(self, each.name, _size(each.name, getattr(self, each.name), text=each.name not in TIMES))
+            object.__setattr__(self, each.name, _size(each.name, getattr(self, each.name), text=each.name not in TIMES + ONCE))
 
     @property
     def time(self) -> float:
@@ -106,6 +112,12 @@ class Profile:
     keeps_output: bool = False
     """Whether a stage also holds its output from F to I, as ours do; a layer's activation does not count it then."""
     variants: Sequence[Profile] = ()
+    overlap: float = 1.0
+    """What actions that run together take, as a share of what they take one after the other."""
+    contention: str = "independent"
+    """Which messages share a link, as in `penstock.Costs`."""
+    estimated: bool = False
+    """Whether the numbers are computed rather than measured, so that a plan leaves some memory free."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "variants"):
@@ -124,8 +136,10 @@ class Profile:
         for name in ("time_unit", "size_unit", "source"):
             if not isinstance(getattr(self, name), str):
                 raise CostsError(f"{name} must be text, got {getattr(self, name)!r}")
-        if not isinstance(self.keeps_output, bool):
-            raise CostsError(f"keeps_output must be true or false, got {self.keeps_output!r}")
+        for name in ("keeps_output", "estimated"):
+            if not isinstance(getattr(self, name), bool):
+                raise CostsError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        Costs(overlap=self.overlap, contention=self.contention)  # refuses what costs cannot have
         self._check_variants()
 
     def _check_variants(self) -> None:

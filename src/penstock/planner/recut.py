@@ -22,7 +22,7 @@ def recut(trial: Trial, stop: Callable[[], bool]) -> Trial:
     best, tried = trial, {trial.setting.sizes}
     while left > 0 and not stop():
         todo = [sizes for sizes in _promising(cutting, best) if sizes not in tried][:left]
-        found = min((best, *_quicker(best, todo)), key=lambda each: each.objective)
+        found = min((best, *_quicker(best, todo, stop)), key=lambda each: each.objective)
         left -= len(todo)
         if found is best:
             break
@@ -47,8 +47,10 @@ def _promising(cutting: Cutting, trial: Trial) -> list[tuple[int, ...]]:
     return [tuple(np.diff(near[row]).tolist()) for row in order if good[row]]
 
 
-def _quicker(trial: Trial, cuts: list[tuple[int, ...]]) -> Iterator[Trial]:
+def _quicker(trial: Trial, cuts: list[tuple[int, ...]], stop: Callable[[], bool]) -> Iterator[Trial]:
     for sizes in cuts:
+        if stop():
+            return
         again = trial.again(replace(trial.setting, sizes=sizes))
         if again.objective < trial.objective * (1 - _EVEN) and again.fits:
             yield again

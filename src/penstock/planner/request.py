@@ -57,6 +57,8 @@ class Request:
     seed: int
     jitter: float
     near: float
+    rounds: float | None = None
+    """How many orders the search times; as many as take about `seconds` of work by default."""
     in_bytes: bool = False
     """Whether sizes are bytes."""
     tell: Callable[[Progress], None] = lambda progress: None

@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.ir.kind import Kind
 from penstock.ir.schedule import Schedule
-from penstock.planner.bounds import lower_bound
+from penstock.planner.bounds import check_bound, lower_bound
 from penstock.planner.orders.budget import Budget
 from penstock.planner.orders.listing import Listing
 from penstock.planner.orders.named import named_schedules, one_at_a_time
@@ -48,30 +48,34 @@ class Found:
     """What it grew from: `list`, or the name of a schedule."""
     rounds: float = 0.0
     """How many orders were timed, a try of a move counted as a part of one."""
+    late: bool = False
+    """Whether the seconds were over before the rounds, so that another run may find something else."""
 
 
 def search(
     problem: Problem,
     *,
-    seconds: float | None = 3.0,
+    seconds: float | None = None,
     rounds: float | None = None,
     seed: int = 0,
     start: Sequence[Schedule] | None = None,
     progress: Progress | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Find a good order within `seconds`, or within about as many `rounds`, with which the same seed gives the same result.
+    """Find a good order within `seconds`, 3 by default, or within about as many `rounds`, with which the same seed gives the same result.
+
+    With both, the rounds count and the seconds only stop it early, which `Found.late` tells.
 
     `start` are schedules to begin with, the named ones of the placement unless given; the result is never worse than the best of
     them that fits the memory. `progress` is told of every schedule that is better than all before; `stop` ends the search early.
     """
     get_ready()
-    budget = Budget(None if rounds is not None else seconds, rounds, stop)
+    budget = Budget(3.0 if seconds is None and rounds is None else seconds, rounds, stop)
     run = _Search(problem, budget, seed, progress)
     run.begin(named_schedules(problem) if start is None else start)
-    if not run.budget.enough:
+    if not budget.over:
         run.improve()
-    return Found(run.best, run.objective, run.source, budget.spent)
+    return Found(run.best, run.objective, run.source, budget.spent, budget.late)
 
 
 class _Search:
@@ -95,7 +99,7 @@ class _Search:
         for schedule in schedules:
             self._check(schedule)
             self._start(schedule)
-            if self.budget.stop():
+            if self.budget.over and (self.best is not None or self.budget.stop()):
                 return
         if self.best is None:
             self._start(one_at_a_time(self.problem.placement, self.problem.microbatches))
@@ -182,6 +186,7 @@ class _Search:
             self.over = np.maximum(0.0, np.array(timeline.peak_memory) - np.array(self.problem.limits))
             return False
         objective = self.problem.objective(timeline)
+        check_bound(self.least, objective, "of the search")
         if objective < self.objective * (1 - _EVEN) or self.best is None:
             self.best, self.objective, self.source = schedule, objective, source
             self.budget.enough = objective <= self.least * (1 + _EVEN)

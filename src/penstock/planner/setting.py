@@ -37,6 +37,11 @@ class Setting:
     barrier: bool = True
     split: bool = True
 
+    @property
+    def cells(self) -> int:
+        """Stages times microbatches: what the size of an order goes by."""
+        return self.placement.stages * self.microbatches
+
     @cached_property
     def costs(self) -> Costs:
         return stage_costs(self.profile, self.sizes, self.placement, self.recompute)
@@ -53,7 +58,7 @@ class Setting:
         loads = np.zeros(self.placement.ranks)
         for copy, count in zip(self.placement.copies, counts, strict=True):
             np.add.at(loads, list(copy), count * each[:, 0])
-        return float(loads.max())
+        return float(loads.max()) * min(1.0, self.costs.overlap)
 
 
 @dataclass(frozen=True)

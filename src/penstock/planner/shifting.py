@@ -12,6 +12,8 @@ from penstock.planner.spans import SLACK, Cutting, Ints
 FEW = 20_000
 """Ways that are all tried."""
 _MOST_ROUNDS = 60
+_MANY, _SHORT = 128, 4
+"""Cuts from which on only runs of so few are moved together."""
 
 
 def all_cuts(cutting: Cutting) -> Ints | None:
@@ -46,9 +48,12 @@ def shifted(cutting: Cutting, start: Ints) -> Ints:
 
 
 def neighbours(cuts: Ints) -> Ints:
-    """Each run of cuts moved by a layer, each single cut by up to four."""
+    """Each run of cuts moved by a layer, each single cut by up to four; of many cuts, only short runs."""
     inner = len(cuts) - 2
     first, last = np.triu_indices(inner)
+    if inner > _MANY:
+        short = last - first < _SHORT
+        first, last = first[short], last[short]
     places = np.arange(inner)
     runs = ((places >= first[:, None]) & (places <= last[:, None])).astype(np.int64)
     single = np.eye(inner, dtype=np.int64)

@@ -131,6 +131,11 @@ class Cutting:
         """The part of the microbatches that a rank runs each of its stages for."""
         return 1.0 / len(self.placement.copies)
 
+    @cached_property
+    def even_load(self) -> float:
+        """What the ranks spend on a microbatch in the mean, with nothing recomputed."""
+        return float(self.spans.time(False)[0, -1]) / self.placement.ranks
+
     def moments_of(self, rank: int) -> list[Moment]:
         """The moments that count for a rank: those given, and the one with a microbatch in all of its stages, which always comes."""
         held = len(self.placement.stages_of(rank))

@@ -50,7 +50,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
 
     A stage that is recomputed runs its forward again in front of its backward for the input, and keeps its input in place of
     its activations; what these need while that backward runs is counted with the parameters of the rank's first stage. Two
-    copies of the model send each other their gradients at the end.
+    copies of the model send each other their gradients at the end. Then come the sum over copies of the pipeline, and the optimizer.
     """
     cut, inputs = runs(profile, sizes), _inputs(profile, sizes)
 
@@ -72,14 +72,21 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
         weight_stash=summed("weight_stash"),
         output=tuple(run[-1].output for run in cut),
         parameters=tuple(kept),
-        reduce=_reduction(profile, summed("gradients")) if len(placement.copies) > 1 else 0.0,
+        reduce=_reduction(profile, summed("gradients"), summed("reduction"), len(placement.copies)),
+        optimizer=summed("update") if any(summed("update")) else 0.0,
+        overlap=profile.overlap,
+        contention=profile.contention,
         latency=profile.latency,
         bandwidth=profile.bandwidth,
     )
 
 
-def _reduction(profile: Profile, gradients: Sequence[float]) -> tuple[float, ...]:
-    return tuple(profile.latency + (0.0 if profile.bandwidth is None else size / profile.bandwidth) for size in gradients)
+def _reduction(profile: Profile, gradients: Sequence[float], over_copies: Sequence[float], copies: int) -> float | tuple[float, ...]:
+    """The sum over copies of the pipeline, and before it the exchange between the two copies of the model in one pipeline."""
+    if copies == 1:
+        return tuple(over_copies) if any(over_copies) else 0.0
+    within = [profile.latency + (0.0 if profile.bandwidth is None else size / profile.bandwidth) for size in gradients]
+    return tuple(own + over for own, over in zip(within, over_copies, strict=True))
 
 
 def _inputs(profile: Profile, sizes: Sequence[int]) -> list[float]:

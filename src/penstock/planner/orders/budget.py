@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Budget:
-    """Seconds, or a count of timed orders, with which a search is the same whenever it is run."""
+    """Seconds, or a count of timed orders, with which a search is the same whenever it is run; both end it."""
 
     seconds: float | None
     rounds: float | None
@@ -20,19 +20,22 @@ class Budget:
     """The share of the whole at which the present part ends."""
     enough: bool = False
     """Whether nothing better can be found."""
+    late: bool = False
+    """Whether the seconds were over before the rounds."""
 
     def __post_init__(self) -> None:
         self.begun = time.monotonic()
 
     @property
     def share(self) -> float:
-        """How much of the whole is used up."""
-        used = 0.0
+        """How much of the whole is used up: of the rounds if they are counted, whatever the clock says, so that runs do not differ."""
         if self.rounds is not None:
-            used = self.spent / max(self.rounds, 1.0)
-        if self.seconds is not None:
-            used = max(used, (time.monotonic() - self.begun) / max(self.seconds, 1e-9))
-        return used
+            return self.spent / max(self.rounds, 1.0)
+        return 0.0 if self.seconds is None else self.elapsed / max(self.seconds, 1e-9)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.begun
 
     def spend(self, rounds: float) -> None:
         self.spent += rounds
@@ -40,7 +43,12 @@ class Budget:
     @property
     def over(self) -> bool:
         """Whether the present part is at its end."""
-        return self.enough or self.share >= self.end or self.stop()
+        if self.enough or self.share >= self.end or self.stop():
+            return True
+        if self.seconds is not None and self.elapsed >= self.seconds:
+            self.late = self.rounds is not None
+            return True
+        return False
 
     @contextmanager
     def part(self, share: float) -> Iterator[tuple[float, float]]:

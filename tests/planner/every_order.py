@@ -1,0 +1,189 @@
+"""An exact solver for tiny problems that shares nothing with the planner: branch and bound over the orders of all ranks.
+
+It places actions in the order of their starts, each as early as it can go, so that it meets every order once. A message holds memory
+only while the action that uses it runs, and messages queue only on their own edge between two stages. Both ask for less than the
+simulator does: no order that the simulator times is quicker than the best one here, and every bound must hold here as well.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+from penstock.planner.problem import Problem
+
+ROUNDING = 1e-7
+
+
+class TooManyOrdersError(Exception):
+    """A problem that is too large for this solver: draw a smaller one."""
+
+
+class Job(NamedTuple):
+    """One action: F, I, W, or B for a whole backward."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One rank half-way through an order."""
+
+    free: float
+    """When its last action ended."""
+    held: float
+    left: float
+    """The work that it has yet to do."""
+    begun: float | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    """The beginning of an order."""
+
+    jobs: tuple[Job, ...]
+    lanes: tuple[Lane, ...]
+    ends: dict[Job, float]
+    """When the result of each placed action is at hand for the actions that need it on the same rank."""
+    arrivals: dict[Job, float]
+    """When the message that an action waits for has arrived."""
+    links: dict[tuple[str, int], float]
+    """When the last message on an edge arrived, by kind and lower stage."""
+
+
+@dataclass
+class EveryOrder:
+    """All orders of one copy of a model within the memory limit."""
+
+    problem: Problem
+    most_nodes: int = 2_000
+    nodes: int = 0
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        shape = problem.stages, problem.microbatches
+        names = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+        self.costs = {name: problem.costs.table(name, *shape).tolist() for name in names}
+        self.ranks = problem.placement.copies[0]
+        self.back = "I" if problem.split else "B"
+        kinds = ("F", "I", "W") if problem.split else ("F", "B")
+        self.jobs = [Job(kind, stage, m) for m in range(problem.microbatches) for stage in range(problem.stages) for kind in kinds]
+        self.alike = all(len(set(row)) == 1 for table in self.costs.values() for row in table)
+        """Whether all microbatches are the same, so that they may as well start in their order."""
+
+    def beat(self, cutoff: float = math.inf) -> tuple[float, tuple[Job, ...]]:
+        """The least objective below the cutoff and its actions by start; infinity and nothing where there is none."""
+        self.cutoff, self.best = cutoff, ()
+        left = [sum(self.takes(job) for job in self.jobs if self.ranks[job.stage] == rank) for rank in range(self.problem.ranks)]
+        lanes = tuple(Lane(0.0, held, work) for held, work in zip(self.problem.static_memory, left, strict=True))
+        self._descend(State((), lanes, {}, {}, {}), (-1.0, -1))
+        return (self.cutoff, self.best) if self.best else (math.inf, ())
+
+    # What an action needs, takes and holds ----------------------------------------------------------------------------
+
+    def takes(self, job: Job) -> float:
+        return float(self.costs[job.kind.lower()][job.stage][job.microbatch])
+
+    def edge_into(self, job: Job) -> int | None:
+        """The lower stage of the edge between ranks that its input comes over."""
+        edge = {"F": job.stage - 1, self.back: job.stage}.get(job.kind, -1)
+        crosses = 0 <= edge < self.problem.stages - 1 and self.ranks[edge] != self.ranks[edge + 1]
+        return edge if crosses else None
+
+    def received(self, job: Job) -> float:
+        edge = self.edge_into(job)
+        return 0.0 if edge is None else float(self.costs["output"][edge][job.microbatch])
+
+    def travel(self, job: Job) -> float:
+        """Of the message that the action waits for."""
+        bandwidth = self.problem.costs.bandwidth
+        return self.problem.costs.latency + (0.0 if bandwidth is None else self.received(job) / bandwidth)
+
+    def needs(self, job: Job) -> list[Job]:
+        if job.kind == "W":
+            return [job._replace(kind="I")]
+        if job.kind == "F":
+            return [job._replace(stage=job.stage - 1)] if job.stage else []
+        above = [job._replace(stage=job.stage + 1)] if job.stage + 1 < self.problem.stages else []
+        return [job._replace(kind="F"), *above]
+
+    def user(self, job: Job) -> Job | None:
+        """The action on another rank that waits for what this one sends."""
+        step = {"F": 1, self.back: -1}.get(job.kind)
+        if step is None or not 0 <= job.stage + step < self.problem.stages:
+            return None
+        other = job._replace(stage=job.stage + step)
+        return None if self.edge_into(other) is None else other
+
+    @cached_property
+    def tails(self) -> dict[Job, float]:
+        """The least time from the start of each action to the end of everything that needs it."""
+        tails: dict[Job, float] = {}
+        for job in sorted(
+            self.jobs, key=lambda job: {"W": (0, job.stage), "I": (1, job.stage), "B": (1, job.stage), "F": (2, -job.stage)}[job.kind]
+        ):
+            followers = [other for other in tails if job in self.needs(other)]
+            hops = [self.travel(other) if other == self.user(job) else 0.0 for other in followers]
+            tails[job] = self.takes(job) + max((hop + tails[other] for hop, other in zip(hops, followers, strict=True)), default=0.0)
+        return tails
+
+    def held(self, job: Job) -> tuple[float, float]:
+        """How much more the rank holds while the action runs, and after it."""
+        activation, stash = (self.costs[name][job.stage][job.microbatch] for name in ("activation", "weight_stash"))
+        after = {"F": activation, "I": stash - activation, "W": -stash, "B": -activation}[job.kind]
+        return (activation if job.kind == "F" else 0.0) + self.received(job), after
+
+    # The search -------------------------------------------------------------------------------------------------------
+
+    def _descend(self, state: State, last: tuple[float, int]) -> None:
+        self.nodes += 1
+        if self.nodes > self.most_nodes:
+            raise TooManyOrdersError
+        if len(state.jobs) == len(self.jobs):
+            if self._objective(state) < self.cutoff * (1 - ROUNDING):
+                self.cutoff, self.best = self._objective(state), state.jobs
+            return
+        ready = sorted((self._start(state, job), self.ranks[job.stage], job) for job in self.jobs if self._is_ready(state, job))
+        if self._least(state, ready) >= self.cutoff * (1 - ROUNDING):
+            return
+        for start, rank, job in ready:
+            during, _ = self.held(job)
+            fits = state.lanes[rank].held + during <= self.problem.limits[rank] * (1 + 1e-9)
+            if fits and (start, rank) > last:
+                self._descend(self._place(state, job, start), (start, rank))
+
+    def _is_ready(self, state: State, job: Job) -> bool:
+        if job in state.ends or any(other not in state.ends for other in self.needs(job)):
+            return False
+        turn = job._replace(microbatch=job.microbatch - 1)
+        return not self.alike or job.kind != "F" or job.stage > 0 or job.microbatch == 0 or turn in state.ends
+
+    def _start(self, state: State, job: Job) -> float:
+        own = [state.ends[other] for other in self.needs(job)]
+        return max(state.lanes[self.ranks[job.stage]].free, *own, state.arrivals.get(job, 0.0), 0.0)
+
+    def _place(self, state: State, job: Job, start: float) -> State:
+        end, rank, user = start + self.takes(job), self.ranks[job.stage], self.user(job)
+        lane = state.lanes[rank]
+        after = Lane(end, lane.held + self.held(job)[1], lane.left - self.takes(job), start if lane.begun is None else lane.begun)
+        arrivals, links = state.arrivals, state.links
+        if user is not None:
+            link = job.kind, min(job.stage, user.stage)
+            arrival = max(end, links.get(link, 0.0)) + self.travel(user)
+            arrivals, links = {**arrivals, user: arrival}, {**links, link: arrival}
+        lanes = (*state.lanes[:rank], after, *state.lanes[rank + 1 :])
+        return replace(state, jobs=(*state.jobs, job), lanes=lanes, ends={**state.ends, job: end}, arrivals=arrivals, links=links)
+
+    def _least(self, state: State, ready: list[tuple[float, int, Job]]) -> float:
+        """What an order that begins like this takes at least."""
+        if not self.problem.barrier:
+            return max(lane.left + (0.0 if lane.begun is None else lane.free - lane.begun) for lane in state.lanes)
+        return max([lane.free + lane.left for lane in state.lanes] + [start + self.tails[job] for start, _, job in ready])
+
+    def _objective(self, state: State) -> float:
+        """The makespan, or without a barrier the longest time from a rank's first action to its last."""
+        return max(lane.free - (0.0 if self.problem.barrier else lane.begun or 0.0) for lane in state.lanes)
