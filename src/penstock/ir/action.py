@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
 
 from penstock.errors import ActionError
 from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, Kind
 
 
+class _Fields:
+    """The fields of an action while `unpack_row` builds it: assigning them is not refused yet."""
+
+    __slots__ = ("kind", "microbatch", "peer", "stage", "sub_actions")
+
+    def __init__(self, stage: int, kind: Kind, microbatch: int | None, sub_actions: tuple[Action, ...], peer: int | None) -> None:
+        self.stage = stage
+        self.kind = kind
+        self.microbatch = microbatch
+        self.sub_actions = sub_actions
+        self.peer = peer
+
+
 @dataclass(frozen=True, slots=True)
-class Action:
+class Action(_Fields):
     """`Action(3, Kind.F, 7)` is "stage 3, forward, microbatch 7", written `3F7`.
 
     An overlapped action holds `sub_actions` and no stage of its own (-1). `peer` names the stage at the other end
@@ -113,3 +132,63 @@ def unpack_actions(row: Iterable[int]) -> Iterator[Action]:
         if not codes.is_joined(code):
             yield parts[0] if len(parts) == 1 else Action.overlap(*parts)
             parts.clear()
+
+
+_KINDS = tuple(Kind)
+
+
+def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
+    """The actions of a whole row of codes: `unpack_actions`, many times as fast.
+
+    The fields are decoded and checked for the whole row at once. A row with a code that is no action goes to `unpack_actions`,
+    which names the fault.
+    """
+    kind, stage, peer, joined = codes.kind_of(row), codes.stage_of(row), codes.peer_of(row), codes.is_joined(row)
+    has_peer, has_join = peer >= 0, bool(joined.any())
+    sound = (kind < Kind.OVERLAP_F_B) & (stage < codes.MAX_STAGES)
+    if has_peer.any():
+        sound &= ~has_peer | (kind >= Kind.SEND_F) & (kind <= Kind.RECV_B) & (peer != stage) & (peer < codes.MAX_STAGES)
+    if has_join:
+        in_group = joined.copy()
+        in_group[1:] |= joined[:-1]
+        sound &= ~in_group | (kind <= Kind.W)
+        sound[-1] &= not joined[-1]
+    if not sound.all():
+        return tuple(unpack_actions(row.tolist()))
+    microbatches: list[int | None] = codes.microbatch_of(row).tolist()
+    for place in np.flatnonzero(kind > Kind.RECV_B).tolist():
+        microbatches[place] = None
+    peers = [None if number < 0 else number for number in peer.tolist()] if has_peer.any() else repeat(None)
+    kinds = map(_KINDS.__getitem__, kind.tolist())
+    with _paused_collector():
+        parts = list(map(_Fields, stage.tolist(), kinds, microbatches, repeat(()), peers))
+        for part in parts:
+            part.__class__ = Action  # the same fields, which from here on cannot be assigned
+        actions: list[Action] = parts  # type: ignore[assignment]
+        return tuple(_join_groups(actions, np.flatnonzero(~joined).tolist()) if has_join else actions)
+
+
+@contextmanager
+def _paused_collector() -> Iterator[None]:
+    """No garbage collection while many actions are made: none can be garbage yet, and collecting would take most of the time."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _join_groups(parts: list[Action], lasts: list[int]) -> Iterator[Action]:
+    """One action for each group of parts; `lasts` holds the place of each group's last part."""
+    first = 0
+    for last in lasts:
+        if last == first:
+            yield parts[first]
+        else:
+            group = _Fields(-1, Kind.OVERLAP_F_B, None, tuple(parts[first : last + 1]), None)
+            group.__class__ = Action
+            yield group  # type: ignore[misc]
+        first = last + 1

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir import codes
-from penstock.ir.action import Action, unpack_actions
+from penstock.ir.action import Action, unpack_actions, unpack_row
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -54,7 +54,7 @@ class Rows:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """One rank's actions."""
-        return tuple(unpack_actions(self.row(rank).tolist()))
+        return unpack_row(self.row(rank))
 
     @cached_property
     def rank(self) -> Ints:

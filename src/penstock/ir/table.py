@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import Action, unpack_actions
+from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.dependencies import Linker, Links
 from penstock.ir.graph import StageGraph
@@ -68,7 +68,7 @@ class Table(ABC):
         return self.ranks
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
-        return tuple(unpack_actions(self.row(rank).tolist()))
+        return unpack_row(self.row(rank))
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return (self[rank] for rank in range(self.ranks))

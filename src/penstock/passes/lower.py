@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.ir.action import Action, unpack_actions
+from penstock.ir.action import Action, unpack_row
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -65,7 +65,7 @@ def lower_rank(
             program = each.place(program)
         elif not isinstance(each, Buffers):
             program = each.apply(program)
-    return tuple(unpack_actions(program.row(rank).tolist()))
+    return unpack_row(program.row(rank))
 
 
 def _around(schedule: Schedule, rank: int) -> Program:
