@@ -438,3 +438,17 @@ def test_batch_that_a_stage_changes_stays_as_it_was() -> None:
     assert found.batch is not None
     assert found.batch.close
     assert_equal(x, before)
+
+
+def test_reference_has_the_alignment_of_the_step() -> None:
+    """Slices of an odd batch begin anywhere in a cache line, on which the rounding of a product may depend."""
+    torch.manual_seed(0)
+    stages = [nn.Linear(5, 7), nn.Sequential(nn.Tanh(), nn.Linear(7, 3))]
+    for rows in (7, 9, 11, 13):
+        whole = torch.randn(rows + 1, 5)
+        x, y = whole[1:], torch.randn(rows, 3)
+
+        def check(x: torch.Tensor = x, y: torch.Tensor = y) -> bool:
+            return Pipeline(stages, schedule="1f1b", microbatches=3, loss_fn=functional.mse_loss).parity(x, target=y).loop.exact
+
+        assert launch(check, 2) == [True, True]

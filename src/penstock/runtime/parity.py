@@ -24,6 +24,7 @@ from penstock.runtime.partition import Part
 from penstock.runtime.randomness import draw_from, kept_random_state
 from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.stage import Stage
+from penstock.runtime.values import copy_tensor
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -111,7 +112,7 @@ class Batch:
     def copy(self) -> Batch:
         """One whose tensors have memory of their own, except those that want a gradient."""
         given = self.args, self.target, {stage: dict(each) for stage, each in self.stage_kwargs.items()}
-        return Batch(*pytree.tree_map_only(Tensor, lambda leaf: leaf if leaf.requires_grad else leaf.clone(), given))
+        return Batch(*pytree.tree_map_only(Tensor, lambda leaf: leaf if leaf.requires_grad else copy_tensor(leaf), given))
 
 
 @dataclass
@@ -252,7 +253,7 @@ def _cut(pipeline: Pipeline, batch: Batch, count: int) -> Feed:
         if dim is None:
             return leaf
         part = leaf.narrow(dim, int(rows[number][0]), len(rows[number]))
-        return part if leaf.requires_grad else part.clone()
+        return part if leaf.requires_grad else part.data  # a stage may change it in place, unlike a slice
 
     def pieces(value: Any, dims: Any) -> list[Any]:
         leaves, spec = _leaves(value, dims), pytree.tree_structure(value)
