@@ -9,8 +9,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import penstock as ps
@@ -213,3 +215,25 @@ def test_gathers_on_the_measured_timeline(workers: Workers) -> None:
         assert (timeline.collective_start[collective] >= 0).all()
         assert all(value > 0 for name in ("unshard", "reduce") for value in timeline.costs.per_stage(name, 2))
         assert (timeline.end <= timeline.makespan).all()
+
+
+@pytest.mark.parametrize("chunks", [4, 6])
+def test_evaluation_of_many_stages_per_rank(workers: Workers, chunks: int) -> None:
+    """Forwards alone leave nothing gathered, and training goes on."""
+    made = ps.schedule("interleaved-1f1b", ranks=2, microbatches=4, chunks=chunks)
+    model = perceptrons(made.stages)
+    x, y = batch(12)
+
+    def train() -> tuple[bool, Any]:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = Pipeline(copy.deepcopy(model), made, loss_fn=functional.mse_loss, mesh=mesh, shard=True)
+        part, target = split_over(mesh, x, y, (6, 6))
+        out = pipe.infer(part)
+        pipe.eval_step(part, target=target)
+        kept = all(isinstance(parameter, DTensor) for parameter in pipe.parameters())
+        return kept, (out, pipe.step(part, target=target).loss, part)
+
+    for kept, (out, _, part) in workers.run(train):
+        assert kept
+        with torch.no_grad():
+            torch.testing.assert_close(out, model(part), rtol=1e-12, atol=1e-12)
