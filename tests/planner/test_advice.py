@@ -87,6 +87,6 @@ def test_limits_that_differ_are_listed():
 
 def test_bytes_are_written_as_such():
     layer = ps.Layer(f=1, i=1, w=1, activation="1GiB", parameters="2GiB")
-    with pytest.raises(PlanError, match="memory limit of 3GiB each") as error:
-        ps.plan(ps.Profile([layer] * 4), ranks=2, microbatches=4, memory_limit="3GiB", seconds=0)
+    with pytest.raises(PlanError, match="memory limit of 5GiB each") as error:
+        ps.plan(ps.Profile([layer] * 4), ranks=2, microbatches=4, memory_limit="5GiB", seconds=0)
     assert "a memory limit of 6GiB: " in str(error.value)  # 4 for parameters, 2 for a microbatch

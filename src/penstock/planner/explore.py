@@ -17,7 +17,7 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.bounds_overall import Overall
 from penstock.planner.effort import Effort, rounds_in
-from penstock.planner.families import families, searchable_placements
+from penstock.planner.families import Family, families, searchable_placements
 from penstock.planner.named import Attempt, Cutter, Verdict, attempts
 from penstock.planner.recut import recut
 from penstock.planner.request import SEARCHED, Case, Progress, Request
@@ -163,10 +163,7 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         found, self.refused = families(self.request.names, self.request.ranks, len(self.request.profile))
-        todo = sorted(
-            ((family, case) for case in self.request.cases for family in found),
-            key=lambda pair: (max(pair[0].placement.stages * pair[1].microbatches, _SMALL_ORDER), len(pair[0].placement.copies)),
-        )
+        todo = sorted(((family, case) for case in self.request.cases for family in found), key=_effort_of)
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads what is compiled before anything is measured
         share = _NAMED_SHARE if self.request.searches else 1.0
         for done, (family, case) in enumerate(todo):
@@ -388,6 +385,13 @@ class Explorer:
             trial = Trial.run(SEARCHED, best.setting, solved.schedule)
             if trial.fits and trial.objective < best.objective and self.request.searches:
                 self._add_searched(trial)
+
+
+def _effort_of(pair: tuple[Family, Case]) -> tuple[int, int, bool]:
+    """What large schedules are sorted by, so that those that take least time come first; small ones are all alike."""
+    family, case = pair
+    cells = family.placement.stages * case.microbatches
+    return (cells, len(family.placement.copies), not family.is_fixed) if cells > _SMALL_ORDER else (0, 0, False)
 
 
 def objective_of(attempt: Attempt) -> float:

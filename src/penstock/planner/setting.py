@@ -112,11 +112,11 @@ def moment_of(table: Table, costs: Costs, rank: int, all_held: Floats) -> Moment
     held = all_held[begin:end]
     peak = begin + int(np.argmax(held))
     stages = table.placement.stages_of(rank)
-    started = (rows.group >= begin) & (rows.group <= peak)
-    ended = (rows.group >= begin) & (rows.group < peak)
+    first, at_peak, after = np.searchsorted(rows.group, (begin, peak, peak + 1))
+    started, ended = slice(first, after), slice(first, at_peak)
 
-    def count(flags: np.ndarray, stage: int, *kinds: Kind) -> int:
-        return int((flags & rows.is_kind(*kinds) & (rows.stage == stage)).sum())
+    def count(entries: slice, stage: int, *kinds: Kind) -> int:
+        return int((np.isin(rows.kind[entries], kinds) & (rows.stage[entries] == stage)).sum())
 
     activations = tuple(count(started, stage, Kind.F) - count(ended, stage, Kind.I, Kind.B) for stage in stages)
     stashes = tuple(count(ended, stage, Kind.I) - count(ended, stage, Kind.W) for stage in stages)
