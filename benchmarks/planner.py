@@ -29,6 +29,8 @@ PEERS = {
 """F, I, W and latency of a rank; ranks and microbatches; memory limit in activations of a rank; the peers' bubble."""
 CHUNKS = 2
 """Layers per rank, as many as the peers have chunks, so that nobody cuts the model more finely."""
+FINE = 8
+"""Layers per rank of the plans whose time is measured: every placement can be cut evenly, so all are tried."""
 TWO_COPIES = ("chimera", "dualpipe")
 """Schedules left out of the comparison: they keep the parameters twice, which the limit, in activations, does not count."""
 LONG = 25.0
@@ -59,9 +61,10 @@ def suite(short: bool) -> Iterator[list[Case]]:
     ]
 
 
-def _profile(f: float, i: float, w: float, latency: float, ranks: int) -> ps.Profile:
-    layer = ps.Layer(f=f / CHUNKS, i=i / CHUNKS, w=w / CHUNKS, activation=1 / CHUNKS, weight_stash=0.5 / CHUNKS)
-    return ps.Profile(layers=[layer] * (CHUNKS * ranks), latency=latency)
+def _profile(f: float, i: float, w: float, latency: float, *, ranks: int, layers: int) -> ps.Profile:
+    """A model with that many equal layers per rank."""
+    layer = ps.Layer(f=f / layers, i=i / layers, w=w / layers, activation=1 / layers, weight_stash=0.5 / layers)
+    return ps.Profile(layers=[layer] * (layers * ranks), latency=latency)
 
 
 def _orientation(costs: tuple[float, ...], shape: tuple[int, int], limit: int, peer: float, seconds: float | None) -> list[Row]:
@@ -69,14 +72,14 @@ def _orientation(costs: tuple[float, ...], shape: tuple[int, int], limit: int, p
     ranks, count = shape
     names = [*(name for name in ps.available() if name not in TWO_COPIES), "searched"]
     asked = {"ranks": ranks, "microbatches": count, "memory_limit": float(limit), "schedules": names, "seconds": seconds or LONG}
-    plan = ps.plan(_profile(f, i, w, latency, ranks), **asked)
+    plan = ps.plan(_profile(f, i, w, latency, ranks=ranks, layers=CHUNKS), **asked)
     note = f"{plan.name} on {plan.placement.kind}, at most {plan.overall_gap:.1%} to gain"
     case = f"bubble of a plan, {CHUNKS} chunks per rank, p={ranks} m={count} limit {limit}, F/I/W/latency {f:g}/{i:g}/{w:g}/{latency:g}"
     return [Row(case, [100 * plan.predicted.bubble], [100 * peer], PRINTED, limit=0.9999, unit="%", note=note)]
 
 
 def _speed(ranks: int, count: int, wanted: float, seconds: float | None) -> list[Row]:
-    profile = _profile(1000.0, 1400.0, 600.0, 50.0, ranks)
+    profile = _profile(1000.0, 1400.0, 600.0, 50.0, ranks=ranks, layers=FINE)
     options = {} if seconds is None else {"seconds": seconds}
     taken, _ = once(lambda: ps.plan(profile, ranks=ranks, microbatches=count, memory_limit=ranks * 0.75, **options))
     return [within(f"seconds of a plan, p={ranks} m={count}", taken, wanted)]
