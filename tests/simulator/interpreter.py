@@ -356,6 +356,8 @@ class _Run:
                 return {(message.source, message.target, message.edge[0])}
             case "pair":
                 return {(message.source, message.target)}
+            case "duplex":
+                return {("out of", message.source), ("into", message.target)}
             case _:
                 return {message.source, message.target}
 

@@ -48,6 +48,7 @@ def lanes(timeline: Timeline) -> dict[object, list[Interval]]:
         links: dict[str, list[object]] = {
             "independent": [(t.source, t.target, t.kind)],
             "pair": [(t.source, t.target)],
+            "duplex": [(t.source, "out"), (t.target, "in")],
             "rank": [t.source, t.target],
         }
         for link in links[timeline.costs.contention]:

@@ -70,7 +70,7 @@ def test_a_link_carries_one_message_at_a_time() -> None:
     assert timeline.peak_memory == [0, 6]
 
 
-@pytest.mark.parametrize(("contention", "last", "end"), [("independent", 8, 9), ("pair", 8, 9), ("rank", 9, 10)])
+@pytest.mark.parametrize(("contention", "last", "end"), [("independent", 8, 9), ("pair", 8, 9), ("duplex", 8, 9), ("rank", 9, 10)])
 def test_one_link_a_rank_serves_what_comes_and_what_goes(contention: str, last: float, end: float) -> None:
     """At 4 rank 1 sends on the first microbatch while the second, sent at 2, is on its way in from 3 to 5."""
     first = last - 2
@@ -79,7 +79,7 @@ def test_one_link_a_rank_serves_what_comes_and_what_goes(contention: str, last: 
     assert timeline.makespan == end
 
 
-@pytest.mark.parametrize("contention", ["independent", "pair", "rank"])
+@pytest.mark.parametrize("contention", ["independent", "pair", "duplex", "rank"])
 @pytest.mark.parametrize(("both", "late"), [("(0F1;2B0)OVERLAP_F_B", 0), ("(2B0;0F1)OVERLAP_F_B", 1)])
 def test_the_two_ways_of_a_pair_share_its_link_in_the_order_of_sending(both: str, late: float, contention: str) -> None:
     """Together they take half of 1 + 2; on a shared link the second of the two messages comes 1 later."""

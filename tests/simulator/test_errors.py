@@ -31,7 +31,7 @@ def refused(table: Table, costs: Costs | None = None) -> str:
     return message
 
 
-@pytest.mark.parametrize("contention", ["independent", "pair", "rank"])
+@pytest.mark.parametrize("contention", ["independent", "pair", "duplex", "rank"])
 def test_ranks_that_wait_for_each_other(contention: str) -> None:
     table = schedule("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1")
     message = refused(table, Costs(contention=contention))
@@ -39,7 +39,7 @@ def test_ranks_that_wait_for_each_other(contention: str) -> None:
     assert "rank 0 stops at 0B0" in message
 
 
-@pytest.mark.parametrize("contention", ["independent", "pair", "rank"])
+@pytest.mark.parametrize("contention", ["independent", "pair", "duplex", "rank"])
 def test_a_send_without_a_slot(contention: str) -> None:
     """Rank 1 takes no third message before its second gradient is sent, nor rank 0 a gradient before its fourth message is."""
     first = " ".join([f"0F{m} 0SEND_F{m}" for m in range(4)] + [f"0RECV_B{m} 0B{m}" for m in range(4)])

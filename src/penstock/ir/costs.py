@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
 
-CONTENTION = ("independent", "pair", "rank")
+CONTENTION = ("independent", "pair", "duplex", "rank")
 
 _ONE_NUMBER = ("overlap", "latency", "bandwidth")
 _OPTIONAL = ("b", "bandwidth")
@@ -61,7 +61,8 @@ class Costs:
     bandwidth: float | None = None
     """Size a time that a link carries; unlimited unless given."""
     contention: str = "independent"
-    """`independent`: a link for each channel; `pair`: one each way for each pair of ranks; `rank`: one for each rank."""
+    """`independent`: one link per channel; `pair`: one each way for each pair of ranks; `duplex`: one out of and one into each rank, as a
+    full-duplex network card has; `rank`: one per rank, for whatever comes and goes."""
     parameters: PerStage = 0.0
     """The size of a stage's parameters in full."""
     shard: PerStage = 0.0

@@ -59,7 +59,12 @@ def _by_link(model: Model, messages: list[Message]) -> dict[object, list[Message
     contention = model.instance.problem.costs.contention
     for message in messages:
         ends = (message.source, message.target)
-        names: tuple[object, ...] = {"independent": ((*ends, message.backward),), "pair": (ends,), "rank": ends}[contention]
+        names: tuple[object, ...] = {
+            "independent": ((*ends, message.backward),),
+            "pair": (ends,),
+            "duplex": (("from", message.source), ("to", message.target)),
+            "rank": ends,
+        }[contention]
         for name in names:
             links.setdefault(name, []).append(message)
     return links

@@ -54,13 +54,15 @@ class Flat:
         return np.asarray(maker[before])
 
     def graph(self, contention: str = "independent") -> Graph:
-        """The structure with its links: a link for each channel, each way of a pair, or each rank."""
+        """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
             return self._independent
         if contention == "pair":
             pairs, one = np.unique(messages.source * ranks + messages.target, return_inverse=True)
             other, count = one, len(pairs)
+        elif contention == "duplex":
+            one, other, count = messages.source, ranks + messages.target, 2 * ranks
         else:
             one, other, count = messages.source, messages.target, ranks
         return self._base._replace(link=_small(one), other_link=_small(other), num_links=count)

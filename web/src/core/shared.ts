@@ -9,10 +9,11 @@ export interface Links {
   count: number;
 }
 
-/** A link for each way of a pair of ranks, or one for each rank. */
+/** A link for each way of a pair of ranks, for each way of a rank, or for each rank. */
 export function linksOf(view: View, contention: Contention): Links {
   const { source, target } = view.messages;
   if (contention === "rank") return { one: source, other: target, count: view.ranks };
+  if (contention === "duplex") return { one: source, other: target.map((to) => view.ranks + to), count: 2 * view.ranks };
   const numbers = new Map<number, number>();
   const one = source.map((from, k) => {
     const key = from * view.ranks + target[k];

@@ -3,7 +3,7 @@
 
 export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
-export type Contention = "independent" | "pair" | "rank";
+export type Contention = "independent" | "pair" | "duplex" | "rank";
 
 /** What actions take, hold and send: one number, one a stage, or one a stage and microbatch. */
 export interface Costs {

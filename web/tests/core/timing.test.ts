@@ -15,7 +15,7 @@ test("times follow by hand", () => {
   expect([...timing.depart, ...timing.arrive]).toEqual([2, 9, 3, 10]);
 });
 
-test.each(["pair", "rank"] as const)("with nothing to share, links of a %s time the same", (contention) => {
+test.each(["pair", "duplex", "rank"] as const)("with nothing to share, links of a %s time the same", (contention) => {
   const shared = core.timeView(view, { ...costs, contention });
   expect([shared.start, shared.end, shared.arrive]).toEqual([timing.start, timing.end, timing.arrive]);
 });

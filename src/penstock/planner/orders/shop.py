@@ -189,7 +189,8 @@ def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Fl
     lower = np.where(np.arange(3 * count) < count, np.arange(3 * count), after) % count
     travel = np.where(crosses, hops.ravel()[lower], 0.0)
     backward = (np.arange(3 * count) >= count).astype(np.int64)
-    channel = {"independent": (source * problem.ranks + target) * 2 + backward, "pair": source * problem.ranks + target, "rank": source}
+    pair = source * problem.ranks + target
+    channel = {"independent": pair * 2 + backward, "pair": pair, "duplex": source, "rank": source}
     keys, index = np.unique(channel[costs.contention][crosses], return_inverse=True)
     link = np.full(3 * count, -1, dtype=np.int64)
     link[crosses] = index
