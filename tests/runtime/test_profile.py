@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,35 @@ def test_a_transformer_holds_what_the_formulas_say(measured):
     assert computed.activation <= head.activation <= computed.activation + (2 * 4 + 8) * tokens + 16  # the norm's, and the targets
     assert head.weight_stash == computed.weight_stash
     assert measured.input == 8 * tokens  # though the rows are part of a larger tensor, with the targets
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_only_the_layers_own_work_is_timed(monkeypatch: pytest.MonkeyPatch, splits: bool) -> None:
+    """Walking over modules, cutting the input off and making the first gradients take 30 ms each here, and are in no figure."""
+    import penstock.runtime.profile as measuring
+
+    def slow(call: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            time.sleep(0.03)
+            return call(*args, **kwargs)
+
+        return called
+
+    layers = [nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh() if splits else Doubled())]
+    monkeypatch.setattr(nn.Module, "modules", slow(nn.Module.modules))
+    monkeypatch.setattr(torch, "ones_like", slow(torch.ones_like))
+    monkeypatch.setattr(measuring, "cut", slow(measuring.cut))
+    for layer in profile(layers, torch.randn(2, 4), warmup=1, repeats=3).layers:
+        assert max(layer.f, layer.i, layer.w) < 0.03
+
+
+class Doubled(nn.Module):
+    """Needs its backward whole: it asks for gradients in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.square()
+        (slope,) = torch.autograd.grad(y.sum(), x, torch.ones(()), create_graph=True)
+        return slope
 
 
 def test_parameters_gradients_and_optimizer(measured):
@@ -237,7 +267,7 @@ def test_nothing_of_the_model_is_changed():
 def test_the_median_of_the_rounds_is_taken(monkeypatch):
     from penstock.runtime import device
 
-    clock = iter([mark * 10**9 for f in (5, 1, 100) for mark in (0, f, f + 2, f + 5)])
+    clock = iter([mark * 10**9 for f in (5, 1, 100) for mark in (0, f, f + 7, f + 9, f + 12)])  # 7: the gradients are made
     monkeypatch.setattr(device, "clock", lambda: next(clock))
     found = profile([nn.Linear(4, 4)], torch.randn(2, 4), warmup=0, repeats=3).layers[0]
     assert (found.f, found.i, found.w) == (5, 2, 3)

@@ -14,9 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.runtime.notices import Notices
+
 _ROUND = 1.5
 """Seconds that are waited for the other ranks to say what they were doing."""
 _PAUSE = 0.02
+_LONGEST_PAUSE = 0.05
+"""Seconds between two looks for ranks that are late, at most."""
 
 
 def describe(error: BaseException) -> str:
@@ -65,10 +69,14 @@ class Report:
 
 
 class Alarm:
-    """The board of one generation of connections. A store that is gone says nothing, and ranks then report what they know."""
+    """The board of one generation of connections. A store that is gone says nothing, and ranks then report what they know.
 
-    def __init__(self, store: Any, rank: int, ranks: int) -> None:
+    What the other ranks must see soon is posted as one of `notices`, which are those of all generations.
+    """
+
+    def __init__(self, store: Any, rank: int, ranks: int, notices: Notices) -> None:
         self.store, self.rank, self.ranks = store, rank, ranks
+        self.notices = notices
         self._said = False
 
     def heard(self) -> bool:
@@ -87,6 +95,8 @@ class Alarm:
         first = mine
         with contextlib.suppress(Exception):
             first = self.store.compare_set("failure", "", mine)
+        if first == mine:
+            self.notices.post(f"rank {self.rank} failed at {time.time_ns()}")
         self.say(line)
         return self._compose(mine) if first == mine else self.report()
 
@@ -114,12 +124,33 @@ class Alarm:
             return self._compose(failure)
         return Report("\n".join(["a rank failed, and the store that connects the ranks is gone", *self._lines()]), None, True)
 
+    def tell_return(self, exchanges: int) -> None:
+        """Tell the other ranks that this one is through after so many exchanges, unless one is known to be after as few."""
+        mine = f"{exchanges} {self.rank}"
+        with contextlib.suppress(Exception):
+            known = self.store.compare_set("returned", "", mine).decode()
+            while known != mine:
+                if int(known.split()[0]) <= exchanges:
+                    return
+                known = self.store.compare_set("returned", known, mine).decode()
+            self.notices.post(f"rank {self.rank} returned at {time.time_ns()}")
+
+    def first_return(self) -> tuple[int, int] | None:
+        """The fewest exchanges after which a rank was through, and that rank; None while all of them go on."""
+        known = self._get("returned")
+        if known is None:
+            return None
+        exchanges, rank = known.decode().split()
+        return int(exchanges), int(rank)
+
     def leave(self, seconds: float, is_over: Callable[[], bool]) -> None:
         """Wait until every rank is through, or one has failed, or it `is_over` for another reason."""
-        self._set(f"left/{self.rank}", b"")
-        left, until = [f"left/{rank}" for rank in range(self.ranks)], time.monotonic() + seconds
-        while time.monotonic() < until and not self._has(*left) and not self.heard() and not is_over():
-            time.sleep(_PAUSE / 4)
+        with contextlib.suppress(Exception):
+            count_arrival(self.store, "left", self.rank, self.ranks)
+        pause, until = _PAUSE / 4, time.monotonic() + seconds
+        while time.monotonic() < until and not self._has("left/all") and not self.heard() and not is_over():
+            time.sleep(pause)
+            pause = next_pause(pause)
 
     # The store, which may go away at any time ---------------------------------------------------------------------------
 
@@ -141,6 +172,17 @@ class Alarm:
         wanted, until = list(keys), time.monotonic() + seconds
         while time.monotonic() < until and not self._has(*wanted):
             time.sleep(_PAUSE)
+
+
+def count_arrival(store: Any, place: str, rank: int, ranks: int) -> None:
+    """Count a rank that has come to a place, once; the last one to come writes `place/all`, the one key that all need to look for."""
+    if store.add(f"{place}/{rank}", 1) == 1 and store.add(place, 1) == ranks:
+        store.set(f"{place}/all", b"")
+
+
+def next_pause(pause: float) -> float:
+    """A longer pause between two looks for ranks that are late, up to a limit."""
+    return min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def serializer() -> Any:

@@ -43,7 +43,7 @@ class DirectOutbox(Outbox):
         """Whether plain values go by the control connection in this step."""
         self.flight: deque[tuple[Any, Tensor]] = deque()
         self._what = f"{group.called(route[1])} to take {route[2]}"
-        group.ends.append(self)
+        group.ends.add(self)
 
     def begin(self) -> None:
         self.count = 0
@@ -96,7 +96,7 @@ class DirectInbox(Inbox):
         self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
         self.tells = False
-        group.ends.append(self)
+        group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
         self.order.append(cell)

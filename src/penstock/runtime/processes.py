@@ -7,7 +7,6 @@ next is done under the next generation, so nothing of what failed can reach it.
 from __future__ import annotations
 
 import contextlib
-import pickle
 import threading
 import time
 from collections.abc import Hashable, Iterable
@@ -18,12 +17,14 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.runtime.activity import Activity, clock
-from penstock.runtime.alarm import Alarm, Report, describe
+from penstock.runtime.alarm import Alarm, Report, count_arrival, describe, next_pause
 from penstock.runtime.device import is_direct, local_device
 from penstock.runtime.direct import DirectInbox, DirectOutbox
+from penstock.runtime.ends import Ends
 from penstock.runtime.exchange import Exchange
 from penstock.runtime.framed import FramedInbox, FramedOutbox
 from penstock.runtime.group import Group, Inbox, Outbox, Route
+from penstock.runtime.notices import Notices
 from penstock.runtime.stores import PrefixStore
 from penstock.runtime.tensors import Tensors
 
@@ -64,7 +65,7 @@ class Processes(Group):
         self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
-        self.ends: list[Any] = []
+        self.ends = Ends()
         """All that may have something under way."""
         self.slices: dict[tuple[int, ...], Any] = {}
         """Groups that some of these ranks have made of themselves."""
@@ -94,7 +95,7 @@ class Processes(Group):
         except RuntimeError as error:
             raise PipelineError(f"rank {self.rank} cannot connect to the others: {error}") from error
         with self._lock:
-            self.alarm = Alarm(board, self.rank, self.ranks)
+            self.alarm = Alarm(board, self.rank, self.ranks, Notices(self._store))
             self.generation, self.connection = generation, connection
             self._failure, self._told = None, False
         self._agreed.clear()
@@ -114,43 +115,42 @@ class Processes(Group):
         return self.transport == "direct"
 
     def _meet(self, board: Any, deadline: float) -> None:
-        board.set(f"here/{self.rank}", b"")
-        keys = [f"here/{rank}" for rank in range(self.ranks)]
-        until = time.monotonic() + deadline
-        while not board.check(keys):
-            ended, returned = self._ended(), list(self._returned())
+        count_arrival(board, "here", self.rank, self.ranks)
+        pause, until = _PAUSE, time.monotonic() + deadline
+        notices, news = Notices(self._store), True
+        while not board.check(["here/all"]):
+            ended, returned = (self._ranks_that("ended"), self._ranks_that("returned")) if news else ([], [])
             if ended or returned or time.monotonic() > until:
-                missing = [rank for rank, key in enumerate(keys) if not board.check([key])]
+                missing = [rank for rank in range(self.ranks) if not board.check([f"here/{rank}"])]
                 gone = f"ranks {ended} have ended" if ended else f"ranks {returned} have returned: they made fewer calls"
                 why = gone if ended or returned else f"ranks {missing} did not come within {deadline:g} s"
                 raise PipelineError(f"rank {self.rank} cannot connect to the others: {why}")
-            time.sleep(_PAUSE)
+            time.sleep(pause)
+            pause, news = next_pause(pause), notices.have_come()
 
-    def _ended(self) -> list[int]:
-        """The ranks whose processes are known to be gone."""
+    def _is_known(self, what: str) -> bool:
+        """Whether any rank has `ended` (its process is gone) or `returned` (it is through)."""
         with contextlib.suppress(RuntimeError):
-            return [rank for rank in range(self.ranks) if self._store.check([f"ended/{rank}"])]
+            return bool(self._store.check([what]))
+        return False
+
+    def _ranks_that(self, what: str) -> list[int]:
+        """The ranks that have `ended` or `returned`; one request while there are none."""
+        with contextlib.suppress(RuntimeError):
+            return [rank for rank in range(self.ranks) if self._store.check([f"{what}/{rank}"])] if self._is_known(what) else []
         return []
 
-    def _returned(self) -> dict[int, tuple[int, int]]:
-        """The ranks that are through: under which generation, and after how many exchanges."""
-        with contextlib.suppress(RuntimeError):
-            if self._store.check(["returned"]):
-                keys = {rank: f"returned/{rank}" for rank in range(self.ranks)}
-                return {rank: pickle.loads(self._store.get(key)) for rank, key in keys.items() if self._store.check([key])}
-        return {}
-
-    def _outrun(self) -> int | None:
+    def _find_outrun(self, first_return: tuple[int, int] | None) -> int | None:
         """A rank that has returned before what this one is in, so that it never comes to it.
 
         A step ends with an exchange. The count is read first: what runs then comes after that many.
         """
-        number = self.exchange.number
-        comes_to = number + self.mine.running
-        if self.slices:  # these have exchanges of their own
+        comes_to = self.exchange.number
+        comes_to += self.mine.running
+        if first_return is None or self.slices:  # slices have exchanges of their own
             return None
-        found = self._returned().items()
-        return next((rank for rank, (generation, last) in found if generation == self.generation and comes_to > last), None)
+        exchanges, rank = first_return
+        return rank if comes_to > exchanges else None
 
     @property
     def closed(self) -> bool:
@@ -165,10 +165,11 @@ class Processes(Group):
         """Leave for good, once all are through: what a rank that closes has sent and nobody has read yet would be lost."""
         self.mine.over = True
         with contextlib.suppress(RuntimeError):  # the store may be gone
-            self._store.set(f"returned/{self.rank}", pickle.dumps((self.generation, self.exchange.number)))
+            self._store.set(f"returned/{self.rank}", b"")
             self._store.set("returned", b"")
+        self.alarm.tell_return(self.exchange.number)
         if self.connection is not None:
-            self.alarm.leave(LEAVE, lambda: bool(self._ended()))
+            self.alarm.leave(LEAVE, lambda: self._is_known("ended"))
             if self.alarm.heard():
                 self.alarm.say(self.mine.describe())
         self._closing.set()
@@ -178,8 +179,7 @@ class Processes(Group):
     def _disconnect(self) -> None:
         """Let go of the connection, and of all that holds on to it: this wakes whoever waits for this rank."""
         self.connection = None
-        for end in self.ends:
-            end.drop()
+        self.ends.drop()
         self.exchange.drop()
         tensors, self.tensors = self.tensors, None
         if tensors is not None:
@@ -188,14 +188,19 @@ class Processes(Group):
     # Failures ---------------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
-        """Look for the failure of another rank while this one computes or waits."""
+        """Look for the failure of another rank while this one computes or waits: one request per look while nothing happens."""
+        looked_at: Alarm | None = None
+        first_return: tuple[int, int] | None = None
+        notices = Notices(self._store)
         while not self._closing.wait(_LOOK):
-            alarm = self.alarm
+            alarm, failed = self.alarm, False
             if self.connection is None:
                 continue
-            if alarm.heard():
+            if notices.have_come() or alarm is not looked_at:
+                looked_at, failed, first_return = alarm, alarm.heard(), alarm.first_return()
+            if failed:
                 alarm.say(self.mine.describe())
-            elif (gone := self._outrun()) is not None:
+            elif (gone := self._find_outrun(first_return)) is not None:
                 alarm.sound(f"{self.called(gone)} has returned: it made fewer calls than the others", None, self.mine.describe())
             else:
                 continue

@@ -161,8 +161,11 @@ class _Run:
     leaves: Any
     made: Any
     ends: list[Tensor]
-    grads: list[Tensor | None]
     deferral: Deferral
+
+    def ones(self) -> list[Tensor | None]:
+        """The gradients that its backward starts from."""
+        return [torch.ones_like(end) for end in self.ends]
 
 
 @dataclass
@@ -206,6 +209,11 @@ class _One:
     times: list[tuple[float, float, float]] = field(default_factory=list)
     sizes: dict[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        """Look at the modules once, here, so that no timed run does."""
+        self._can_split = self.stage.splits
+        self._deferrable = self.stage.deferrable()
+
     def look(self, warmup: int, optimizer: Optimizer | None) -> Any:
         """Run it until it is warm, and see what it holds; what it gives the next one."""
         for _ in range(warmup):
@@ -233,43 +241,46 @@ class _One:
 
     @property
     def _splits(self) -> bool:
-        return self.stage.splits and self.stage.whole is None
+        return self._can_split and self.stage.whole is None
 
-    def _forward(self, split: bool = True) -> _Run:
+    def _forward(self, leaves: Any, split: bool = True) -> _Run:
         """A forward; a layer that turns out to need its backward whole is measured so from then on."""
         if split and self._splits:
             try:
-                return self._run_forward(Deferral())
+                return self._run_forward(leaves, Deferral())
             except WholeBackwardNeeded as need:
                 self.stage.whole = need.reason
-        return self._run_forward(None)
+                leaves = cut(self.given)
+        return self._run_forward(leaves, None)
 
-    def _run_forward(self, deferral: Deferral | None) -> _Run:
-        leaves, deferrable = cut(self.given), self.stage.deferrable()
-        with nullcontext() if deferral is None else deferrable.forward(deferral):
+    def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Run:
+        with nullcontext() if deferral is None else self._deferrable.forward(deferral):
             made = self.stage.run([leaves], {})
             loss = None if self.loss is None else self.loss(made, None if self.target is None else [self.target], 0)
         ends = roots(made if loss is None else loss)
-        return _Run(leaves, made, ends, [torch.ones_like(end) for end in ends], deferral or Deferral())
+        return _Run(leaves, made, ends, deferral or Deferral())
 
-    def _backward(self, run: _Run) -> None:
+    def _backward(self, run: _Run, grads: list[Tensor | None]) -> None:
         if not run.ends:
             return
         if self._splits:
-            self.stage.deferrable().backward_input(run.deferral, run.ends, run.grads)
+            self._deferrable.backward_input(run.deferral, run.ends, grads)
         else:
-            run_backward(run.ends, run.grads)
+            run_backward(run.ends, grads)
 
     def _run_once(self) -> tuple[float, float, float]:
-        """How long F, I and W take."""
+        """How long F, I and W take; what a layer is given, its input and the gradients of its output, is made outside of these."""
+        leaves = cut(self.given)
         watch = device_calls.Stopwatch(self.given)
-        run = self._forward()
+        run = self._forward(leaves)
         watch.mark()
-        self._backward(run)
+        grads = run.ones()
+        watch.mark()
+        self._backward(run, grads)
         watch.mark()
         self.stage.backward_weights(run.deferral)
         watch.mark()
-        f, i, w = watch.seconds()
+        f, _, i, w = watch.seconds()
         return f, i, w
 
     def _workspace(self, held: int) -> int:
@@ -277,21 +288,23 @@ class _One:
         if not device_calls.is_running():
             return 0
         peak = device_calls.Peak()
-        run = self._forward()
+        run = self._forward(cut(self.given))
+        grads = run.ones()
         beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
-        beyond += [_beyond(lambda: self._backward(run)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
-        whole = self._forward(split=False)
-        return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole.grads) if whole.ends else None))
+        beyond += [_beyond(lambda: self._backward(run, grads)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
+        whole = self._forward(cut(self.given), split=False)
+        whole_grads = whole.ones()
+        return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
     def _held(self) -> tuple[int, int, Any]:
         """What is held from F to I, and from I to W, and the output."""
         own = holdings.of_module(self.stage.module)
         with holdings.saved() as seen:
-            run = self._forward()
+            run = self._forward(cut(self.given))
             held = {**seen, **holdings.sizes(run.leaves)}
             if self.loss is None:  # counted with who reads it: the next layer, or the message
                 held = {key: size for key, size in held.items() if key not in holdings.sizes(run.made)}
-            self._backward(run)
+            self._backward(run, run.ones())
         stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
         made = detached(run.made)
         self.stage.backward_weights(run.deferral)

@@ -21,6 +21,7 @@ import torch
 
 from penstock.errors import LostRankError, PipelineError, ScheduleError
 from penstock.runtime.alarm import Told, serializer
+from penstock.runtime.notices import Notices
 from penstock.runtime.orders import Start, Task, read, write
 from penstock.runtime.stores import PrefixStore, TCPStore
 
@@ -106,6 +107,8 @@ class Workers:
         """A process has ended: those that wait for it need wait no longer."""
         self._lost = True
         store.set(f"ended/{rank}", b"")
+        store.set("ended", b"")
+        Notices(store).post(f"the process of rank {rank} ended")
         code = self.processes[rank].wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return LostRankError(f"the process of rank {rank} {how}")
