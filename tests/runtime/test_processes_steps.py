@@ -411,6 +411,33 @@ def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
         assert max(never_again) <= 40
 
 
+def test_ends_of_pipelines_that_are_gone_are_not_kept(workers: Workers) -> None:
+    """Of pipelines, and of programs for other counts of microbatches: after collection the group knows as many ends as before."""
+    model = blocks(2)
+
+    def train() -> tuple[list[int], list[float]]:
+        import gc
+
+        group: Any = current()[0]
+        counts, losses = [], []
+        for _ in range(6):
+            pipe = Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
+            for count in (2, 3, 4):
+                x = torch.ones(12, 6)
+                losses.append(float(pipe.step(x, target=x, microbatches=count).loss))
+            pipe.eval_step(x, target=x)
+            alive = len(group.ends)
+            del pipe
+            gc.collect()
+            counts += [alive, len(group.ends)]
+        return counts, losses
+
+    for counts, losses in workers.run(train, ranks=2):
+        assert counts[0] > counts[1]
+        assert counts == counts[:2] * 6
+        assert losses == pytest.approx([losses[0]] * len(losses))
+
+
 def test_two_pipelines_in_another_order_on_two_ranks(workers: Workers) -> None:
     """Their programs are the same; their messages are not taken for each other's."""
 

@@ -15,6 +15,7 @@ from penstock.errors import PipelineError
 from penstock.runtime import processes
 from penstock.runtime.activity import Activity
 from penstock.runtime.alarm import Alarm
+from penstock.runtime.ends import Ends
 from penstock.runtime.notices import Notices
 from penstock.runtime.processes import Processes
 from penstock.runtime.stores import PrefixStore
@@ -106,7 +107,7 @@ def rank_of(ranks: int, store: Any) -> Any:
     group.rank, group.ranks, group.names, group.slices, group.generation = 1, ranks, [], {}, 0
     group._store, group._lock, group.mine, group.connection = store, threading.Lock(), Activity(), object()
     group.exchange = type("Exchanges", (), {"number": 3, "drop": lambda self: None})()
-    group.ends, group.tensors = [], None  # type: ignore[assignment]
+    group.ends, group.tensors = Ends(), None
     group.alarm = Alarm(Prefixed("penstock/0", store), 1, ranks, Notices(store))
     return group
 

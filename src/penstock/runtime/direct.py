@@ -40,7 +40,7 @@ class DirectOutbox(Outbox):
         self.count = 0
         self.flight: deque[tuple[Any, Tensor]] = deque()
         self._what = f"{group.called(route[1])} to take {route[2]}"
-        group.ends.append(self)
+        group.ends.add(self)
 
     def begin(self) -> None:
         self.count = 0
@@ -88,7 +88,7 @@ class DirectInbox(Inbox):
         self.forms: list[Form] = []
         self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
-        group.ends.append(self)
+        group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
         self.order.append(cell)

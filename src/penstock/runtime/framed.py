@@ -53,7 +53,7 @@ class FramedOutbox(Outbox):
         """Number, work, and what holds the memory, for the work does not."""
         self.free: dict[int, list[Slot]] = {}
         """Frames to send from again, by their size."""
-        group.ends.append(self)
+        group.ends.add(self, self.flight)
 
     def begin(self) -> None:
         if self.generation != self.group.generation:
@@ -145,7 +145,7 @@ class FramedInbox(Inbox):
         self.count = 0
         self.ahead = 0
         """How many receives are posted before they are asked for."""
-        group.ends.append(self)
+        group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
         self.order.append(cell)

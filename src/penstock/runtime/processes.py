@@ -20,6 +20,7 @@ from penstock.runtime.activity import Activity, clock
 from penstock.runtime.alarm import Alarm, Report, count_arrival, describe, next_pause
 from penstock.runtime.device import is_direct, local_device
 from penstock.runtime.direct import DirectInbox, DirectOutbox
+from penstock.runtime.ends import Ends
 from penstock.runtime.exchange import Exchange
 from penstock.runtime.framed import FramedInbox, FramedOutbox
 from penstock.runtime.group import Group, Inbox, Outbox, Route
@@ -64,7 +65,7 @@ class Processes(Group):
         self._store = store
         self._store.set_timeout(_STORE)
         self.mine = Activity()
-        self.ends: list[Any] = []
+        self.ends = Ends()
         """All that may have something under way."""
         self.slices: dict[tuple[int, ...], Any] = {}
         """Groups that some of these ranks have made of themselves."""
@@ -178,8 +179,7 @@ class Processes(Group):
     def _disconnect(self) -> None:
         """Let go of the connection, and of all that holds on to it: this wakes whoever waits for this rank."""
         self.connection = None
-        for end in self.ends:
-            end.drop()
+        self.ends.drop()
         self.exchange.drop()
         tensors, self.tensors = self.tensors, None
         if tensors is not None:

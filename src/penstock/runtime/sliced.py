@@ -17,6 +17,7 @@ from penstock.errors import PipelineError
 from penstock.runtime.activity import Activity
 from penstock.runtime.device import direct_connection, stop
 from penstock.runtime.direct import DirectInbox, DirectOutbox
+from penstock.runtime.ends import Ends
 from penstock.runtime.exchange import Exchange
 from penstock.runtime.framed import FramedInbox, FramedOutbox
 from penstock.runtime.group import Group, Inbox, Outbox, Route
@@ -41,7 +42,8 @@ class Slice(Group):
         self._renumbered: _Renumbered | None = None
         self._collectives: tuple[int, Any] | None = None
         self.exchange = Exchange(self, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
-        whole.ends.extend((self.exchange, self))
+        whole.ends.add(self.exchange)
+        whole.ends.add(self)
 
     # What it has of the whole -----------------------------------------------------------------------------------------
 
@@ -58,7 +60,7 @@ class Slice(Group):
         return self.whole.generation
 
     @property
-    def ends(self) -> list[Any]:
+    def ends(self) -> Ends:
         return self.whole.ends
 
     @property
