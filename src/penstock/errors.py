@@ -118,6 +118,18 @@ class SplitError(PenstockError, RuntimeError):
     """A stage whose backward for the weights cannot be had apart from that for the input."""
 
 
+class WholeBackwardNeeded(BaseException):
+    """Raised where a split forward asks autograd for something that the weights' stand-ins keep from it.
+
+    It is no `Exception`, so that handlers in the forward's own code let it pass.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        """What the stage does, as the end of a sentence."""
+
+
 class MissingExtraError(PenstockError, ImportError):
     """An optional dependency that is not installed, named with the extra that brings it."""
 

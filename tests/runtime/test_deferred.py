@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import PipelineError, SplitError
+from penstock.errors import PipelineError, SplitError, WholeBackwardNeeded
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.deferred import WholeBackwardNeeded
 from penstock.runtime.recording import Deferrable
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants

@@ -16,10 +16,10 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 import penstock as ps
-from penstock.errors import PipelineError, ScheduleError
+from penstock.errors import PipelineError, ScheduleError, WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral
 from penstock.runtime.recording import Deferrable, autograd_calls
 from penstock.schedules.registry import algorithms
 from runtime.models import Numbers, assert_close, assert_same, gradients, loop_step, sums_in_order

@@ -31,7 +31,7 @@ def check_static(request: Request) -> None:
         fewest = f", or at least {math.ceil(total / limits[0])} ranks" if even else ""
         raise PlanError(
             f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_limits(request, units)} "
-            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(total / request.ranks, up=True)} per rank"
+            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(_as_given(request, total / request.ranks), up=True)} per rank"
             f"{fewest}, and more for activations"
         )
     if largest > max(limits) * (1 + SLACK):
@@ -54,10 +54,16 @@ def refusal(explorer: Explorer) -> PlanError:
 
 
 def _limits(request: Request, units: Units) -> str:
-    limits = [units.size(limit) for limit in request.limits or ()]
+    limits = [units.size(_as_given(request, limit)) for limit in request.limits or ()]
+    free = f", {request.headroom:.3g} of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
-        return f"{request.ranks} ranks with a memory limit of {limits[0]} each"
-    return f"{request.ranks} ranks with limits of {', '.join(limits)}"
+        return f"{request.ranks} ranks with a memory limit of {limits[0]} each{free}"
+    return f"{request.ranks} ranks with limits of {', '.join(limits)}{free}"
+
+
+def _as_given(request: Request, limit: float) -> float:
+    """A limit with the headroom that is kept free of it."""
+    return limit / (1 - request.headroom)
 
 
 def _nearest(explorer: Explorer, units: Units) -> Iterator[str]:
@@ -102,7 +108,7 @@ def _remedies(explorer: Explorer, units: Units) -> Iterator[str]:
     least = _least(explorer)
     if least is not None:
         limit, trial = _lowest(request, max(least.timeline.peak_memory), least)
-        yield f"a memory limit of {units.size(limit, up=True)}: {label(trial)}"
+        yield f"a memory limit of {units.size(_as_given(request, limit), up=True)}: {label(trial)}"
 
 
 def _first_fitting(request: Request) -> Trial | None:

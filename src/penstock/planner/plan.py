@@ -273,6 +273,7 @@ def plan(
         check_share("near", near),
         rounds=None if rounds is None else check_share("rounds", rounds),
         in_bytes=is_in_bytes(profile, memory_limit),
+        headroom=0.0 if limits is None else free,
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
         found=found or (lambda attempt: None),

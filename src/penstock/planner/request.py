@@ -61,6 +61,8 @@ class Request:
     """How many orders the search times; as many as take about `seconds` of work by default."""
     in_bytes: bool = False
     """Whether sizes are bytes."""
+    headroom: float = 0.0
+    """The share of the limits as they were given that stays free; `limits` are without it."""
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
     found: Callable[[Any], None] = lambda attempt: None

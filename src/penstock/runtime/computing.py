@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.cells import EMPTY, NOTHING
-from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import Extras, unwrap
 from penstock.runtime.forward_state import ForwardState
 from penstock.runtime.group import Group, Operation

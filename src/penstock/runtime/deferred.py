@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ScheduleError, SplitError
+from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.layout import match_layout
 from penstock.runtime.parts import is_laid_as, laid_as
 
@@ -58,18 +58,6 @@ _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_g
 _set_grad_enabled = torch._C._set_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-
-
-class WholeBackwardNeeded(BaseException):
-    """Raised where a split forward asks autograd for something that the weights' stand-ins keep from it.
-
-    It is no `Exception`, so that handlers in the forward's own code let it pass.
-    """
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
-        """What the stage does, as the end of a sentence."""
 
 
 class Record:

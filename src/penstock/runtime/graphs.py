@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, WholeBackwardNeeded
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime import device
 from penstock.runtime.cells import EMPTY
-from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral
 from penstock.runtime.extras import StageOutput, collect
 from penstock.runtime.group import Operation, nothing
 from penstock.runtime.randomness import kept_random_state

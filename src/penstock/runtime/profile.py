@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.errors import PlacementError, ScheduleError, nearest
+from penstock.errors import PlacementError, ScheduleError, WholeBackwardNeeded, nearest
 from penstock.planner.profile import Layer, Profile
 from penstock.runtime import device as device_calls
 from penstock.runtime import holdings
 from penstock.runtime import microbatch as mb
-from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral
 from penstock.runtime.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.loss import Loss
 from penstock.runtime.module_state import ModuleState

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from penstock.errors import ScheduleError, SplitError
-from penstock.runtime.deferred import Deferral, WholeBackwardNeeded
+from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
+from penstock.runtime.deferred import Deferral
 from penstock.runtime.parts import in_parts
 from penstock.runtime.recomputed import Recomputed
 from penstock.runtime.recording import Deferrable
