@@ -28,10 +28,11 @@ def check_static(request: Request) -> None:
     total, largest = sum(static), max(static)
     if total > sum(limits) * (1 + SLACK):
         even = len(set(limits)) == 1 and limits[0] > 0
+        least = _as_given(request, total / request.ranks)
         fewest = f", or at least {math.ceil(total / limits[0])} ranks" if even else ""
         raise PlanError(
             f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_limits(request, units)} "
-            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(_as_given(request, total / request.ranks), up=True)} per rank"
+            f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(least, up=True)} per rank"
             f"{fewest}, and more for activations"
         )
     if largest > max(limits) * (1 + SLACK):
