@@ -114,6 +114,14 @@ KNOWN: dict[str, str] = {
     "input that every microbatch gets whole, changed by a recomputed stage": (
         '{"microbatches": 2, "stages": [{"changes": "last"}], "inputs": "whole", "recompute": [0]}'
     ),
+    "batch norm of a copy that is run again for a whole backward": (
+        '{"schedule": "dualpipe", "ranks": 2, "stages": [{"layers": ["batch_norm"]}, {"layers": ["batch_norm"]}], "loss": "adaptive", '
+        '"microbatches": 4, "dtype": "float64"}'
+    ),
+    "recomputed spectral norm that is written with its own value first": (
+        '{"ranks": 2, "stages": [{"layers": ["gru", "penalty"]}, {"layers": ["spectral_norm"]}], "recompute": [1], '
+        '"script": ["step", "step"], "number": 980}'
+    ),
     "hook that wants a gradient in higher precision": (
         '{"schedule": "zb-h1", "stages": [{"layers": ["unused"]}], "accumulate_dtype": "float64", "hooks": "step"}'
     ),

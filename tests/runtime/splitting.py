@@ -110,7 +110,7 @@ def _fresh(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def _leaf(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
-    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    made = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     return made.copy_(value.detach()).requires_grad_(value.requires_grad)
 
 
@@ -120,7 +120,7 @@ def _roots(made: Any) -> list[Tensor]:
 
 def _start(roots: Sequence[Tensor], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(root.shape, generator=generator, dtype=root.dtype) for root in roots]
+    return [torch.randn(root.shape, generator=generator, dtype=root.dtype).to(root.device) for root in roots]
 
 
 def _input_grads(given: tuple[Any, ...]) -> list[Tensor | None]:

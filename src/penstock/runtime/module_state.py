@@ -58,11 +58,14 @@ class ModuleState:
             values.append(_Value(place, key, value, _copy(value)))
         return cls([], values)
 
-    def keep_changed(self) -> list[str]:
-        """Let go of everything that is as it was; the names of the rest."""
+    def keep_changed(self, also: Collection[str] = ()) -> list[str]:
+        """Let go of everything that is as it was, except what has one of these dotted names; the names of the rest."""
         added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
-        self._places, self._values = [], [value for value in self._values if value.differs()] + added
+        self._places, self._values = [], [value for value in self._values if self._is_kept(value, also)] + added
         return self.names()
+
+    def _is_kept(self, value: _Value, also: Collection[str]) -> bool:
+        return value.place.name_of(value.key) in also or value.differs()
 
     def extend(self, other: ModuleState) -> None:
         """Add what another one has captured."""

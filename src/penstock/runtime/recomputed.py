@@ -127,6 +127,7 @@ class _State:
     def capture(self) -> ModuleState:
         """The state before a forward, as far as forwards are known to change it."""
         if self.watched is None:
+            self.others = ModuleVersions.capture(self.module)
             return ModuleState.capture(self.module)
         names = self.watched | set(running_statistics(self.module))
         self.others = ModuleVersions.capture(self.module, skip=names)
@@ -138,10 +139,11 @@ class _State:
         What was never changed before has been the same for all forwards that are still to be run again.
         """
         self.pending.add(before)
-        if self.watched is None or self.others is None:
-            self.watched = set(before.keep_changed())
-            return
+        assert self.others is not None
         replaced, in_place = self.others.changes()
+        if self.watched is None:
+            self.watched = set(before.keep_changed(in_place))  # something may have been written with the value that it had
+            return
         for state in self.pending:
             state.extend(replaced)
         self.watched = {*self.watched, *in_place, *replaced.names()}

@@ -66,7 +66,8 @@ class RunningStatistics:
         if len(placement.copies) > 1:
             mine = any(self._norms[stage] for stage in self._several)
             self.gathers = any(pipeline.gather("norm layers", mine))
-        self._records: dict[Key, list[Record]] = {}
+        self._records: dict[Key, dict[int, Record]] = {}
+        """By microbatch: a forward that is run again for a whole backward counts once."""
         self._seen: set[int] = set()
         """The stages whose first forward was looked at closely."""
 
@@ -104,7 +105,7 @@ class RunningStatistics:
             for name, part in active.items():
                 mean, variance, count = fresh[name]
                 record = Record(microbatch, mean, variance, None if isinstance(part, _InstanceNorm) else count)
-                self._records.setdefault((stage, name), []).append(record)
+                self._records.setdefault((stage, name), {})[microbatch] = record
             return made
 
         return apart
@@ -118,7 +119,7 @@ class RunningStatistics:
         found: dict[Key, list[Record]] = {}
         for theirs in pipeline.gather("running statistics", mine) if self.gathers else [mine]:
             for key, records in theirs.items():
-                found.setdefault(key, []).extend(records)
+                found.setdefault(key, []).extend(records.values())
         folded: list[tuple[Tensor, Tensor]] = []
         for (stage, name), records in found.items():
             if stage in self._norms:
