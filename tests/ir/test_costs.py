@@ -81,8 +81,8 @@ def test_a_sequence_too_deep_is_refused_by_name(name: str, value: list[Any]) -> 
 
 
 @pytest.mark.parametrize("value", ["ring", "", None, 1, "Pair"])
-def test_contention_is_one_of_three(value: object) -> None:
-    with pytest.raises(CostsError, match="contention must be one of independent, pair, rank, got"):
+def test_contention_is_one_of_four(value: object) -> None:
+    with pytest.raises(CostsError, match="contention must be one of independent, pair, duplex, rank, got"):
         Costs(contention=value)  # type: ignore[arg-type]
 
 

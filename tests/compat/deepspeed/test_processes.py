@@ -74,7 +74,7 @@ def test_replicas_train_like_the_unpipelined_model(workers: Workers, shape: tupl
 def fail(batches: list[Any]) -> tuple[str, float]:
     """The second rank runs out of data in the first batch; the next one works."""
     module = PipelineModule(specs(), topology=PipeDataParallelTopology(2, 2), loss_fn=loss_fn)
-    engine = PipelineEngine(module, micro_batches=2, optimizer=sgd, deadline=30)
+    engine = PipelineEngine(module, micro_batches=2, optimizer=sgd, deadline=6)
     with pytest.raises(PipelineError) as caught:
         engine.train_batch(iter(batches[: 2 - (dist.get_rank() == 1)]))
     return str(caught.value), engine.train_batch(iter(batches)).item()
