@@ -50,7 +50,7 @@ def test_sends_of_an_end_that_is_gone_are_waited_for_by_the_next(lost: bool) -> 
     End(ends, *works)
     gc.collect()
     assert len(ends) == 0
-    assert not any(work.waited for work in works), "whoever collects does not wait"
+    assert not any(work.waited for work in works), "the collector does not wait"
     held = gc.get_referrers(works[0])
     assert any(isinstance(each, tuple) and isinstance(each[-1], bytearray) for each in held), "the memory is held until then"
     del held

@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 _NAME, _WRITING, _PRUNED = "step-", ".writing-", ".pruned-"
 _FORMAT = 1
 _LOCK = ".lock"
-"""Held by whoever writes a checkpoint, in its folder."""
+"""The name of the lock that the writer of a checkpoint holds, in its folder."""
 _STALE = 24 * 3600.0
 """Seconds after which an unfinished save is given up on a file system that has no locks."""
 _CHECKPOINT = re.compile(rf"{_NAME}\d{{8,}}(\.\d+)?")

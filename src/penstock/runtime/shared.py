@@ -147,7 +147,7 @@ class Shared:
 
     @staticmethod
     def _terms(pipeline: Pipeline, held: Sequence[nn.Parameter]) -> list[_Term]:
-        """What this rank adds to a parameter's gradient. What autograd has summed is the object's, whoever holds it."""
+        """What this rank adds to a parameter's gradient. What autograd has summed belongs to the object, not to a rank."""
         terms: dict[Hashable, Tensor] = {}
         for parameter in held:
             total = pipeline.data.take_sum(parameter)

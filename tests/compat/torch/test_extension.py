@@ -229,7 +229,7 @@ def test_bubbles(rows: tuple[str, ...]) -> None:
 
 
 def test_bubbles_end_where_torch_s_do_not() -> None:
-    """Torch waits for ever for an input that no action makes."""
+    """Torch never returns if no action makes an input."""
     held = made(OURS, "ScheduleInterleavedZeroBubble", 2, 2, 2)
     held.pipeline_order = parse(OURS, "0F0 2F1", "1F0")
     assert texts(held._add_bubbles_to_actions(4)) == {0: ["0F0", None, "2F1"], 1: [None, "1F0"]}
