@@ -18,14 +18,14 @@ from penstock.errors import PipelineError
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.planner.stage_costs import stage_costs
-from penstock.runtime.activity import Activity
-from penstock.runtime.cells import Feed
-from penstock.runtime.data import Data
-from penstock.runtime.executor import Executor
-from penstock.runtime.group import Group, Inbox, Operation, Outbox, Route
-from penstock.runtime.loss import Loss
-from penstock.runtime.profile import profile
-from penstock.runtime.stage import Stage
+from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.step_input import Feed
+from penstock.runtime.execution.executor import Executor
+from penstock.runtime.measure.profile import profile
+from penstock.runtime.model.stage import Stage
+from penstock.runtime.parallel.data_parallel import Data
+from penstock.runtime.transport.activity import Activity
+from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
 
 RANKS, MICROBATCHES = 4, 8
 WANTED = 0.05

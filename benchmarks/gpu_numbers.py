@@ -15,7 +15,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.parity import Parity
+from penstock.runtime.measure.parity import Parity
 from penstock.schedules.registry import algorithms
 from penstock.testing import check_schedule
 from runtime.models import blocks, sums_in_order

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.planner.stage_costs import stage_costs
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.device import lanes as lanes_of
-from penstock.runtime.profile import profile
+from penstock.runtime.device.device import lanes as lanes_of
+from penstock.runtime.measure.profile import profile
 from penstock.simulator.timeline import Timeline
 
 RANKS, SMS, ROWS = 4, 32, 4

@@ -13,8 +13,8 @@ from benchmarks.gpu_time import wait
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable, run_backward
+from penstock.runtime.split_backward.deferrable import Deferrable, run_backward
+from penstock.runtime.split_backward.deferral import Deferral
 
 CASES = ((4096, 1, 4096), (4096, 4, 4096), (1024, 12, 1024), (512, 24, 1024))
 """Width, blocks, tokens."""

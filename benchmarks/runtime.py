@@ -24,7 +24,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.runtime import Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 PAIRS = {
     "gpipe": peer.ScheduleGPipe,

@@ -18,8 +18,8 @@ from benchmarks.rows import Case, Row
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward.deferrable import Deferrable
+from penstock.runtime.split_backward.deferral import Deferral
 
 FULL = "F + B"
 Parts = Sequence[Sequence[float]]

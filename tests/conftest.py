@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
-    from penstock.runtime.workers import Workers
+    from penstock.runtime.launch.workers import Workers
 
 # The same examples every time, so that a change is judged by what it does; `--hypothesis-profile=hunt` draws other ones.
 settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
@@ -56,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def start_workers() -> Iterator[Callable[[], Workers]]:
     """Gives the pool of this session; a new one where a test has lost a process of the old one."""
-    from penstock.runtime.workers import Workers
+    from penstock.runtime.launch.workers import Workers
 
     started: list[Workers] = []
 

@@ -153,7 +153,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "training.py").write_text("def build(): ...\ndef data(): ...\n")
     ps.schedule("1f1b", 2, 4).to_csv(tmp_path / "good.csv")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("penstock.runtime.crew.Workers", None)  # nothing may be started
+    monkeypatch.setattr("penstock.runtime.train.ranks.Workers", None)  # nothing may be started
     return tmp_path
 
 

@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.cli.main import main
 from penstock.cli.wish import Wish
 from penstock.runtime import DataOrder
-from penstock.runtime import crew as crews
+from penstock.runtime.train import ranks as crews
 
 ROOT = Path(__file__).parents[2]
 SMALL = """

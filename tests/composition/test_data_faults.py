@@ -19,7 +19,7 @@ from torch.nn import functional
 from composition.parallel import WIDTH, Outcome, batch, check, mesh_of, schedule, split_over
 from penstock.errors import LostRankError, PipelineError
 from penstock.runtime import Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import by_batch
 
 SOON, LATE = 100.0, 300.0

@@ -30,7 +30,7 @@ from composition.parallel import (
 )
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import Layers, Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import GPT, Numbers, by_batch, gradients, token_loss
 
 KINDS = pytest.mark.parametrize("shard", [False, True], ids=["replicate", "FSDP2"])

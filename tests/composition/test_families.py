@@ -17,8 +17,8 @@ import penstock as ps
 from composition.matrix import FEATURES
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
 from penstock.runtime import Checkpoints, GradScaler, Pipeline
-from penstock.runtime.recomputed import Recomputed
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.model.recompute import Recomputed
 from runtime.models import Numbers, by_batch
 
 FAMILIES = sorted(set(ps.available()) - {"inference"})

@@ -19,7 +19,7 @@ from composition.parallel import SIZES, Outcome, batch, check, mesh_of, perceptr
 from penstock.errors import PipelineError, PlacementError, ScheduleError
 from penstock.passes.pass_list import PassList
 from penstock.runtime import Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import by_batch
 
 KINDS = pytest.mark.parametrize("shard", [False, True], ids=["replicate", "FSDP2"])

@@ -17,7 +17,7 @@ import penstock as ps
 from composition.parallel import WIDTH, Sided, batch, full, mesh_of, perceptrons, schedule, split_over
 from penstock.errors import ScheduleError
 from penstock.runtime import GradScaler, Pipeline, launch
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import assert_equal
 
 NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "interleaved-zb", "zbv"]

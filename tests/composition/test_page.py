@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from composition import matrix
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 
 def test_the_table_is_up_to_date() -> None:

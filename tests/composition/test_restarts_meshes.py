@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from penstock.errors import ScheduleError
 from penstock.runtime import DataOrder, device_mesh, launch
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 # A process is killed in the backward of a step: rank 1 in step 2, then rank 0 in step 3. The second start keeps shards, the others copies.
 # When processes start again, the one that torch would find the old address of comes last.

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from composition.parallel import WIDTH, full, mesh_of, perceptrons, schedule
 from penstock.runtime import Checkpoints, Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 ROWS = 16
 

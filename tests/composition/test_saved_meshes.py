@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from composition.parallel import WIDTH, full, mesh_of, perceptrons, schedule
 from penstock.runtime import Checkpoints, DataOrder, GradScaler, Initial, Pipeline, Replayed
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 SAMPLES, BATCH, LAYERS = 44, 18, 4
 MESHES = {

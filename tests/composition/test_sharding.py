@@ -19,7 +19,7 @@ import penstock as ps
 from composition.parallel import Outcome, batch, check, mesh_of, perceptrons, schedule, split_over
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import by_batch
 
 SIZES = (6, 7)

@@ -17,8 +17,8 @@ from composition.parallel import Outcome, check, mesh_of, schedule, split_over
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
-from penstock.runtime.deferred import Deferral, _Batch
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.split_backward.deferral import Deferral, _Batch
 from runtime.models import by_batch
 
 WIDTH, LENGTH = 8, 4

@@ -14,7 +14,7 @@ from fuzz.case import Case, list_features
 from fuzz.check import Outcome, Start, check_case
 from fuzz.draw import draw_case
 from fuzz.shrink import shrink
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 
 def main() -> int:

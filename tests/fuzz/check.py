@@ -24,7 +24,7 @@ from fuzz.refusals import find_rule
 from penstock import errors
 from penstock.errors import PenstockError
 from penstock.ir.table import Table
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 LIMIT = 60.0
 """Seconds that a case may take."""

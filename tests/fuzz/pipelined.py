@@ -13,7 +13,7 @@ from fuzz.orders import build_table
 from fuzz.records import Record, make_optimizer, record_gradients, record_result, record_state
 from penstock.ir.table import Table
 from penstock.runtime import Pipeline, StepResult, launch
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 DEADLINE = 20.0
 """Seconds that a rank waits for another."""

@@ -12,7 +12,7 @@ from fuzz.check import check_case
 from fuzz.draw import draw_case
 from fuzz.known_cases import KNOWN
 from fuzz.shrink import shrink
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 CASES, PER_TEST = 60, 10
 FIRST = 100_000

@@ -12,8 +12,8 @@ from torch import nn
 from models.tiny import DEPTH, batch, by_stages, by_whole, gpt2, llama, modernbert, nanochat, opt, xglm
 from penstock.errors import PlacementError
 from penstock.runtime import HuggingFace, Pipeline, launch
-from penstock.runtime.hugging_face import rehearsal
-from penstock.runtime.hugging_face.portion import Portion
+from penstock.runtime.model.hugging_face import rehearsal
+from penstock.runtime.model.hugging_face.portion import Portion
 from runtime.models import assert_close, assert_equal
 
 CUTS = [[DEPTH + 2], [3, 3], [1] * (DEPTH + 2)]

@@ -14,7 +14,7 @@ import penstock as ps
 from models.tiny import DEPTH, MODELS, batch, by_stages, by_whole, gpt2, llama, mixtral, qwen
 from penstock.cli.main import main
 from penstock.runtime import HuggingFace, Initial, Pipeline, launch
-from penstock.runtime.profile import profile
+from penstock.runtime.measure.profile import profile
 from runtime.models import Numbers, assert_all_equal, assert_close, assert_equal, gradients
 
 ROUNDING = 1e-6

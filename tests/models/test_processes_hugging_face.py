@@ -11,7 +11,7 @@ import torch
 from models import tiny
 from models.tiny import batch, by_whole
 from penstock.runtime import Checkpoints, Initial, Pipeline, Safetensors
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.distributed import local_grads
 
 MODELS = {"mixtral": tiny.mixtral, "tied": lambda: tiny.llama(tie_word_embeddings=True)}

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from penstock.ir.table import Table
 from penstock.runtime import Pipeline, StepResult
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import Numbers, assert_equal, assert_same_results
 
 Grads = dict[str, Tensor | None]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward.deferrable import Deferrable
+from penstock.runtime.split_backward.deferral import Deferral
 
 Grads = dict[str, Tensor | None]
 Forward = Callable[..., Any]

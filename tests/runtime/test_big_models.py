@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from penstock.errors import WeightsError
 from penstock.runtime import Built, Initial, Layers, Pipeline, launch, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import GPT, Block, Embed, GPTBlock, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])

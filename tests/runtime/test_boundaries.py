@@ -15,8 +15,8 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import CopyError, PenstockError, PlacementError, ScheduleError
 from penstock.runtime import Pipeline, launch
-from penstock.runtime import microbatch as mb
-from penstock.runtime.values import overlap
+from penstock.runtime.batch import microbatch as mb
+from penstock.runtime.tensors.boundary import overlap
 from runtime.between import Map
 from runtime.boundaries import CASES, Bag, assert_case, schedule_of, stages_of, step
 from runtime.boundaries import data as boundary_data

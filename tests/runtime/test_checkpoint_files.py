@@ -17,7 +17,7 @@ from torch import nn
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoint, Checkpoints
-from penstock.runtime.checkpoint_files import MANIFEST
+from penstock.runtime.checkpoint.files import MANIFEST
 
 
 def holding(value: float) -> nn.Linear:
@@ -168,7 +168,7 @@ KILLED = """
     import torch
     from torch import nn
     from penstock.runtime import Checkpoints
-    import penstock.runtime.checkpoint_write, penstock.runtime.checkpoint_read
+    import penstock.runtime.checkpoint.writing, penstock.runtime.checkpoint.reading
 
     folder = sys.argv[1]
     torch.set_num_threads(1)

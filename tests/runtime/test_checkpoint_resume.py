@@ -329,7 +329,7 @@ def test_asynchronous_save_holds_what_was_there(tmp_path: Path, monkeypatch: pyt
     """What is written is the state of the call, though it is written after the next steps."""
     import threading
 
-    from penstock.runtime.checkpoint_write import Plan
+    from penstock.runtime.checkpoint.writing import Plan
 
     gate, write = threading.Event(), Plan.write
 
@@ -411,7 +411,7 @@ def test_ranks_must_save_the_same_step(tmp_path: Path) -> None:
 
 def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk on one rank: all raise the same, nothing is left behind, and the next save works."""
-    from penstock.runtime.checkpoint_write import Plan
+    from penstock.runtime.checkpoint.writing import Plan
 
     write, full = Plan.write, [True]
 

@@ -19,7 +19,7 @@ import torch
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoints
-from penstock.runtime.checkpoint_files import MANIFEST, Draft, prune
+from penstock.runtime.checkpoint.files import MANIFEST, Draft, prune
 from runtime.models import blocks
 
 

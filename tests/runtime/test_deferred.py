@@ -12,7 +12,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, SplitError, WholeBackwardNeeded
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward.deferrable import Deferrable
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
 
@@ -215,7 +215,7 @@ def test_a_parameter_without_gradient_gets_no_hook_call() -> None:
 
 
 def _stage(module: nn.Module) -> Any:
-    from penstock.runtime.stage import Stage
+    from penstock.runtime.model.stage import Stage
 
     return Stage(0, module)
 

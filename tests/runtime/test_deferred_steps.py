@@ -16,8 +16,8 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.deferred import Deferral, active
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward.deferrable import Deferrable
+from penstock.runtime.split_backward.deferral import Deferral, active
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
 

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.runtime import Pipeline, StepResult, device, launch, multiprocessors
+from penstock.runtime import Pipeline, StepResult, launch
+from penstock.runtime.device import device, multiprocessors
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, UnknownNameError
 from penstock.runtime import Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 

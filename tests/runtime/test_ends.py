@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.ends import Ends
+from penstock.runtime.transport.processes import Ends
 
 
 class Work:

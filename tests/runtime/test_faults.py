@@ -22,7 +22,7 @@ from torch.nn import functional
 
 from penstock.errors import LostRankError, PipelineError, ScheduleError
 from penstock.runtime import Pipeline, launch, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 pytestmark = pytest.mark.slow
@@ -273,7 +273,7 @@ def test_lost_workers_are_not_used_again() -> None:
 
 
 def test_rank_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.workers.GRACE", 1.0)
+    monkeypatch.setattr("penstock.runtime.launch.workers.GRACE", 1.0)
 
     def run() -> None:
         if rank():
@@ -343,8 +343,8 @@ def test_unknown_backend() -> None:
 
 def test_processes_that_do_not_come_are_named() -> None:
     def run() -> str:
-        from penstock.runtime.processes import Processes
-        from penstock.runtime.stores import TCPStore
+        from penstock.runtime.transport.processes import Processes
+        from penstock.runtime.transport.store import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return caught(lambda: Processes(store, 0, 3, 0.3))[0]

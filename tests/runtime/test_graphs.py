@@ -14,7 +14,7 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, StageOutput, launch
-from penstock.runtime.graphs import Graphs, _numbers
+from penstock.runtime.execution.cuda_graphs import Graphs, _numbers
 from runtime.models import Block, assert_same, blocks, by_loop, by_pipeline, sums_in_order
 
 NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "interleaved-zb", "dualpipe-v"]

@@ -13,8 +13,8 @@ import torch
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import launch, rank
-from penstock.runtime.here import current
-from penstock.runtime.virtual import VirtualGroup
+from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.threads import VirtualGroup
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-from penstock.runtime.module_state import ModuleState, ModuleVersions
+from penstock.runtime.model.module_state import ModuleState, ModuleVersions
 
 
 class Inner(nn.Module):

@@ -14,9 +14,9 @@ from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from penstock.runtime import operators
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward import operators
+from penstock.runtime.split_backward.deferrable import Deferrable
+from penstock.runtime.split_backward.deferral import Deferral
 from runtime.splitting import Applied, Using, assert_bitwise, check, in_one, in_two, names, twice, wants
 
 

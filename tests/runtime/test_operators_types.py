@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable
+from penstock.runtime.split_backward.deferrable import Deferrable
+from penstock.runtime.split_backward.deferral import Deferral
 from runtime.splitting import Using, assert_bitwise, check, in_two, names, twice, wants
 
 

@@ -13,8 +13,9 @@ from torch.nn import functional
 import penstock as ps
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.runtime import Pipeline, device, launch
-from penstock.runtime.overlap import Backward, TwoStreams, pair
+from penstock.runtime import Pipeline, launch
+from penstock.runtime.device import device
+from penstock.runtime.execution.overlap import Backward, TwoStreams, pair
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 Operations = list[Callable[[], None]]

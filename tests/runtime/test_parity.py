@@ -17,10 +17,10 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Layers, Pipeline, add_loss, launch
-from penstock.runtime.executor import Executor
-from penstock.runtime.module_state import ModuleState
-from penstock.runtime.parity import Parity, _compare
-from penstock.runtime.running_statistics import RunningStatistics
+from penstock.runtime.execution.executor import Executor
+from penstock.runtime.measure.parity import Parity, _compare
+from penstock.runtime.model.module_state import ModuleState
+from penstock.runtime.model.running_statistics import RunningStatistics
 from runtime.models import GPT, assert_equal, blocks, count_forwards, gradients, token_loss
 
 
@@ -354,7 +354,7 @@ def test_layout_of_gradients_is_compared(monkeypatch: pytest.MonkeyPatch) -> Non
         return Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y)
 
     assert launch(compare, 2)[0].loop.worst < 1e-12
-    monkeypatch.setattr("penstock.runtime.shared.round_to", lambda total, parameter: total.contiguous().clone())
+    monkeypatch.setattr("penstock.runtime.model.tied_parameters.round_to", lambda total, parameter: total.contiguous().clone())
     assert names(launch(compare, 2)[0]) >= {"0.weight (strides)", "1.weight (strides)"}
 
 
@@ -415,7 +415,7 @@ def test_batch_that_was_cut_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
     for wrong in (lost, uncut):
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.runtime.batches.mb.split", wrong)
+            patch.setattr("penstock.runtime.batch.step_input.mb.split", wrong)
             found = compare()
         assert {"microbatch 0: structure", "microbatch 1: structure"} <= names(found)
         assert not found.loop.close

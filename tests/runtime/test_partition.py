@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime import Layers, Pipeline, launch, rank
-from penstock.runtime.partition import balanced, partition
+from penstock.runtime.model.partition import balanced, partition
 from runtime.models import GPT, assert_same, blocks, by_loop, by_pipeline, token_loss
 
 GPT_LAYERS = Layers("blocks", head=["embed"], tail=["norm", "head"])

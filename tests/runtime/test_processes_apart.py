@@ -12,7 +12,7 @@ import pytest
 
 from penstock.errors import PipelineError
 from penstock.runtime import rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime import apart
 from runtime.test_apart import check_refused, check_sizes
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.runtime import Pipeline
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime import boundaries
 from runtime.boundaries import CASES, assert_case, step
 from runtime.distributed import Stage

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoints, Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import blocks
 from runtime.resuming import Run, curve, model, pipelined
 
@@ -127,7 +127,7 @@ def test_folder_that_is_not_shared(workers: Workers, tmp_path: Path) -> None:
         here = tmp_path / str(rank())
         checkpoints = Checkpoints(here)
         if rank():
-            from penstock.runtime.checkpoint_write import Plan
+            from penstock.runtime.checkpoint.writing import Plan
 
             init = Plan.__init__
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StageOutput, StepResult, add_loss, add_metric, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.distributed import Grads, Stage, local_grads, together
 from runtime.models import assert_equal, assert_same_results
 

@@ -16,8 +16,20 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.exchange import dumps, loads
-from penstock.runtime.frames import NUMBER, OVERFLOW, PROGRAM, SENT, TRAILER, Form, Slot, is_dense, pack_new, trailer, unpack_new
+from penstock.runtime.transport.all_gather import dumps, loads
+from penstock.runtime.transport.message_format import (
+    NUMBER,
+    OVERFLOW,
+    PROGRAM,
+    SENT,
+    TRAILER,
+    Form,
+    Slot,
+    is_dense,
+    pack_new,
+    trailer,
+    unpack_new,
+)
 
 DTYPES = [
     torch.float32,

@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.runtime import Layers, Pipeline, StepResult, rank
-from penstock.runtime.parity import Parity
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.measure.parity import Parity
 from runtime.distributed import Grads, by_processes, local_grads, numbers, together
 from runtime.models import (
     GPT,

@@ -19,10 +19,11 @@ import penstock as ps
 from penstock.cli.main import main
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
-from penstock.runtime import Pipeline, StepResult, launch, rank, recorder
-from penstock.runtime.here import current
-from penstock.runtime.recorder import Record, offsets, timeline
-from penstock.runtime.workers import Workers
+from penstock.runtime import Pipeline, StepResult, launch, rank
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.measure import recorder
+from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.transport.current_group import current
 from penstock.simulator.timeline import Timeline
 from runtime.models import blocks
 

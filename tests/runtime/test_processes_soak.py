@@ -16,7 +16,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.models import blocks
 
 pytestmark = pytest.mark.slow

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.runtime import Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.distributed import local_grads
 from runtime.models import loop_step
 from runtime.summing import COUNT, HALF, assert_rounded_once, model_of, terms

@@ -19,10 +19,10 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, StepResult, rank
-from penstock.runtime.activity import clock
-from penstock.runtime.group import Route
-from penstock.runtime.here import current
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.transport.activity import clock
+from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.group import Route
 from runtime.distributed import Grads, local_grads, together
 from runtime.models import assert_all_equal, assert_equal, assert_same_results, blocks, gradients, loop_step
 
@@ -174,7 +174,7 @@ def test_row_21_sends_are_not_waited_for(workers: Workers, name: str, ranks: int
     model, x = blocks(schedule.stages), torch.randn(24, 6)
 
     def train() -> list[tuple[int, list[tuple[Route, int, int]], dict[Route, list[int]]]]:
-        from penstock.runtime.framed import FramedOutbox
+        from penstock.runtime.transport.framed_channels import FramedOutbox
 
         waits: list[tuple[Route, int, int]] = []
         puts = [0]
@@ -391,7 +391,7 @@ def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
     model = blocks(2)
 
     def train() -> tuple[list[int], list[int]]:
-        from penstock.runtime.framed import FramedOutbox
+        from penstock.runtime.transport.framed_channels import FramedOutbox
 
         pipe = Pipeline(model, schedule="1f1b", microbatches=3, loss_fn=functional.mse_loss)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import penstock as ps
 from penstock.runtime import Pipeline, rank
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.distributed import Grads, local_grads, together
 from runtime.models import assert_all_equal, blocks, by_loop
 

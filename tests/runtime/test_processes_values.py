@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Pipeline, StepResult
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 from runtime.distributed import Grads, Stage, local_grads, together
 from runtime.models import assert_all_equal, assert_equal, assert_same_results, blocks, gradients
 

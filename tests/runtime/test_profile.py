@@ -18,7 +18,7 @@ import penstock as ps
 from penstock.errors import PlacementError, ScheduleError
 from penstock.planner.stage_costs import stage_costs
 from penstock.runtime import Layers, Pipeline, launch
-from penstock.runtime.profile import profile
+from penstock.runtime.measure.profile import profile
 from runtime.live import Live
 
 QUICK = {"warmup": 0, "repeats": 1}
@@ -60,7 +60,7 @@ def test_a_transformer_holds_what_the_formulas_say(measured):
 @pytest.mark.parametrize("splits", [True, False])
 def test_only_the_layers_own_work_is_timed(monkeypatch: pytest.MonkeyPatch, splits: bool) -> None:
     """Walking over modules, cutting the input off and making the first gradients take 30 ms each here, and are in no figure."""
-    import penstock.runtime.profile as measuring
+    import penstock.runtime.measure.profile as measuring
 
     def slow(call: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -265,7 +265,7 @@ def test_nothing_of_the_model_is_changed():
 
 
 def test_the_median_of_the_rounds_is_taken(monkeypatch):
-    from penstock.runtime import device
+    from penstock.runtime.device import device
 
     clock = iter([mark * 10**9 for f in (5, 1, 100) for mark in (0, f, f + 7, f + 9, f + 12)])  # 7: the gradients are made
     monkeypatch.setattr(device, "clock", lambda: next(clock))

@@ -17,7 +17,7 @@ from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
 from penstock.planner.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
-from penstock.runtime.profile import profile
+from penstock.runtime.measure.profile import profile
 from runtime.live import Live
 from runtime.models import Block, Numbers, assert_equal, assert_same, blocks, count_forwards, gradients, loop_step
 

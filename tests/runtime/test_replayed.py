@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.errors import WeightsError
 from penstock.runtime import Layers, Pipeline, Replayed, launch
-from penstock.runtime.weights import Owned
+from penstock.runtime.weights.source import Owned
 from runtime.models import GPT, blocks, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])

@@ -19,9 +19,9 @@ from torch.nn import functional
 
 from penstock.errors import FileFormatError, WeightsError
 from penstock.runtime import Initial, Layers, Pipeline, Safetensors, launch
-from penstock.runtime.safetensors import INDEX, File
-from penstock.runtime.weights import Owned
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
+from penstock.runtime.weights.safetensors import INDEX, File
+from penstock.runtime.weights.source import Owned
 from runtime.models import GPT, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])

@@ -12,13 +12,11 @@ import pytest
 import torch.distributed as dist
 
 from penstock.errors import PipelineError
-from penstock.runtime import processes
-from penstock.runtime.activity import Activity
-from penstock.runtime.alarm import Alarm
-from penstock.runtime.ends import Ends
-from penstock.runtime.notices import Notices
-from penstock.runtime.processes import Processes
-from penstock.runtime.stores import PrefixStore
+from penstock.runtime.transport import processes
+from penstock.runtime.transport.activity import Activity
+from penstock.runtime.transport.failures import Alarm
+from penstock.runtime.transport.processes import Ends, Processes
+from penstock.runtime.transport.store import Notices, PrefixStore
 
 SIZES = (4, 1000)
 

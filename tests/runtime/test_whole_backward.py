@@ -19,8 +19,8 @@ import penstock as ps
 from penstock.errors import PipelineError, ScheduleError, WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import Deferrable, autograd_calls
+from penstock.runtime.split_backward.deferrable import Deferrable, autograd_calls
+from penstock.runtime.split_backward.deferral import Deferral
 from penstock.schedules.registry import algorithms
 from runtime.models import Numbers, assert_close, assert_same, gradients, loop_step, sums_in_order
 from runtime.splitting import Half, check, wants

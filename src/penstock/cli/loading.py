@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from penstock.runtime.script import Script
+    from penstock.runtime.train.training_file import Script
 
 
 def load_function(source: str) -> Callable[[], Any]:
@@ -36,7 +36,7 @@ def load_script(source: str, folder: str = ".") -> Script:
 
     Ranks may run elsewhere than the command did: names are meant in its `folder`.
     """
-    from penstock.runtime.script import Script
+    from penstock.runtime.train.training_file import Script
 
     place, colon, name = source.rpartition(":")
     if not colon:

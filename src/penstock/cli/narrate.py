@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.cli.wish import Wish
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
-    from penstock.runtime.trainer import Moment, Trained
+    from penstock.runtime.train.trainer import Moment, Trained
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
 

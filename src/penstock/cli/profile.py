@@ -60,8 +60,8 @@ def profile(
     from penstock.cli.plan import numbers, size
     from penstock.cli.progress import progress
     from penstock.cli.timed import check_output
-    from penstock.runtime.profile import profile as measure
-    from penstock.runtime.profile import rows_of
+    from penstock.runtime.measure.profile import profile as measure
+    from penstock.runtime.measure.profile import rows_of
 
     check_output(output, (".json", ".toml"))
     sizes, speed = numbers("--microbatch-sizes", microbatch_sizes), size("--bandwidth", bandwidth)

@@ -15,8 +15,8 @@ from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.planner.plan import Plan
-    from penstock.runtime.crew import Crew
-    from penstock.runtime.trainer import Trained
+    from penstock.runtime.train.ranks import Crew
+    from penstock.runtime.train.trainer import Trained
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
 
@@ -41,8 +41,8 @@ class Session:
 
     def run(self) -> None:
         """All of it; on the first rank the results are there afterwards."""
-        from penstock.runtime.crew import crew
-        from penstock.runtime.here import rank, under_torchrun
+        from penstock.runtime.train.ranks import crew
+        from penstock.runtime.transport.current_group import rank, under_torchrun
 
         self.first = not under_torchrun() or rank() == 0
         if not self.first:
@@ -81,7 +81,7 @@ class Session:
         self.narrator.proof(self.proof, self.plan)
 
     def _planned(self, started: Crew) -> Plan:
-        from penstock.runtime.profiled import measured
+        from penstock.runtime.train.trainer import measured
 
         sizes = self.wish.sizes(started.ranks)
         with self.narrator.measuring(sizes) as tell:
@@ -109,7 +109,7 @@ class Session:
     # Training ---------------------------------------------------------------------------------------------------------
 
     def _train(self, started: Crew) -> None:
-        from penstock.runtime.trainer import train
+        from penstock.runtime.train.trainer import train
 
         with self.narrator.training(self.wish.steps, self.wish.batch) as tell:
             what = self.table if self.plan is None else self.plan

@@ -17,7 +17,7 @@ from penstock.draw.page import page as put_together
 if TYPE_CHECKING:
     from penstock.cli.training import Session
     from penstock.planner.plan import Plan
-    from penstock.runtime.trainer import Trained
+    from penstock.runtime.train.trainer import Trained
     from penstock.simulator.differences import Differences
 
 MOST = 16

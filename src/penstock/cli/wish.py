@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.runtime.trainer import How
+    from penstock.runtime.train.trainer import How
 
 AUTO = "auto"
 FINER = (2, 4)
@@ -145,7 +145,7 @@ class Wish:
 
     def how(self) -> How:
         """What each rank is told."""
-        from penstock.runtime.trainer import How, known_device
+        from penstock.runtime.train.trainer import How, known_device
 
         folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
         return How(self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, known_device(self.device))

@@ -9,22 +9,22 @@ except ImportError as error:
 
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
 
-from penstock.runtime.checkpoint import Checkpoints
-from penstock.runtime.checkpoint_files import Checkpoint
-from penstock.runtime.data_order import DataOrder
-from penstock.runtime.extras import StageOutput, add_loss, add_metric, collect
-from penstock.runtime.grid import device_mesh
-from penstock.runtime.here import rank
-from penstock.runtime.hugging_face import HuggingFace
-from penstock.runtime.initial import Built, Initial
-from penstock.runtime.launch import launch
-from penstock.runtime.overlap import TwoStreams
-from penstock.runtime.partition import Layers, Partition
+from penstock.runtime.batch.result import StepResult
+from penstock.runtime.batch.side_outputs import StageOutput, add_loss, add_metric, collect
+from penstock.runtime.checkpoint.checkpoints import Checkpoints
+from penstock.runtime.checkpoint.files import Checkpoint
+from penstock.runtime.execution.overlap import TwoStreams
+from penstock.runtime.launch.launch import launch
+from penstock.runtime.model.hugging_face import HuggingFace
+from penstock.runtime.model.partition import Layers, Partition
+from penstock.runtime.parallel.grad_scaler import GradScaler
+from penstock.runtime.parallel.mesh import device_mesh
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.replayed import Replayed
-from penstock.runtime.result import StepResult
-from penstock.runtime.safetensors import Safetensors
-from penstock.runtime.scaler import GradScaler
+from penstock.runtime.train.data_order import DataOrder
+from penstock.runtime.transport.current_group import rank
+from penstock.runtime.weights.initial import Built, Initial
+from penstock.runtime.weights.replayed import Replayed
+from penstock.runtime.weights.safetensors import Safetensors
 
 __all__ = [
     "Built",

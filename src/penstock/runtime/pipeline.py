@@ -1,4 +1,7 @@
-"""Train a model with any program, with the numbers of the unpipelined model."""
+"""Input that a rank refuses: the other ranks, whose input may be in order, must not take its next step for this one.
+
+Train a model with any program, with the numbers of the unpipelined model.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from typing import Any
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,38 +21,66 @@ from torch.utils import _pytree as pytree
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
-from penstock.runtime import device
-from penstock.runtime import microbatch as mb
-from penstock.runtime.activity import in_words
-from penstock.runtime.alarm import describe
-from penstock.runtime.batches import ABSENT, Batches, StageKwargs
-from penstock.runtime.cells import Feed
-from penstock.runtime.compiled import Compile, Merged, compiled, merged
-from penstock.runtime.data import Data
-from penstock.runtime.executor import Executor
-from penstock.runtime.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
-from penstock.runtime.graphs import refuse_graphs
-from penstock.runtime.grid import group_of
-from penstock.runtime.group import Group
-from penstock.runtime.hugging_face import HuggingFace, recognised
-from penstock.runtime.loss import Loss
-from penstock.runtime.overlap import overlap_of
-from penstock.runtime.parity import Batch, Parity, parity
-from penstock.runtime.partition import Partition, partition
-from penstock.runtime.planned import planned_split
-from penstock.runtime.programs import find_table, forward_program, training_program
-from penstock.runtime.randomness import kept_random_state
-from penstock.runtime.recomputed import Recompute, recomputing
-from penstock.runtime.recorder import Record, offsets, timeline
-from penstock.runtime.refusal import told
-from penstock.runtime.result import Share, StepResult, check_same
-from penstock.runtime.running_statistics import RunningStatistics, write
-from penstock.runtime.shared import Shared, Ties
-from penstock.runtime.stage import Stage
-from penstock.runtime.streamed import streamed
-from penstock.runtime.weights import Weights, give_weights
-from penstock.runtime.wrapping import Sharding, shard_stages, unwrapped
+from penstock.runtime.batch import microbatch as mb
+from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.result import Share, StepResult, check_same
+from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
+from penstock.runtime.device import device
+from penstock.runtime.execution.cuda_graphs import refuse_graphs
+from penstock.runtime.execution.executor import Executor
+from penstock.runtime.execution.overlap import overlap_of
+from penstock.runtime.execution.programs import find_table, forward_program, training_program
+from penstock.runtime.measure.parity import Batch, Parity, parity
+from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
+from penstock.runtime.model.hugging_face import HuggingFace, recognised
+from penstock.runtime.model.partition import Partition, partition, planned_split
+from penstock.runtime.model.random_streams import kept_random_state, streamed
+from penstock.runtime.model.recompute import Recompute, recomputing
+from penstock.runtime.model.running_statistics import RunningStatistics, write
+from penstock.runtime.model.stage import Stage
+from penstock.runtime.model.tied_parameters import Shared, Ties
+from penstock.runtime.parallel.data_parallel import Data
+from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
+from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
+from penstock.runtime.parallel.mesh import group_of
+from penstock.runtime.transport.activity import in_words
+from penstock.runtime.transport.failures import describe
+from penstock.runtime.transport.group import Group
+from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
+
+Made = TypeVar("Made", bound=Callable[..., Any])
+
+
+def told(make: Made) -> Made:
+    """A pipeline's method that refuses input: this rank raises why, and all others, in the call that they make meanwhile, that it has."""
+
+    @wraps(make)
+    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return make(self, *args, **kwargs)
+        except PipelineError as error:
+            self.group.fail(self.rank, error)
+            raise
+        except Exception as error:
+            _tell(self, error)
+            raise
+        except BaseException as error:
+            self.group.fail(self.rank, error)
+            raise
+
+    return cast(Made, made)
+
+
+def _tell(pipeline: Any, error: Exception) -> None:
+    try:
+        pipeline.group.enter(pipeline.rank, pipeline.deadline)
+    except PipelineError:  # a failure that this rank had yet to raise; its own error does instead
+        return
+    headline = f"{pipeline.group.called(pipeline.rank)} refused what it was given for the step: {describe(error)}"
+    pipeline.group.report_failure(pipeline.rank, headline, error)
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from compat.deepspeed.training import Block, data, loss_fn
 from penstock.compat.deepspeed import LayerSpec, PipeDataParallelTopology, PipelineEngine, PipelineModule, TiedLayerSpec
 from penstock.errors import CheckpointError
 from penstock.runtime import launch, rank
-from penstock.runtime.checkpoint import Checkpoints
+from penstock.runtime.checkpoint.checkpoints import Checkpoints
 
 MICRO_BATCHES, SIZE = 12, 3
 

@@ -23,7 +23,7 @@ from penstock.compat.deepspeed import (
     as_deepspeed,
 )
 from penstock.errors import PipelineError
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 

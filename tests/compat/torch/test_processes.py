@@ -16,7 +16,7 @@ from torch.nn import functional
 import penstock as ps
 from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, parse
 from compat.torch.models import Outcome, assert_same, blocks, data, grads, held_by, loop, schedule, stages
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 

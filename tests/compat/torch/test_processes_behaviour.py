@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from compat.torch.both import BOTH, LOOPED, ON_A_V, SINGLE, Package, parse
 from compat.torch.models import Outcome, assert_same, block, blocks, data, grads, held_by, loop, schedule, stages
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 both = pytest.mark.parametrize("package", BOTH, ids=repr)
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from compat.torch.both import BOTH, OURS, SINGLE, Package
 from compat.torch.models import assert_same, blocks, data, grads, held_by, loop, schedule, stages
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from compat.torch.both import BOTH, OURS, Package, parse
 from compat.torch.models import Outcome, assert_same, blocks, data, grads, loop, stages
-from penstock.runtime.workers import Workers
+from penstock.runtime.launch.workers import Workers
 
 pytestmark = pytest.mark.slow
 

@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoint import Checkpoints
-from penstock.runtime.partition import Partition
+from penstock.runtime.checkpoint.checkpoints import Checkpoints
+from penstock.runtime.model.partition import Partition
 
 if TYPE_CHECKING:
     from penstock.compat.deepspeed.ties import Place, Ties

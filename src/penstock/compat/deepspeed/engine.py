@@ -29,9 +29,9 @@ from penstock.compat.deepspeed.transport import Mail, Transport
 from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.passes.deepspeed import Stream
-from penstock.runtime import microbatch as mb
-from penstock.runtime.gradients import Backup
-from penstock.runtime.partition import partition
+from penstock.runtime.batch import microbatch as mb
+from penstock.runtime.model.partition import partition
+from penstock.runtime.parallel.gradients import Backup
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from penstock.compat.deepspeed.replicas import Replicas
 from penstock.compat.deepspeed.ties import Ties
 from penstock.compat.deepspeed.transport import Mail
 from penstock.errors import ScheduleError
-from penstock.runtime.partition import Part
+from penstock.runtime.model.partition import Part
 
 
 class Interpreter:

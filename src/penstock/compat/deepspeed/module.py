@@ -19,8 +19,8 @@ from penstock.compat.deepspeed.instructions import call_to_str
 from penstock.compat.deepspeed.partition import partition_balanced, partition_uniform
 from penstock.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime.here import current
-from penstock.runtime.partition import Part, Partition
+from penstock.runtime.model.partition import Part, Partition
+from penstock.runtime.transport.current_group import current
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 

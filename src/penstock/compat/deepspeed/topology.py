@@ -128,7 +128,7 @@ class PipelineParallelGrid:
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
-        from penstock.runtime.here import current
+        from penstock.runtime.transport.current_group import current
 
         group, self.global_rank = current(process_group)
         self.world_size = group.ranks
@@ -275,8 +275,8 @@ def _process_groups(**members: Sequence[int]) -> dict[str, Any]:
     """This rank's process groups by name; none where ranks are threads. Every rank makes its own, in the same order of names."""
     import torch.distributed as dist
 
-    from penstock.runtime.here import current
-    from penstock.runtime.virtual import VirtualGroup
+    from penstock.runtime.transport.current_group import current
+    from penstock.runtime.transport.threads import VirtualGroup
 
     if not dist.is_initialized() or isinstance(current()[0], VirtualGroup):
         return {}

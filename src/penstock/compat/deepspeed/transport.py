@@ -8,14 +8,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime.cells import EMPTY
-from penstock.runtime.here import current
-from penstock.runtime.processes import Processes
-from penstock.runtime.sliced import Slice
+from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.processes import Processes
+from penstock.runtime.transport.subgroup import Slice
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
-    from penstock.runtime.group import Group, Inbox, Operation, Outbox
+    from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox
 
 _Result = TypeVar("_Result")
 _UNLIMITED = 1 << 30

@@ -20,7 +20,7 @@ from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.compat.torch.stage import PipelineStage
 from penstock.errors import ScheduleError
-from penstock.runtime.loss import Loss
+from penstock.runtime.batch.loss import Loss
 
 LossFunction = Callable[..., Any]
 _TARGET_CHUNK_SPEC = _ALONG_BATCH

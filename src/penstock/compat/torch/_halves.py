@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.compat.torch._backward import _failed, _take_grad, _with_grads, stage_backward_input, stage_backward_weight
 from penstock.compat.torch._graph import Group
-from penstock.runtime.deferred import Deferral
-from penstock.runtime.recording import run_backward
-from penstock.runtime.stage import Stage
+from penstock.runtime.model.stage import Stage
+from penstock.runtime.split_backward.deferrable import run_backward
+from penstock.runtime.split_backward.deferral import Deferral
 
 Grads = tuple[Tensor | None, ...]
 

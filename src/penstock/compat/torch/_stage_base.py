@@ -21,7 +21,7 @@ from penstock.compat.torch._debug import map_debug_info, stage_log
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
 from penstock.errors import StageCallError
-from penstock.runtime.parts import arrived
+from penstock.runtime.tensors.dtensor import arrived
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):

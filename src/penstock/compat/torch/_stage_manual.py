@@ -26,7 +26,7 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
-from penstock.runtime.parts import arrived, is_gathering
+from penstock.runtime.tensors.dtensor import arrived, is_gathering
 
 
 class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):

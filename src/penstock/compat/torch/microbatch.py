@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from penstock.runtime.microbatch import sizes_of
+from penstock.runtime.batch.microbatch import sizes_of
 
 __all__ = [
     "TensorChunkSpec",

@@ -1,0 +1,433 @@
+"""The state of a module outside its parameters: buffers, tensors kept as attributes, and plain Python attributes such as counters.
+
+Everything that a stage's forward may change, so that it can be run again as if it had not run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils import _pytree as pytree
+
+from penstock.runtime.batch.side_outputs import Extras
+from penstock.runtime.model.random_streams import random_state, set_random_state
+from penstock.runtime.tensors.dtensor import in_parts, like_part, local
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes that torch keeps in every module: parameters, buffers, submodules and hooks."""
+
+_PLAIN = (bool, int, float, complex, str, bytes, frozenset, torch.dtype, torch.device)
+"""Types that are compared by value; objects of other types are the same only if they are one object."""
+
+_MISSING = object()
+"""Stands for an attribute that does not exist."""
+
+_CONTAINERS = (list, tuple, set, dict, deque)
+
+
+class ModuleState:
+    """The state of a module and its submodules at one moment, to be put back or compared with later.
+
+    It covers buffers, tensors that are plain attributes, and all other plain attributes. Lists, tuples, dicts, sets and deques are
+    copied one level deep, together with the tensors in them. Objects of other types are kept by reference, so a change inside such an
+    object is not seen. Parameters are left out.
+    """
+
+    def __init__(self, places: list[_Place], values: list[_Value]) -> None:
+        self._places = places
+        self._values = values
+
+    @classmethod
+    def capture(cls, module: nn.Module) -> ModuleState:
+        """Record the state of the module as it is now."""
+        places = [_Place(prefix, holder) for prefix, part in module.named_modules() for holder in (part._buffers, vars(part))]
+        return cls(places, [_Value(place, key, value, _copy(value)) for place in places for key, value in place.entries()])
+
+    @classmethod
+    def capture_only(cls, module: nn.Module, names: Collection[str]) -> ModuleState:
+        """Record just what has these dotted names; something that does not exist is captured as missing."""
+        values = []
+        for name in names:
+            prefix, _, key = name.rpartition(".")
+            part = module.get_submodule(prefix)
+            place = _Place(prefix, part._buffers if key in part._buffers else vars(part))
+            value = place.holder.get(key, _MISSING)
+            values.append(_Value(place, key, value, _copy(value)))
+        return cls([], values)
+
+    def keep_changed(self, also: Collection[str] = ()) -> list[str]:
+        """Let go of everything that is as it was, except what has one of these dotted names; the names of the rest."""
+        added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
+        self._places, self._values = [], [value for value in self._values if self._is_kept(value, also)] + added
+        return self.names()
+
+    def _is_kept(self, value: _Value, also: Collection[str]) -> bool:
+        return value.place.name_of(value.key) in also or value.differs()
+
+    def extend(self, other: ModuleState) -> None:
+        """Add what another one has captured."""
+        self._values += other._values
+
+    def names(self) -> list[str]:
+        """The dotted names of everything that was captured."""
+        return [value.place.name_of(value.key) for value in self._values]
+
+    @contextmanager
+    def stand_in(self) -> Iterator[None]:
+        """Give the module copies of what was captured for a while, then put the objects back that were there.
+
+        What runs meanwhile starts from the captured state and leaves the present one as it is. It may keep the copies.
+        """
+        now = [(value.place.holder, value.key, value.place.holder.get(value.key, _MISSING)) for value in self._values]
+        copies = {id(value.value): value.stand_in() for value in self._values}
+        for value in self._values:
+            _put(value.place.holder, value.key, copies[id(value.value)])
+        try:
+            yield
+        finally:
+            for holder, key, before in now:
+                _put(holder, key, before)
+
+    def values(self) -> dict[str, Any]:
+        """What was captured by its dotted name, as far as it can be compared with another module's and sent to another process.
+
+        These are tensors, plain values and containers of those.
+        """
+        found = {value.place.name_of(value.key): value.contents() for value in self._values}
+        return {name: value for name, value in found.items() if _is_plain(value)}
+
+    def assign(self, values: Mapping[str, Any]) -> None:
+        """Give the module copies of these values, by their dotted names; attributes that it does not have are added."""
+        held = {value.place.name_of(value.key): value for value in self._values}
+        attributes = {place.prefix: place.holder for place in self._places}
+        for name, contents in values.items():
+            value, (prefix, _, key) = held.get(name), name.rpartition(".")
+            if value is not None:
+                value.assign(contents)
+            elif prefix in attributes:
+                attributes[prefix][key] = copy.deepcopy(contents)
+
+    def restore(self) -> None:
+        """Put everything back: contents of tensors and containers in place, and objects that were replaced where they were."""
+        for place, key in self._added():
+            del place.holder[key]
+        for value in self._values:
+            value.restore()
+
+    def changed(self, *, set_first: bool = True) -> list[str]:
+        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN.
+
+        Without `set_first`, what was None or did not exist is left out, as a forward may set it once.
+        """
+        differing = [value.place.name_of(value.key) for value in self._values if value.differs() and (set_first or value.value is not None)]
+        return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
+
+    def _added(self) -> list[tuple[_Place, str]]:
+        """What did not exist when the state was captured."""
+        known = {(id(value.place.holder), value.key) for value in self._values}
+        return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
+
+
+class ModuleVersions:
+    """Which objects the state of a module consists of, and how often tensors were changed in place: notices most changes at low cost.
+
+    Running statistics change without a trace, so that a caller leaves them out. Layers of torch's own that have neither buffers nor
+    hooks hold no state and are not looked at.
+    """
+
+    def __init__(self, entries: list[tuple[_Place, str, Any, int]], sizes: list[tuple[_Place, int]]) -> None:
+        self._entries, self._sizes = entries, sizes
+
+    @classmethod
+    def capture(cls, module: nn.Module, skip: Collection[str] = ()) -> ModuleVersions:
+        """Record the state as it is now, except what has one of these dotted names."""
+        parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
+        places = [_Place(prefix, holder) for prefix, part in parts for holder in (part._buffers, vars(part))]
+        entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
+        return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
+
+    def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
+        """What was replaced by another object or added, as it was; and the names of what was changed in place.
+
+        Without `set_first`, what was None or did not exist is left out.
+        """
+        replaced: list[_Value] = []
+        in_place: list[str] = []
+        for place, key, value, version in self._entries:
+            now = place.holder.get(key, _MISSING)
+            if now is not value and (set_first or value is not None) and not _is_same(now, value, None):
+                replaced.append(_Value(place, key, value, None))
+            if version != -1 and _version(value) != version:
+                in_place.append(place.name_of(key))
+        if set_first and any(len(place.holder) != size for place, size in self._sizes):
+            known = {(id(place.holder), key) for place, key, _, _ in self._entries}
+            replaced += [
+                _Value(place, key, _MISSING, None)
+                for place, _ in self._sizes
+                for key, _ in place.entries()
+                if (id(place.holder), key) not in known
+            ]
+        return ModuleState([], replaced), in_place
+
+
+def running_statistics(module: nn.Module) -> list[str]:
+    """The dotted names of the running statistics that a forward of the module would change now."""
+    return [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in module.named_modules()
+        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+        for name in ("running_mean", "running_var", "num_batches_tracked")
+    ]
+
+
+def _may_hold_state(part: nn.Module) -> bool:
+    own = type(part).__module__.startswith("torch.nn.modules.")
+    return not own or bool(part._buffers or part._forward_hooks or part._forward_pre_hooks)
+
+
+def _version(value: Any) -> int:
+    """How often a tensor was changed in place, or how long a container is; -1 for everything else."""
+    if isinstance(value, Tensor):
+        return -1 if value.is_inference() else value._version
+    return len(value) if isinstance(value, _CONTAINERS) else -1
+
+
+@dataclass(frozen=True)
+class TensorState:
+    """The contents of the tensors of a pytree at one moment, to be put back in place."""
+
+    tensors: list[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def capture(cls, tree: Any) -> TensorState:
+        pairs = ((leaf, _copy_tensor(leaf)) for leaf in pytree.tree_leaves(tree))
+        return cls([(leaf, copy) for leaf, copy in pairs if copy is not None])
+
+    def restore(self) -> None:
+        for tensor, before in self.tensors:
+            _restore_tensor(tensor, before)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The buffers or the attributes of one submodule."""
+
+    prefix: str
+    holder: dict[str, Any]
+
+    def entries(self) -> Iterator[tuple[str, Any]]:
+        """All that is state here; submodules and parameters may lie among the attributes, too."""
+        for key, value in self.holder.items():
+            if key not in _OF_TORCH and not isinstance(value, (nn.Module, nn.Parameter)):
+                yield key, value
+
+    def name_of(self, key: str) -> str:
+        return f"{self.prefix}.{key}" if self.prefix else key
+
+
+@dataclass(frozen=True)
+class _Value:
+    """One named value: the object itself, and a copy of its contents if it is a tensor or a container."""
+
+    place: _Place
+    key: str
+    value: Any
+    copy: Any
+
+    def restore(self) -> None:
+        if isinstance(self.copy, _Contents):
+            self.copy.restore(self.value)
+        elif self.copy is not None:
+            _restore_tensor(self.value, self.copy)
+        _put(self.place.holder, self.key, self.value)
+
+    def stand_in(self) -> Any:
+        """A copy with the contents that were captured; the object itself if it has none that a forward could change."""
+        if isinstance(self.copy, _Contents):
+            return self.copy.rebuild(self.value)
+        return self.value if self.copy is None else _stand_in(self.value, self.copy)
+
+    def contents(self) -> Any:
+        """What was captured; of a tensor in parts, the part that this process holds."""
+        if isinstance(self.copy, _Contents):
+            return self.copy.rebuild(self.value)
+        return self.value if self.copy is None else self.copy
+
+    def assign(self, contents: Any) -> None:
+        """Take the contents of another one."""
+        if isinstance(self.copy, Tensor) and isinstance(contents, Tensor) and contents.shape == self.copy.shape:
+            _restore_tensor(self.value, contents.to(self.copy))
+        elif not is_same_value(self.contents(), contents):
+            self.place.holder[self.key] = copy.deepcopy(contents)
+
+    def differs(self) -> bool:
+        return not _is_same(self.place.holder.get(self.key, _MISSING), self.value, self.copy)
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The contents of a container."""
+
+    keys: list[Any]
+    values: list[Any]
+    tensors: list[Tensor | None]
+    """Copies of those values that are tensors."""
+
+    def restore(self, container: Any) -> None:
+        if isinstance(container, dict):
+            container.clear()
+            container.update(zip(self.keys, self.values, strict=True))
+        elif isinstance(container, set):
+            container.clear()
+            container.update(self.values)
+        elif not isinstance(container, tuple):
+            container.clear()
+            container.extend(self.values)
+        for value, tensor in zip(self.values, self.tensors, strict=True):
+            if tensor is not None:
+                _restore_tensor(value, tensor)
+
+    def rebuild(self, container: Any) -> Any:
+        """A container of the same type with copies of the contents."""
+        values = [value if tensor is None else _stand_in(value, tensor) for value, tensor in zip(self.values, self.tensors, strict=True)]
+        made = copy.copy(container)
+        if isinstance(container, tuple):
+            return made if all(a is b for a, b in zip(values, container, strict=True)) else tuple(values)
+        made.clear()
+        if isinstance(made, dict):
+            made.update(zip(self.keys, values, strict=True))
+        elif isinstance(made, set):
+            made.update(values)
+        else:
+            made.extend(values)
+        return made
+
+    def is_same(self, container: Any) -> bool:
+        if isinstance(container, set):
+            return container == set(self.values)
+        keys, values = _keys_and_values(container)
+        if keys != self.keys or len(values) != len(self.values):
+            return False
+        return all(map(_is_same, values, self.values, self.tensors))
+
+
+def is_same_value(one: Any, other: Any) -> bool:
+    """Whether two values of a state are equal; NaN equals NaN."""
+    return _is_same(one, other, _copy(other))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be compared and sent: a tensor that is not on its own a parameter, a plain value, or a container of those."""
+    if isinstance(value, _CONTAINERS):
+        keys, values = _keys_and_values(value)
+        return type(value) in _CONTAINERS and all(map(_is_plain, (*keys, *values)))
+    if isinstance(value, Tensor):
+        return type(value) is Tensor and _copy_tensor(value) is not None
+    return value is None or type(value) in _PLAIN
+
+
+def _put(holder: dict[str, Any], key: str, value: Any) -> None:
+    if value is _MISSING:
+        holder.pop(key, None)
+    else:
+        holder[key] = value
+
+
+def _keys_and_values(container: Any) -> tuple[list[Any], list[Any]]:
+    return (list(container), list(container.values())) if isinstance(container, dict) else ([], list(container))
+
+
+def _copy(value: Any) -> Tensor | _Contents | None:
+    if isinstance(value, _CONTAINERS):
+        keys, values = _keys_and_values(value)
+        return _Contents(keys, values, [_copy_tensor(each) for each in values])
+    return _copy_tensor(value)
+
+
+def _copy_tensor(value: Any) -> Tensor | None:
+    """A copy of a tensor that holds state; None for parameters, everything that is no tensor, and tensors without plain memory."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return None
+    if value.is_meta or value.is_nested or value.layout is not torch.strided:
+        return None
+    return local(value.detach()).clone()
+
+
+def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
+    """A tensor of its own with these contents; one that is part of an autograd graph stays itself."""
+    if value.requires_grad:
+        return value
+    return like_part(value, contents) if in_parts(value) else contents.clone()
+
+
+def _restore_tensor(value: Tensor, copy: Tensor) -> None:
+    # Through `data`, past autograd: batch norm saves its buffers for the backward, which would refuse them as changed in place.
+    mine = local(value.detach())
+    if mine.shape != copy.shape or mine.dtype != copy.dtype or mine.device != copy.device:
+        value.data = copy.clone()
+    elif not _is_equal(mine, copy):
+        mine.data.copy_(copy)
+
+
+def _is_same(now: Any, value: Any, copy: Any) -> bool:
+    """Whether what is there now equals what was captured."""
+    if isinstance(copy, _Contents):
+        return type(now) is type(value) and copy.is_same(now)
+    if copy is not None:
+        return isinstance(now, Tensor) and _is_equal(local(now.detach()), copy)
+    if now is value:
+        return True
+    if type(now) is not type(value) or not isinstance(now, _PLAIN):
+        return False
+    return now == value or (now != now and value != value)  # noqa: PLR0124 - NaN
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN equals NaN."""
+    if one.shape != other.shape or one.dtype != other.dtype or one.device != other.device:
+        return False
+    if torch.equal(one, other):
+        return True
+    if not one.is_floating_point() and not one.is_complex():
+        return False
+    return bool(torch.isclose(one, other, rtol=0, atol=0, equal_nan=True).all())
+
+
+@dataclass(frozen=True)
+class ForwardState:
+    """The state before one forward: of modules, its inputs, random streams, and the losses and metrics collected on the side."""
+
+    modules: list[ModuleState]
+    inputs: TensorState
+    random: dict[str, Any]
+    extras: Extras
+    before: Extras
+    versions: list[tuple[nn.Parameter, int]]
+    """How often each parameter had been changed in place: there is no copy to put those back from."""
+
+    @classmethod
+    def capture(cls, modules: Sequence[nn.Module], inputs: Any, extras: Extras) -> ForwardState:
+        states = [ModuleState.capture(module) for module in modules]
+        versions = [(parameter, parameter._version) for module in modules for parameter in module.parameters()]
+        before = Extras(list(extras.losses), dict(extras.metrics))
+        return cls(states, TensorState.capture(inputs), random_state(), extras, before, versions)
+
+    @property
+    def restorable(self) -> bool:
+        """Whether no parameter has been changed in place."""
+        return all(parameter._version == version for parameter, version in self.versions)
+
+    def restore(self) -> None:
+        for state in self.modules:
+            state.restore()
+        self.inputs.restore()
+        set_random_state(self.random)
+        self.extras.losses, self.extras.metrics = list(self.before.losses), dict(self.before.metrics)

@@ -1,0 +1,265 @@
+"""Which layers make up which stage.
+
+Where a plan cuts a model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from penstock.errors import PlacementError, nearest
+
+
+@dataclass(frozen=True)
+class Layers:
+    """A model as a list of layers by name, with what runs before and after it: `Layers("blocks", head=["embed"], tail=["norm", "head"])`.
+
+    Each part takes what the one before it returned; the first takes the batch. `sizes` says how many parts each stage gets, head
+    and tail counted; otherwise they are balanced by parameters. Parts of the model that do not run are `unused`.
+    """
+
+    layers: str
+    head: Sequence[str] = ()
+    tail: Sequence[str] = ()
+    sizes: Sequence[int] | None = None
+    unused: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stage's module, and the layers that it is made of with their names in the model."""
+
+    module: nn.Module
+    layers: tuple[str, ...]
+    modules: tuple[nn.Module, ...] = field(repr=False)
+    unpack: bool = False
+    """Whether a tuple from the stage before is several arguments, as for modules that were written as stages."""
+
+    @property
+    def parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
+        """The parameters as they are now, under the model's own names; one that has several is there several times."""
+        return tuple(
+            (f"{prefix}.{name}", parameter)
+            for prefix, layer in zip(self.layers, self.modules, strict=True)
+            for name, parameter in layer.named_parameters(remove_duplicate=False)
+        )
+
+    @property
+    def size(self) -> int:
+        return sum(parameter.numel() for parameter in {id(p): p for _, p in self.parameters}.values())
+
+
+class Run(nn.Module):
+    """Layers one after the other, each given what the one before returned; a keyword argument goes to every layer that has it."""
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not kwargs:
+            for layer in self.each():
+                args = (layer(*args),)
+            return args[0]
+        taken = [_taken(layer, kwargs) for layer in self.layers]
+        lost = [name for name in kwargs if not any(name in each for each in taken)]
+        if lost:
+            raise TypeError(f"no layer of the stage takes the keyword argument {lost[0]!r}")
+        for layer, given in zip(self.each(), taken, strict=True):
+            args = (layer(*args, **given),)
+        return args[0]
+
+    def each(self) -> Iterable[nn.Module]:
+        """The layers, each as it is about to run."""
+        return self.layers
+
+
+def _taken(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those of the keyword arguments that a layer has a name for."""
+    known = inspect.signature(layer.forward).parameters
+    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+        return kwargs
+    return {name: value for name, value in kwargs.items() if name in known}
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A module for each stage; None for a stage that is not on this rank."""
+
+    parts: tuple[Part | None, ...]
+
+    def __str__(self) -> str:
+        """A line a stage: its layers and how many parameters they have."""
+        lines = []
+        for stage, part in enumerate(self.parts):
+            if part is None:
+                lines.append(f"stage {stage}: on another rank")
+                continue
+            names = part.layers[0] if len(part.layers) == 1 else f"{part.layers[0]} .. {part.layers[-1]} ({len(part.layers)} layers)"
+            lines.append(f"stage {stage}: {names}, {part.size:,} parameters")
+        return "\n".join(lines)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def tied(self) -> list[list[tuple[int, str, nn.Parameter]]]:
+        """Parameters that several stages share: for each the stages and the names it has there."""
+        seen: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
+        for stage, part in enumerate(self.parts):
+            for name, parameter in part.parameters if part is not None else ():
+                holders = seen.setdefault(id(parameter), [])
+                if not holders or holders[-1][0] != stage:
+                    holders.append((stage, name, parameter))
+        return [holders for holders in seen.values() if len(holders) > 1]
+
+
+def partition(model: Any, stages: int, split: Any = None) -> Partition:
+    """Cut a model into stages: a whole module, a sequence with one module a stage, or a map with this rank's stages.
+
+    A whole one is cut into so many layers for each stage, by `Layers`, by an object with `cut(model, stages)`, or balanced by parameters.
+    """
+    _check_materialised(model)
+    if isinstance(model, Mapping):
+        return _from_map(model, stages)
+    if isinstance(model, (list, tuple)) or (isinstance(model, nn.ModuleList) and split is None):
+        return _from_list(list(model), stages)
+    if hasattr(split, "cut"):
+        return split.cut(model, stages)  # type: ignore[no-any-return]
+    if not isinstance(model, nn.Module):
+        raise PlacementError(f"a model is a module, a list of modules or a map of them by stage, got {type(model).__name__}")
+    names, layers = _layers(model, split)
+    wanted = split.sizes if isinstance(split, Layers) else split
+    sizes = balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
+    if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
+        raise PlacementError(
+            f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
+        )
+    parts = []
+    first = 0
+    for size in sizes:
+        chosen = range(first, first + size)
+        parts.append(_part([names[k] for k in chosen], [layers[k] for k in chosen]))
+        first += size
+    _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
+    return Partition(tuple(parts))
+
+
+def _check_materialised(model: Any) -> None:
+    """Refuse layers that get their shapes from a first batch, which only one rank would see."""
+    modules = model.values() if isinstance(model, Mapping) else model if isinstance(model, (list, tuple)) else [model]
+    for module in modules:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()) if isinstance(module, nn.Module) else ():
+            if is_lazy(tensor):
+                raise PlacementError(f"{name!r} has no shape before its layer has run: run the model on a sample, then make the pipeline")
+
+
+def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
+    """The model's layers in the order in which they run."""
+    if isinstance(split, Layers):
+        inner = _find(model, split.layers)
+        if not isinstance(inner, (nn.ModuleList, nn.Sequential)):
+            raise PlacementError(f"{split.layers!r} is a {type(inner).__name__}, not a list of layers")
+        names = [*split.head, *(f"{split.layers}.{name}" for name in inner._modules), *split.tail]
+        return names, [_find(model, name) for name in names]
+    if split is not None and not isinstance(split, Sequence):
+        raise PlacementError(f"split is how many layers each stage gets, or Layers(...), got {type(split).__name__}")
+    if not isinstance(model, nn.ModuleList) and getattr(type(model), "forward", None) is not nn.Sequential.forward:
+        raise PlacementError(
+            f"a {type(model).__name__} does not say in which order its layers run: "
+            'give split=Layers("blocks", head=[...], tail=[...]), an nn.Sequential, or a list with one module a stage'
+        )
+    # Not named_children(), which leaves out a layer that is there a second time.
+    return list(model._modules), [layer for layer in model._modules.values() if layer is not None]
+
+
+def _find(model: nn.Module, name: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        known = [each for each, _ in model.named_modules() if each]
+        raise PlacementError(f"the model has no part {name!r}: {nearest(name, known)}") from None
+
+
+def _part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool = False) -> Part:
+    return Part(layers[0] if len(layers) == 1 else Run(layers), tuple(names), tuple(layers), unpack)
+
+
+def _weight(layer: nn.Module) -> int:
+    """What a layer counts for when stages are balanced; one without parameters still counts for something."""
+    return sum(parameter.numel() for parameter in layer.parameters()) + 1
+
+
+def balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
+    """Contiguous runs whose largest sum is as small as can be; the number of layers of each."""
+    count = len(weights)
+    if count < stages:
+        raise PlacementError(f"{what} has {count} layers, too few for {stages} stages")
+    sums = [0]
+    for weight in weights:
+        sums.append(sums[-1] + weight)
+    # best[k][n]: the least largest sum of the first n layers in k stages, and where the last of them starts
+    best = [(sums[n], 0) for n in range(count + 1)]
+    starts: list[list[int]] = []
+    for stage in range(2, stages + 1):
+        rows = [(0, 0)] * (count + 1)
+        for n in range(stage, count + 1):
+            rows[n] = min((max(best[j][0], sums[n] - sums[j]), j) for j in range(stage - 1, n))
+        best = rows
+        starts.append([start for _, start in rows])
+    sizes: list[int] = []
+    end = count
+    for row in reversed(starts):
+        sizes.append(end - row[end])
+        end = row[end]
+    return [end, *reversed(sizes)]
+
+
+def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module], unused: Sequence[str]) -> None:
+    """Every layer, parameter and buffer of the model is in a stage, and no layer is in two under one name."""
+    for number, name in enumerate(names):
+        around = [name[:at] for at, letter in enumerate(name) if letter == "."]
+        twice = next((other for other in around if other in names), name if name in names[:number] else None)
+        if twice is not None:
+            raise PlacementError(f"{name!r} of the model would run twice, as itself and in {twice!r}: name it once in the split")
+    covered = [*layers, *(_find(model, name) for name in unused)]
+    inside = {id(module) for layer in covered for module in layer.modules()}
+    tensors = {id(each) for layer in covered for each in (*layer.parameters(), *layer.buffers())}
+    lost = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in tensors]
+    lost += [name for name, module in model.named_modules() if not module._modules and id(module) not in inside and module is not model]
+    if lost:
+        raise PlacementError(
+            f"{lost[0]!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer, tail or unused"
+        )
+
+
+def _from_list(modules: list[nn.Module], stages: int) -> Partition:
+    if len(modules) != stages:
+        raise PlacementError(f"{len(modules)} modules for {stages} stages: give one a stage")
+    return _from_map(dict(enumerate(modules)), stages)
+
+
+def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
+    wrong = [stage for stage in modules if stage not in range(stages)]
+    if wrong:
+        raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")
+    return Partition(tuple(_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))
+
+
+def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
+    """The model and its split, as the plan cuts it unless a split says otherwise. A list with one module a layer is cut too."""
+    sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # a text has a method of that name
+    if sizes is None or isinstance(model, Mapping):
+        return model, split
+    if hasattr(split, "sizes") and split.sizes is None:
+        return model, replace(split, sizes=sizes)
+    if split is not None:
+        return model, split
+    if isinstance(model, (list, tuple)):
+        return (nn.Sequential(*model), sizes) if len(model) == sum(sizes) > len(sizes) else (model, None)
+    return model, sizes

@@ -1,0 +1,122 @@
+"""The processes as a device mesh: which of them are one pipeline, and which hold the same stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch.distributed as dist
+
+from penstock.errors import PipelineError, ScheduleError, nearest
+from penstock.runtime.transport import current_group as here
+from penstock.runtime.transport.subgroup import Slice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PIPE, TENSOR = "pp", "tp"
+DATA = ("dp", "dp_replicate", "dp_shard")
+"""Whose ranks hold the same stages: `dp`, or the two of hybrid sharding, copies of shards."""
+
+
+def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
+    """A device mesh of all processes, for `Pipeline(mesh=...)`: `device_mesh(pp=2, dp=2)`.
+
+    The dimensions are those of `Grid`, in this order; one may have the size -1, for as many as there are left. torch.distributed is set
+    up first where it is not yet, so that processes which `torchrun` starts again do not meet those that are gone. `device` is `cuda`
+    where the processes have NCCL, and `cpu` otherwise.
+    """
+    _check_names(tuple(sizes))
+    here.refuse_threads()
+    here.initialise()
+    from torch.distributed.device_mesh import init_device_mesh
+
+    shape = _shape(sizes, dist.get_world_size())
+    kind = ("cuda" if "cuda:nccl" in dist.get_backend_config() else "cpu") if device is None else device
+    return init_device_mesh(kind, shape, mesh_dim_names=tuple(sizes))
+
+
+def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
+    """The sizes of the dimensions, that of -1 being what is left of the processes."""
+    known = math.prod(size for size in sizes.values() if size != -1)
+    free = [name for name, size in sizes.items() if size == -1]
+    shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
+    if any(type(size) is not int or size < -1 or size == 0 for size in sizes.values()) or len(free) > 1:
+        raise ScheduleError(f"a device mesh of {shown}: give sizes of 1 or more, of which one may be -1")
+    if processes % known or (not free and processes != known):
+        raise ScheduleError(f"a device mesh of {shown} does not fit {processes} processes: start {'a multiple of ' if free else ''}{known}")
+    return tuple(processes // known if size == -1 else size for size in sizes.values())
+
+
+class Grid:
+    """A device mesh by the names of its dimensions, in any order.
+
+    `pp` is the pipeline (one rank where there is none), `dp` or `dp_replicate` and `dp_shard` hold the same stages and split the
+    batch, and `tp` splits each stage's tensors. The ranks along `pp` are `pipe`, those along all of the data's are `data`, and
+    those along `tp` are `tensor`; each a group by itself.
+    """
+
+    def __init__(self, mesh: Any, transport: str = "auto") -> None:
+        self.mesh, self.names = mesh, _names(mesh)
+        places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise PipelineError(f"process {dist.get_rank()} is not in the device mesh that it was given for the pipeline")
+        self.coordinate = tuple(coordinate)
+        self.whole = here.join_ranks(mesh.mesh.flatten().tolist(), transport)
+        self.whole.names = [self._called(place) for place in np.ndindex(places.shape)]
+        self.data_dims = tuple(name for name in self.names if name in DATA)
+        self.pipe = self._slice(places, (PIPE,))
+        self.data = self._slice(places, self.data_dims)
+        self.tensor = self._slice(places, (TENSOR,))
+
+    def _called(self, place: tuple[int, ...]) -> str:
+        return ", ".join(f"{name} {at}" for name, at in zip(self.names, place, strict=True))
+
+    def _slice(self, places: Any, names: tuple[str, ...]) -> Slice:
+        at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
+        members = [int(place) for place in places[at].flatten()]
+        ranks = [int(self.mesh.mesh.flatten()[place]) for place in members]
+        if ranks != sorted(ranks):  # torch's process groups number them in ascending order, whatever the mesh says
+            raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {ranks}: give them in ascending order")
+        return Slice.of(self.whole, members)
+
+    @property
+    def data_mesh(self) -> Any:
+        """The part of the mesh that `fully_shard` takes: one dimension, or copies first and shards second."""
+        return self.mesh[self.data_dims if len(self.data_dims) > 1 else self.data_dims[0]]
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    """The names of the dimensions, if each is known and they go together."""
+    if not hasattr(mesh, "mesh_dim_names"):
+        raise ScheduleError(f"mesh= takes a device mesh, got {type(mesh).__name__}; a process group goes into group=")
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ScheduleError('the device mesh has no names: init_device_mesh(..., mesh_dim_names=("pp", "dp"))')
+    _check_names(names)
+    return tuple(names)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    known = (PIPE, *DATA, TENSOR)
+    if not names:
+        raise ScheduleError("a device mesh without dimensions: device_mesh(pp=2, dp=2), say")
+    for name in names:
+        if name not in known:
+            raise ScheduleError(f"the device mesh has a dimension {name!r}; {nearest(name, known)}")
+    data = [name for name in names if name in DATA]
+    if data not in ([], ["dp"], ["dp_replicate"], ["dp_shard"], ["dp_replicate", "dp_shard"]):
+        raise ScheduleError(f"the device mesh has the data dimensions {data}: one is wanted, or dp_replicate before dp_shard")
+
+
+def group_of(within: Any, mesh: Any, transport: str) -> tuple[Any, int, Grid | None]:
+    """The pipeline's group, this process's rank in it, and the mesh that it is a part of."""
+    if mesh is None:
+        return *here.current(within, transport), None
+    if within is not None:
+        raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
+    grid = Grid(mesh, transport)
+    return grid.pipe, grid.pipe.rank, grid

@@ -1,0 +1,256 @@
+"""Recording a stage's operators: who sees that a weight is applied.
+
+`torch.nn.functional`'s operators are seen by a wrapper that stands in their place while any thread records; all others (`x @ w`,
+`torch.bmm`) by the class of the parameters. Calls of autograd are seen by a wrapper, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn import functional
+
+from penstock.runtime.split_backward.deferral import (
+    Deferral,
+    Observation,
+    activate,
+    check_request,
+    observe,
+    requested,
+    running,
+    tie_weights,
+)
+from penstock.runtime.split_backward.operators import FUNCTIONAL, WATCHED
+from penstock.runtime.tensors.dtensor import in_parts
+
+_PLAIN = (
+    *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention),
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+"""Modules that apply their weights by `torch.nn.functional` and nothing else."""
+
+
+class Deferrable:
+    """The parameters of a stage whose gradients can wait, and how to run its two backwards."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.watched: list[nn.Parameter] = []
+        self.hooked: dict[int, nn.Parameter] = {}
+        self.stand_ins: dict[int, Tensor] = {}
+        self.look(module)
+
+    def look(self, module: nn.Module) -> None:
+        """Take the module as it is now; call it when parameters may have been replaced, frozen or given hooks, as between steps."""
+        every = [p for p in module.parameters() if p.requires_grad]
+        self.parameters = [p for p in every if _can_wait(p)]
+        plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
+        # Vectors are found beside their matrix; watching them would only make every normalisation slower.
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not in_parts(p)]
+        self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
+        self.stand_ins = {id(p): p.detach() for p in self.parameters}
+
+    def forward(self, deferral: Deferral) -> _Recording:
+        """A context in which operators on these parameters are recorded, and calls of autograd checked."""
+        deferral.stand_ins, deferral.hooked = self.stand_ins, self.hooked
+        return _Recording(deferral, self.watched)
+
+    def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
+        deferral.backward = True
+        running.append(deferral)
+        try:
+            with _Recording(deferral, self.watched):  # a checkpoint runs its part of the forward again
+                if self.hooked:
+                    with _HeldBack(deferral):
+                        run_backward(roots, grads)
+                else:
+                    run_backward(roots, grads)
+        finally:
+            running.remove(deferral)
+
+    @contextmanager
+    def observed(self, *, beside: bool = False) -> Iterator[Observation]:
+        """A context for work that is not recorded, which notes whether it could be."""
+        observation = Observation(self.stand_ins, beside)
+        before = observe(observation)
+        _wrappers.enter()
+        try:
+            yield observation
+        finally:
+            _wrappers.exit()
+            observe(before)
+
+    @contextmanager
+    def backward(self, deferral: Deferral) -> Iterator[None]:
+        """A context in which a backward for the input may be run by whatever means."""
+        deferral.backward = True
+        running.append(deferral)
+        try:
+            with _Recording(deferral, self.watched), _HeldBack(deferral):
+                yield
+        finally:
+            running.remove(deferral)
+
+
+@contextmanager
+def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
+    """A context in which asking autograd for the gradients of these weights, by their ids, is refused."""
+    before = tie_weights(tied)
+    _wrappers.enter()
+    try:
+        yield
+    finally:
+        _wrappers.exit()
+        tie_weights(before)
+
+
+_engine = Variable._execution_engine
+
+
+def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """`torch.autograd.backward` less its checks of the arguments, which take longer than the backward of a small layer."""
+    _engine.run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _can_wait(parameter: nn.Parameter) -> bool:
+    """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
+    known = type(parameter) in (nn.Parameter, _Watched) or in_parts(parameter)
+    return known and parameter.is_floating_point() and not parameter._backward_hooks
+
+
+class _Recording:
+    __slots__ = ("before", "deferral", "watched")
+
+    def __init__(self, deferral: Deferral, watched: list[nn.Parameter]) -> None:
+        self.deferral, self.watched = deferral, watched
+
+    def __enter__(self) -> None:
+        self.before = activate(self.deferral)
+        _wrappers.enter()
+        for parameter in self.watched:
+            parameter.__class__ = _Watched
+
+    def __exit__(self, *exc: object) -> None:
+        for parameter in self.watched:
+            parameter.__class__ = nn.Parameter
+        _wrappers.exit()
+        activate(self.before)
+
+
+class _Watched(nn.Parameter):
+    """A parameter while a stage is being recorded: it sees the operators that it is an argument of."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return WATCHED.get(func, func)(*args, **(kwargs or {}))
+
+
+class _HeldBack:
+    """Hooks that run once a parameter's gradient is complete are put aside: it is not before the backward for the weights."""
+
+    _one_at_a_time = threading.RLock()
+
+    def __init__(self, deferral: Deferral) -> None:
+        self.deferral = deferral
+
+    def __enter__(self) -> None:
+        self._one_at_a_time.acquire()
+        held = [p._post_accumulate_grad_hooks for p in self.deferral.hooked.values()]
+        self.kept = [(hooks, dict(hooks)) for hooks in held]
+        for hooks, _ in self.kept:
+            hooks.clear()
+            hooks[0] = self._note
+
+    def _note(self, parameter: nn.Parameter) -> None:
+        self.deferral.due[id(parameter)] = parameter
+
+    def __exit__(self, *exc: object) -> None:
+        for hooks, kept in self.kept:
+            hooks.clear()
+            hooks.update(kept)
+        self._one_at_a_time.release()
+
+
+def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
+    """The function that all of torch's calls of its engine go through, with a check."""
+
+    def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        check_request(inputs, create_graph)
+        with requested(inputs):
+            return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
+
+    return run
+
+
+def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`torch.autograd.grad` or `backward` with a check, for a torch that has no such function."""
+    signature = inspect.signature(original)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        named = signature.bind(*args, **kwargs).arguments
+        inputs = named.get("inputs")
+        several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
+        asked = () if inputs is None else inputs if several else (inputs,)
+        check_request(asked, bool(named.get("create_graph", False)))
+        with requested(asked):
+            return original(*args, **kwargs)
+
+    return run
+
+
+def autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
+    """Of `torch.autograd`: the functions that ask for gradients, each with its wrapper."""
+    engine = getattr(autograd, "_engine_run_backward", None)
+    if engine is not None:
+        return {"_engine_run_backward": (engine, _checked_engine(engine))}
+    return {name: (original, _checked_call(original)) for name in ("grad", "backward") for original in (getattr(autograd, name),)}
+
+
+class _Wrappers:
+    """The wrappers in place of torch's functions, while any thread records."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.users = 0
+        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), autograd_calls())]
+        self.wrappers = [(place, {name: wrapper for name, (_, wrapper) in pairs.items()}) for place, pairs in places]
+        self.originals = [(place, {name: original for name, (original, _) in pairs.items()}) for place, pairs in places]
+
+    def enter(self) -> None:
+        with self.lock:
+            self.users += 1
+            if self.users == 1:
+                for place, wrappers in self.wrappers:
+                    place.update(wrappers)
+
+    def exit(self) -> None:
+        with self.lock:
+            self.users -= 1
+            if self.users == 0:
+                for place, originals in self.originals:
+                    place.update(originals)
+
+
+_wrappers = _Wrappers()
+
+
+@contextmanager
+def in_place(wanted: bool) -> Iterator[None]:
+    """The wrappers stay in place meanwhile, if wanted: whoever records in it need not put them there each time."""
+    if not wanted:
+        yield
+        return
+    _wrappers.enter()
+    try:
+        yield
+    finally:
+        _wrappers.exit()

@@ -1,0 +1,421 @@
+"""The operators whose weight gradients can wait: each runs as it would, with a stand-in for the weight, and leaves a record.
+
+Called where no deferral is active, or in a way that cannot wait, each is the operator itself. Each runs the very kernels that
+autograd would have run, in both directions, so that the numbers are the same to the last bit.
+
+Batch norm and RNNs are left to autograd: one kernel, or one loop in C++, gives the gradients of their weights and of their input, so
+computing them apart would cost the same work twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from penstock.runtime.split_backward.deferral import (
+    Deferral,
+    Grads,
+    Record,
+    active,
+    changed_in_place,
+    has_saved_tensor_hooks,
+    tie,
+    tie_inner,
+)
+from penstock.runtime.tensors.dtensor import laid_as
+
+_linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
+_layer_norm, _group_norm, _rms_norm = functional.layer_norm, functional.group_norm, functional.rms_norm
+_CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")}
+_TRANSPOSED = {name: getattr(functional, name) for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")}
+_aten = torch.ops.aten
+_HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm")
+
+
+def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
+    """What to record into and what to put in a weight's place, if it can wait now; weights in parts do so in linear maps alone."""
+    deferral = active(weight)
+    found = None if deferral is None else deferral.stand_ins.get(id(weight))
+    return deferral, found if type(found) is Tensor else None
+
+
+def _kept(value: Tensor, out: Tensor) -> Tensor:
+    """What the weight's gradient needs of the input: it alone, in the type that autocast ran the operator in."""
+    return value.detach() if value.dtype is out.dtype else value.detach().to(out.dtype)
+
+
+def _is_autocast(value: Tensor) -> bool:
+    """Whether autocast may choose the type of a normalisation: on a CPU it leaves them alone."""
+    return not value.is_cpu and torch.is_autocast_enabled(value.device.type)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
+    deferral = active(weight)
+    stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
+    dims = input.dim()
+    if deferral is None or stand_in is None or dims < 1 or input.is_nested:
+        return _linear(input, weight, bias)
+    bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
+    added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
+    if type(stand_in) is not Tensor:
+        out = _linear(input, stand_in, added)
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _grads_in_parts))
+    if dims == 2:
+        out = _linear(input, stand_in, added)
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+    # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
+    whole = added is not None and input.is_contiguous()
+    if whole and input.requires_grad:
+        out = _linear(input, stand_in, added)  # a view of the product
+        tie_inner(out._base, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        return out
+    rows = input.reshape(-1, input.shape[-1])
+    out = _linear(rows, stand_in, added if whole else None)
+    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
+    shape = [*input.shape[:-1], out.shape[-1]]
+    if whole or bias is None:
+        return out.view(shape)
+    # A bias that is added after is summed over the gradient as it lies, in an order that only autograd knows: it does not wait.
+    made: Tensor = torch.ops.aten._unsafe_view(out, shape)
+    return made.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
+
+
+def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    of_bias = None if bias is None else grad.sum(0)
+    if weight is None:
+        return None, of_bias
+    if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
+        return grad.t().mm(_rows(value)), of_bias
+    return _rows(value).t().mm(grad).t(), of_bias  # autograd's choice for a weight that lies any other way
+
+
+def _grads_in_parts(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    """Over tensor-parallel ranks: each gradient laid out as its parameter is."""
+    rows = grad.flatten(0, -2)
+    of_weight = None if weight is None else laid_as(rows.t().mm(value.flatten(0, -2)), weight)
+    return of_weight, None if bias is None else laid_as(rows.sum(0), bias)
+
+
+def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:
+    total.addmm_(grad.t(), _rows(value))
+
+
+def _rows(value: Tensor) -> Tensor:
+    return value if value.dim() == 2 else value.view(-1, value.shape[-1])
+
+
+def embedding(  # noqa: PLR0917 - the operator's own signature
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Tensor:
+    deferral, stand_in = _stand_in(weight)
+    if deferral is None or stand_in is None or sparse or max_norm is not None:
+        return _embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    out = _embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
+    rows = weight.shape[0]
+    extra = (rows, -1 if padding_idx is None else padding_idx % rows, scale_grad_by_freq)
+    return tie(out, Record(deferral, input, weight, None, _embedding_grads, extra=extra))
+
+
+def _embedding_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return torch.ops.aten.embedding_dense_backward(grad, value, *extra), None
+
+
+_MODES = {"sum": 0, "mean": 1, "max": 2}
+
+
+def embedding_bag(  # noqa: PLR0917 - the operator's own signature
+    input: Tensor,  # noqa: A002
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    deferral, stand_in = _stand_in(weight)
+    plain = type(input) is Tensor and input.dim() == (2 if offsets is None else 1) and mode in _MODES
+    plain = plain and not (sparse or (scale_grad_by_freq and mode == "max")) and max_norm is None and per_sample_weights is None
+    if deferral is None or stand_in is None or not plain:
+        rest = (scale_grad_by_freq, mode, sparse, per_sample_weights, include_last_offset, padding_idx)
+        return _embedding_bag(input, weight, offsets, max_norm, norm_type, *rest)
+    indices = input
+    if offsets is None:
+        offsets = torch.arange(0, input.numel(), input.size(1), dtype=input.dtype, device=input.device)
+        indices, include_last_offset = input.reshape(-1), False
+    rows = weight.shape[0]
+    padding = -1 if padding_idx is None else padding_idx % rows
+    out, *bags = _aten._embedding_bag(
+        stand_in, indices, offsets, scale_grad_by_freq, _MODES[mode], False, None, include_last_offset, padding
+    )
+    extra = (offsets, *bags, rows, scale_grad_by_freq, _MODES[mode], False, None, padding)
+    return tie(out, Record(deferral, indices, weight, None, _embedding_bag_grads, extra=extra))
+
+
+def _embedding_bag_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return _aten._embedding_bag_backward(grad, value, *extra), None
+
+
+def _convolution(name: str) -> Callable[..., Tensor]:
+    original = _CONVOLUTIONS[name]
+
+    def convolution(  # noqa: PLR0917 - the operator's own signature
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        dilation: Any = 1,
+        groups: int = 1,
+    ) -> Tensor:
+        deferral, stand_in = _stand_in(weight)
+        if deferral is None or stand_in is None or isinstance(padding, str) or input.dim() != weight.dim():
+            made: Tensor = original(input, weight, bias, stride, padding, dilation, groups)
+            return made
+        bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
+        out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, dilation, groups)
+        spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation)]
+        wanted, none = None if bias_in is None else bias, [0] * (weight.dim() - 2)
+        extra = (stand_in, *spread, False, none, groups)
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+
+    return convolution
+
+
+def _transposed_convolution(name: str) -> Callable[..., Tensor]:
+    original = _TRANSPOSED[name]
+
+    def convolution(  # noqa: PLR0917 - the operator's own signature
+        input: Tensor,  # noqa: A002
+        weight: Tensor,
+        bias: Tensor | None = None,
+        stride: Any = 1,
+        padding: Any = 0,
+        output_padding: Any = 0,
+        groups: int = 1,
+        dilation: Any = 1,
+    ) -> Tensor:
+        deferral, stand_in = _stand_in(weight)
+        if deferral is None or stand_in is None or input.dim() != weight.dim():
+            made: Tensor = original(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return made
+        bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
+        out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, output_padding, groups, dilation)
+        spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation, output_padding)]
+        wanted = None if bias_in is None else bias
+        extra = (stand_in, *spread[:3], True, spread[3], groups)
+        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+
+    return convolution
+
+
+def _each(size: int | Sequence[int], count: int) -> list[int]:
+    sizes = [size] if isinstance(size, int) else list(size)
+    return sizes * count if len(sizes) == 1 else sizes
+
+
+def _convolution_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    stand_in, *shape = extra
+    sizes = None if bias is None else list(bias.shape)
+    which = [False, True, bias is not None]
+    _, of_weight, of_bias = _aten.convolution_backward(grad, value, stand_in.to(value.dtype), sizes, *shape, which)
+    return of_weight, of_bias
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    deferral, stand_in = _stand_in(weight)
+    plain = type(input1) is Tensor and type(input2) is Tensor and input1.shape[:-1] == input2.shape[:-1]
+    if deferral is None or stand_in is None or not plain or _is_autocast(input1) or has_saved_tensor_hooks():
+        return _bilinear(input1, input2, weight, bias)
+    first, second = (each.reshape(-1, each.shape[-1]) for each in (input1, input2))
+    out = _aten._trilinear(first, stand_in, second, [1, 3], [0], [1, 2], [2, 3])
+    other = second.detach()
+    out = tie_inner(out, Record(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
+    out = out.view(*input1.shape[:-1], out.shape[-1])
+    return out if bias is None else out + bias  # as torch adds it: an operator of its own, left to autograd
+
+
+def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    other, version = extra
+    if other._version != version:
+        raise changed_in_place(other)
+    return _aten._trilinear(value, grad, other, [1, 3], [2, 3], [1, 2], [0]), None
+
+
+def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`value @ weight` with a matrix of weights, or a batch of matrices as large as the value's own."""
+
+    def product(*args: Any, **named: Any) -> Tensor:
+        if len(args) != 2 or named:
+            return original(*args, **named)
+        value, weight = args
+        deferral, stand_in = _stand_in(weight)
+        if deferral is None or stand_in is None or id(value) in deferral.stand_ins:
+            return original(value, weight)
+        if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
+            out = original(value, stand_in)
+            return tie(out, Record(deferral, _kept(value, out), weight, None, _batched_grads))
+        if weight.dim() != 2 or value.dim() < 2:
+            return original(value, weight)
+        rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
+        out = original(rows, stand_in)
+        record = Record(deferral, _kept(rows, out), weight, None, _product_grads)
+        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], out.shape[-1])
+
+    return product
+
+
+def _batched_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return value.transpose(1, 2).bmm(grad), None
+
+
+def _product_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    of_bias = None if bias is None else grad.sum(0)
+    if weight.stride(0) == 1 and weight.stride(1) == weight.size(0):
+        return grad.t().mm(value).t(), of_bias  # autograd's choice for a weight that lies in columns
+    return value.t().mm(grad), of_bias
+
+
+def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`bias + value @ weight` with a matrix of weights and a bias for its columns."""
+
+    def sum_product(*args: Any, **named: Any) -> Tensor:
+        if len(args) != 3 or named:
+            return original(*args, **named)
+        bias, value, weight = args
+        deferral, stand_in = _stand_in(weight)
+        if deferral is None or stand_in is None or bias.dim() != 1 or id(value) in deferral.stand_ins:
+            return original(bias, value, weight)
+        bias_in = deferral.stand_ins.get(id(bias))
+        out = original(bias if bias_in is None else bias_in, value, stand_in)
+        return tie(out, Record(deferral, _kept(value, out), weight, None if bias_in is None else bias, _product_grads))
+
+    return sum_product
+
+
+# Normalisations -------------------------------------------------------------------------------------------------------
+
+
+def _norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:  # noqa: A002
+    """What to record into, the weight's stand-in, the bias to apply, and the bias whose gradient waits."""
+    deferral, stand_in = _stand_in(weight)
+    if deferral is None or stand_in is None or type(input) is not Tensor or not _pays(input):
+        return None, None, None, None
+    bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
+    return deferral, stand_in, bias if bias_in is None else bias_in, None if bias_in is None else bias
+
+
+def _pays(input: Tensor) -> bool:  # noqa: A002
+    """Whether a normalisation's weight gradients are worth a record."""
+    return input.numel() >= SMALLEST_NORM and not _is_autocast(input)
+
+
+SMALLEST_NORM = 1 << 16
+"""How many numbers an input must have for a normalisation's weight gradients to wait: a record costs some 10 microseconds, which is
+more than the gradients of a smaller one."""
+
+
+def layer_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    deferral, stand_in, added, wanted = _norm_stand_ins(input, weight, bias)
+    if deferral is None:
+        return _layer_norm(input, normalized_shape, weight, bias, eps)
+    out, mean, deviation = torch.native_layer_norm(input, normalized_shape, stand_in, added, eps)
+    extra = normalized_shape, mean, deviation, stand_in, None if wanted is None else added
+    return tie(out, Record(deferral, input.detach(), weight, wanted, _layer_norm_grads, extra=extra))
+
+
+def _layer_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    _, of_weight, of_bias = _aten.native_layer_norm_backward(grad, value, *extra, [False, True, bias is not None])
+    return of_weight, of_bias
+
+
+def group_norm(
+    input: Tensor,  # noqa: A002
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Tensor:
+    deferral, stand_in, added, wanted = _norm_stand_ins(input, weight, bias)
+    if deferral is None or stand_in is None or input.dim() < 2 or input.numel() <= num_groups or not input.is_contiguous():
+        # With channels last, torch's kernel for a CPU crashes if the input's gradient is not asked for.
+        return _group_norm(input, num_groups, weight, bias, eps)
+    stand_in, added = stand_in.contiguous(), None if added is None else added.contiguous()
+    rows, channels = input.shape[:2]
+    sizes = rows, channels, input.numel() // (rows * channels), num_groups
+    out, mean, deviation = torch.native_group_norm(input, stand_in, added, *sizes, eps)
+    extra = mean, deviation, stand_in, *sizes
+    return tie(out, Record(deferral, input.detach(), weight, wanted, _group_norm_grads, extra=extra))
+
+
+def _group_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    which = [False, True, bias is not None]
+    _, of_weight, of_bias = _aten.native_group_norm_backward(grad.contiguous(), value, *extra, which)
+    return of_weight, of_bias
+
+
+def rms_norm(
+    input: Tensor,  # noqa: A002
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    deferral, stand_in, _, _ = _norm_stand_ins(input, weight, None)
+    if deferral is None or stand_in is None or stand_in.dtype is not input.dtype:
+        return _rms_norm(input, normalized_shape, weight, eps)
+    if input.is_cuda and _HAS_FUSED_RMS_NORM:
+        out, deviation = _aten._fused_rms_norm(input, normalized_shape, stand_in, eps)
+        extra = normalized_shape, deviation, stand_in
+        return tie(out, Record(deferral, input.detach(), weight, None, _fused_rms_norm_grads, extra=extra))
+    if not input.is_cpu or input.dtype not in (torch.float32, torch.float64):  # computed in float32 to the end, and rounded once
+        return _rms_norm(input, normalized_shape, weight, eps)
+    normal = _rms_norm(input, normalized_shape, None, eps)
+    return tie(normal * stand_in, Record(deferral, normal.detach(), weight, None, _scale_grads))
+
+
+def _fused_rms_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return _aten._fused_rms_norm_backward(grad, value, *extra, [False, True])[1], None
+
+
+def _scale_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    return (grad * value).sum_to_size(weight.shape), None
+
+
+FUNCTIONAL: dict[str, tuple[Any, Any]] = {
+    "linear": (_linear, linear),
+    "embedding": (_embedding, embedding),
+    "embedding_bag": (_embedding_bag, embedding_bag),
+    "bilinear": (_bilinear, bilinear),
+    "layer_norm": (_layer_norm, layer_norm),
+    "group_norm": (_group_norm, group_norm),
+    "rms_norm": (_rms_norm, rms_norm),
+    **{name: (original, _convolution(name)) for name, original in _CONVOLUTIONS.items()},
+    **{name: (original, _transposed_convolution(name)) for name, original in _TRANSPOSED.items()},
+}
+"""Of `torch.nn.functional`: each operator and its wrapper."""
+
+WATCHED: dict[Any, Callable[..., Tensor]] = {
+    **dict(FUNCTIONAL.values()),
+    **{each: _product(each) for each in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)},
+    **{each: _sum_product(each) for each in (torch.addmm, Tensor.addmm)},
+}
+"""What a watched parameter puts in an operator's place."""

@@ -1,0 +1,45 @@
+"""How tensors lie in memory.
+
+Sums of gradients: dense and sparse ones, rounded to the precision and laid out in memory as autograd would.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor fills its memory without gaps or overlaps, in whatever order of its dimensions."""
+    filled = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
+        if stride != filled:
+            return tensor.numel() == 0
+        filled *= size
+    return True
+
+
+def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Give a gradient the strides that autograd would: the parameter's if it fills its memory without gaps, else contiguous ones."""
+    if not is_dense(parameter):
+        return grad.contiguous()
+    sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
+    if all(mine == wanted for mine, wanted in sizes):
+        return grad
+    return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
+
+
+def add(one: Tensor, other: Tensor) -> Tensor:
+    """The sum of two gradients, sparse only if both are: torch adds a sparse tensor to a dense one, but not the other way round."""
+    return other + one if one.is_sparse and not other.is_sparse else one + other
+
+
+def round_to(total: Tensor, parameter: Tensor) -> Tensor:
+    """A new tensor with the parameter's precision and the layout that autograd gives its gradient.
+
+    That is the parameter's own layout if its memory has no gaps, and rows one after the other otherwise.
+    """
+    if total.is_sparse:
+        return total.coalesce().to(parameter.dtype, copy=True)
+    if type(total) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):
+        return total.to(parameter.dtype, copy=True)
+    return match_layout(total.to(parameter.dtype, copy=True), parameter)

@@ -1,0 +1,277 @@
+"""Values as bytes for a channel between processes: the tensors one after the other, then a trailer.
+
+A value's form (its tree, shapes, types, strides) is sent once, where it is new. While it stands, a message is one frame of a size
+that both ends know, and its trailer says whether what comes before is of that form; so nothing is ever cut off, and receives can
+be posted before anything is known of what is under way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ScheduleError
+from penstock.runtime.device.device import on_host, placed
+from penstock.runtime.tensors.boundary import FIXED, check_tensor, how_to_register
+from penstock.runtime.tensors.layout import is_dense
+from penstock.runtime.transport.failures import serializer
+
+_ALIGN = 64
+"""Tensors in a frame lie as they would in memory of their own."""
+TRAILER = 64
+"""Bytes."""
+_Words = ctypes.c_int64 * 5
+
+PROGRAM, NUMBER, SENT, OVERFLOW, LENGTH = range(5)
+"""The words of a trailer: which program sent the message, its place among those of its channel and step, when it was sent on the
+sender's clock, how many bytes follow apart (because the form is new; 0 where it stands), and how many bytes are used where that is
+not the form's to say."""
+
+
+def trailer(frame: Tensor) -> Any:
+    """The words behind all else in a frame, which must be held as long as they are."""
+    return _Words.from_address(frame.data_ptr() + frame.numel() * frame.element_size() - TRAILER)
+
+
+def empty(size: int) -> Tensor:
+    """Memory of so many bytes."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+class Slot:
+    """A frame to send from, with what is needed to fill it."""
+
+    __slots__ = ("address", "frames", "size", "words")
+
+    def __init__(self, size: int) -> None:
+        frame = empty(size)
+        self.size, self.frames, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One tensor of a value, and where in the frame it lies."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    grad: bool
+    device: str
+    offset: int
+    size: int
+
+    @classmethod
+    def of(cls, tensor: Tensor, offset: int) -> Leaf:
+        check_tensor(tensor)
+        stride = tensor.stride() if is_dense(tensor) else _contiguous(tensor.shape)
+        size = tensor.numel() * tensor.element_size()
+        return cls(tensor.shape, stride, tensor.dtype, tensor.requires_grad, tensor.device.type, offset, size)
+
+    def fits(self, tensor: Tensor) -> bool:
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.grad
+            and (tensor.stride() == self.stride or (not is_dense(tensor) and self.stride == _contiguous(self.shape)))
+            and (tensor.is_cpu if self.device == "cpu" else tensor.device.type == self.device)
+        )
+
+    def copy(self, tensor: Tensor, address: int) -> None:
+        if self.device != "cpu" or tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
+            tensor = on_host(tensor, self.shape, self.stride)
+        ctypes.memmove(address + self.offset, tensor.data_ptr(), self.size)
+
+    def view(self, frame: Tensor) -> Tensor:
+        """The tensor that lies in the frame: no view of it to autograd, and no copy."""
+        tensor = torch.empty(0, dtype=self.dtype)
+        tensor.set_(frame.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
+        return self.finish(tensor)
+
+    def finish(self, tensor: Tensor) -> Tensor:
+        if self.device != "cpu":
+            tensor = placed(tensor, self.device)
+        return tensor.requires_grad_() if self.grad else tensor
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """A place in a tree where the same tensor stands as in an earlier one."""
+
+    place: int
+
+
+_ONE, _LIST = "one tensor", "a list"
+
+
+def _flat(value: Any) -> tuple[Sequence[Any], Any]:
+    """The parts of a value and how they hang together; quick for what goes round most, a tensor and a list of gradients."""
+    if type(value) is Tensor:
+        return (value,), _ONE
+    if type(value) is list and all(type(part) is Tensor or part is None for part in value):
+        return value, _LIST
+    return pytree.tree_flatten(value)
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a value looks like: how it hangs together, its tensors (`Leaf`) and its plain values."""
+
+    spec: Any
+    leaves: tuple[Any, ...]
+    size: int
+    """Bytes of its frame."""
+    alone: Leaf | None = field(init=False, compare=False)
+    """The one tensor that it is or that its list holds: most messages, so they have a quick way."""
+    dtype: torch.dtype = field(init=False, compare=False)
+    first: list[int] = field(init=False, compare=False)
+    """For each leaf, the first place where the same tensor stands."""
+
+    def __post_init__(self) -> None:
+        alone = self.leaves[0] if self.spec in (_ONE, _LIST) and len(self.leaves) == 1 and type(self.leaves[0]) is Leaf else None
+        object.__setattr__(self, "alone", alone)
+        object.__setattr__(self, "first", [leaf.place if type(leaf) is Repeated else place for place, leaf in enumerate(self.leaves)])
+        object.__setattr__(self, "dtype", torch.uint8 if alone is None else alone.dtype)
+
+    @classmethod
+    def of(cls, value: Any) -> Form:
+        parts, spec = _flat(value)
+        end, first = 0, _first_places(parts)
+        leaves: list[Any] = []
+        for place, part in enumerate(parts):
+            if first[place] != place:
+                leaves.append(Repeated(first[place]))
+            elif isinstance(part, Tensor):
+                leaves.append(Leaf.of(part, end))
+                end = -(-(end + leaves[-1].size) // _ALIGN) * _ALIGN
+            else:
+                leaves.append(part)
+        return cls(spec, tuple(leaves), end + TRAILER)
+
+    @property
+    def tells(self) -> bool:
+        """Whether there are plain values, which may be others in the next message; nothing is always the same."""
+        return any(leaf is not None and type(leaf) not in (Leaf, Repeated) for leaf in self.leaves)
+
+    def fits(self, value: Any, plain: bool = True) -> bool:
+        """Whether a value is of this form, so that its tensors alone need to be sent; and, unless `plain`, its plain values."""
+        if self.alone is not None:
+            if self.spec is _LIST:
+                value = value[0] if type(value) is list and len(value) == 1 else None
+            return type(value) is Tensor and self.alone.fits(value)
+        parts, spec = _flat(value)
+        if not (spec == self.spec and len(parts) == len(self.leaves) and _first_places(parts) == self.first):
+            return False
+        return all(_part_fits(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
+
+    def pack(self, value: Any, address: int) -> None:
+        """Copy the value's tensors into the frame at an address."""
+        if self.alone is not None:
+            self.alone.copy(value if self.spec is _ONE else value[0], address)
+            return
+        for part, leaf in zip(self.parts(value), self.leaves, strict=True):
+            if type(leaf) is Leaf:
+                leaf.copy(part, address)
+
+    def frame(self) -> Tensor:
+        """A frame to receive into, which becomes the value's tensor where there is but one."""
+        return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype)
+
+    def unpack(self, frame: Tensor) -> Any:
+        """The value, its tensors lying in the frame."""
+        alone = self.alone
+        if alone is not None:
+            tensor = alone.finish(frame.as_strided_(alone.shape, alone.stride))
+            return tensor if self.spec is _ONE else [tensor]
+        return self.join([leaf.view(frame) if type(leaf) is Leaf else leaf for leaf in self.leaves])
+
+    def parts(self, value: Any) -> Sequence[Any]:
+        """The value's tensors and plain values."""
+        return _flat(value)[0]
+
+    def plain(self, value: Any) -> list[Any]:
+        """The value's plain values."""
+        return [part for part, leaf in zip(self.parts(value), self.leaves, strict=True) if type(leaf) not in (Leaf, Repeated)]
+
+    def join(self, parts: list[Any]) -> Any:
+        """The reverse of `parts`."""
+        if any(type(part) is Repeated for part in parts):
+            parts = [parts[part.place] if type(part) is Repeated else part for part in parts]
+        if self.spec is _ONE:
+            return parts[0]
+        return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A tree travels as itself with numbers for its parts."""
+        tree = self.spec if self.spec in (_ONE, _LIST) else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
+        return _form, (tree, self.leaves, self.size)
+
+    def __str__(self) -> str:
+        def one(leaf: Any) -> str:
+            if type(leaf) is Repeated:
+                return f"the {leaf.place + 1}. again"
+            return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if type(leaf) is Leaf else repr(leaf)
+
+        return ", ".join(map(one, self.leaves)) or "nothing"
+
+
+def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
+    known = next((name for name in (_ONE, _LIST) if type(tree) is str and tree == name), None)
+    spec: Any = pytree.tree_structure(tree) if known is None else known
+    if known is None and spec.num_leaves != len(leaves):
+        unknown = next((leaf for leaf in pytree.tree_leaves(tree) if type(leaf) is not int), tree)
+        raise ScheduleError(f"a class of a message is not known to pytree on this rank: {how_to_register(type(unknown))}")
+    return Form(spec, leaves, size)
+
+
+def pack_new(value: Any) -> tuple[Form, Tensor]:
+    """A value with its form in front of it, for the other end to learn."""
+    form = Form.of(value)
+    told = serializer().dumps(form)
+    at = _after(len(told))
+    frame = empty(at + form.size)
+    ctypes.c_int64.from_address(frame.data_ptr()).value = len(told)
+    ctypes.memmove(frame.data_ptr() + 8, told, len(told))
+    form.pack(value, frame.data_ptr() + at)
+    return form, frame
+
+
+def unpack_new(frame: Tensor) -> tuple[Form, Any]:
+    """The reverse of `pack_new`."""
+    length = ctypes.c_int64.from_address(frame.data_ptr()).value
+    form: Form = pickle.loads(ctypes.string_at(frame.data_ptr() + 8, length))
+    body = form.frame()
+    ctypes.memmove(body.data_ptr(), frame.data_ptr() + _after(length), form.size)
+    return form, form.unpack(body)
+
+
+def _after(length: int) -> int:
+    return -(-(8 + length) // _ALIGN) * _ALIGN
+
+
+def _contiguous(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _first_places(parts: Sequence[Any]) -> list[int]:
+    """For each part, the first place where the same tensor stands."""
+    seen: dict[int, int] = {}
+    return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]
+
+
+def _part_fits(part: Any, leaf: Any, plain: bool) -> bool:
+    if isinstance(part, Tensor):
+        return type(leaf) is Repeated or (type(leaf) is Leaf and leaf.fits(part))
+    if not plain:
+        return type(leaf) not in (Leaf, Repeated) and (part is None) == (leaf is None)
+    return type(part) is type(leaf) and type(part) in FIXED and repr(part) == repr(leaf)
