@@ -1,16 +1,12 @@
-"""Input that a rank refuses: the other ranks, whose input may be in order, must not take its next step for this one.
-
-Train a model with any program, with the numbers of the unpipelined model.
-"""
+"""`Pipeline`: trains a model with any program, with the numbers of the unpipelined model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -20,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
-from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share, StepResult, check_same
@@ -28,7 +23,7 @@ from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
 from penstock.runtime.device import device
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
-from penstock.runtime.execution.overlap import overlap_of
+from penstock.runtime.execution.overlap import make_overlap
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
 from penstock.runtime.measure.parity import Batch, Parity, parity
 from penstock.runtime.measure.recorder import Record, offsets, timeline
@@ -40,6 +35,7 @@ from penstock.runtime.model.recompute import Recompute, recomputing
 from penstock.runtime.model.running_statistics import RunningStatistics, write
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Shared, Ties
+from penstock.runtime.options import BatchOptions, DataOptions, ExecutionOptions, GroupOptions, ModelOptions
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
 from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
@@ -50,38 +46,6 @@ from penstock.runtime.transport.group import Group
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
-Made = TypeVar("Made", bound=Callable[..., Any])
-
-
-def told(make: Made) -> Made:
-    """A pipeline's method that refuses input: this rank raises why, and all others, in the call that they make meanwhile, that it has."""
-
-    @wraps(make)
-    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return make(self, *args, **kwargs)
-        except PipelineError as error:
-            self.group.fail(self.rank, error)
-            raise
-        except Exception as error:
-            _tell(self, error)
-            raise
-        except BaseException as error:
-            self.group.fail(self.rank, error)
-            raise
-
-    return cast(Made, made)
-
-
-def _tell(pipeline: Any, error: Exception) -> None:
-    try:
-        pipeline.group.enter(pipeline.rank, pipeline.deadline)
-    except PipelineError:  # a failure that this rank had yet to raise; its own error does instead
-        return
-    headline = f"{pipeline.group.called(pipeline.rank)} refused what it was given for the step: {describe(error)}"
-    pipeline.group.report_failure(pipeline.rank, headline, error)
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -91,6 +55,34 @@ _NO_COPY = (
 )
 _DRIFT = 1000
 """Recorded steps after which the ranks' clocks are compared again."""
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def report_refusal(method: Method) -> Method:
+    """A method of `Pipeline` that may refuse its input: if it does, the other ranks raise too.
+
+    This rank raises the reason. The others raise that it has refused, in the call that they are in meanwhile: they must not take this
+    rank's next step for the one that it refused.
+    """
+
+    @wraps(method)
+    def call(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        except Exception as error:
+            if isinstance(error, PipelineError):
+                self.group.fail(self.rank, error)
+            else:
+                with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
+                    self.group.enter(self.rank, self.deadline)
+                    headline = f"{self.group.called(self.rank)} refused its input to the step: {describe(error)}"
+                    self.group.report_failure(self.rank, headline, error)
+            raise
+        except BaseException as error:
+            self.group.fail(self.rank, error)
+            raise
+
+    return cast(Method, call)
 
 
 class Pipeline:
@@ -165,56 +157,83 @@ class Pipeline:
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
     ) -> None:
-        self.deadline = _checked_deadline(deadline)
-        self.group: Group
-        self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.number = self.group.count(self.rank)
-        self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
+        ranks = GroupOptions(group, mesh, transport, deadline)
+        run = ExecutionOptions(seed, accumulate, overlap, graphs)
+        data = DataOptions(shard, lookahead, residency, accumulate_dtype)
+        self._plan: Any = plan if schedule is None else schedule
+        self._join(ranks)
+        self.table = find_table(self._plan, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
+        self.record, self.graphs = record, run.graphs
+        self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split, loss_fn, weight = recognised(model, split, loss_fn, weight)
-        self.loss = Loss(loss_fn, loss_reduction)
-        if weight is None:
-            self.loss.check_own_reduction()
-        self.seed, self.overlap = seed, overlap_of(overlap)
-        self.record, self.graphs = record, graphs
-        self._clocks: tuple[int, list[int]] | None = None
-        dims, counts = (batch_dims, target_dims, kwarg_dims), (self.table.stages, self.microbatches)
-        self.batches = Batches(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
-        plan = plan if schedule is None else schedule
-        model, split = planned_split(unwrapped(model, self.grid), plan, split)
-        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
-        give_weights(weights, model, cut, mine)
-        tied = shard_stages(cut, mine, self.grid, shard)
-        cut = compiled(cut if seed is None else streamed(cut), compile)
-        self.partition: Partition = recomputing(cut, plan, recompute)
-        self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
+        self._read_batches(
+            BatchOptions(batch_dims, target_dims, kwarg_dims, loss_fn, loss_reduction, weight), isinstance(split, HuggingFace)
+        )
+        tied = self._cut(model, ModelOptions(split, ties, weights, recompute, compile), data)
+        self.stages = self._stages(fused=run.accumulate == "fused")
         self.scaler: Any = None
-        """What scales the losses before their backward, see `GradScaler`."""
+        """Scales the losses before their backward, see `GradScaler`."""
         self._hooked = HookedWeights()
         self._steps = 0
         self._calls = 0
-        """How many batches this rank was given, those that it refused included."""
+        """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._clocks: tuple[int, list[int]] | None = None
         self.unsplit, self._shares_modules = self._agree()
-        self._plan: Any = plan
         self._whole: dict[int, str] = {}
-        """The stages that turned out to need their backward whole, see `Stage.whole`."""
-        self.merged: Merged | None = merged(self.table, self.unsplit, plan)
-        if self.merged is not None and self.rank == 0:
-            logger.warning("%s", self.merged)
-        self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
+        """The stages that turned out to need a whole backward, see `Stage.whole`."""
+        self._set_merged(self._whole)
+        self.data = Data(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
         self._names: set[str] | None = None
-        """This rank's parameters by name, once the ranks have agreed on them."""
-        self.shared = Shared.find(self, [*ties, *tied])
+        """The names of this rank's parameters, once the ranks have agreed on them."""
+        self.shared = Shared.find(self, tied)
         self._names = set(self.shared.place)
         self.statistics = RunningStatistics(self)
         self._buffers = Buffers()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
-            refuse_graphs(self)
+            refuse_graphs(
+                self.stages,
+                seeded=self.seed is not None,
+                shares_parameters=self.shared.one_object,
+                sums_elsewhere=self.grid is not None or self.data.dtype is not None,
+                gathers_statistics=self.statistics.gathers,
+            )
 
-    # What it is made of -----------------------------------------------------------------------------------------------
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    def _join(self, options: GroupOptions) -> None:
+        """Find this rank's place among the others."""
+        self.deadline = options.deadline
+        self.group: Group
+        self.group, self.rank, self.grid = group_of(options.group, options.mesh, options.transport)
+        self.number = self.group.count(self.rank)
+
+    def _read_batches(self, options: BatchOptions, named: bool) -> None:
+        """Prepare to split batches and to compute their losses; `named` if the model takes its arguments by name."""
+        self.loss = Loss(options.loss_fn, options.loss_reduction)
+        if options.weight is None:
+            self.loss.check_own_reduction()
+        dims = options.batch_dims, options.target_dims, options.kwarg_dims
+        self.batches = Batches(*dims, self.loss, options.weight, self.table.stages, self.microbatches, named=named)
+
+    def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
+        """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
+        model, split = planned_split(unwrapped(model, self.grid), self._plan, options.split)
+        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        give_weights(options.weights, model, cut, mine)
+        tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
+        cut = compiled(cut if self.seed is None else streamed(cut), options.compile)
+        self.partition: Partition = recomputing(cut, self._plan, options.recompute)
+        return tied
+
+    def _set_merged(self, whole: Mapping[int, str]) -> None:
+        """Note which stages run their backward whole although the schedule splits it, and warn of what that costs."""
+        self.merged: Merged | None = merged(self.table, self.unsplit, self._plan, whole)
+        if self.merged is not None and self.rank == 0:
+            logger.warning("%s", self.merged)
 
     def _stages(self, fused: bool) -> dict[int, Stage]:
         stages = {}
@@ -333,7 +352,7 @@ class Pipeline:
                 "graphs": self.graphs,
             }
             found = Executor(program, self.rank, self.stages, **given)
-            self.group.open((*found.inboxes, *found.outboxes), self.deadline)
+            self.group.open((*found.links.inboxes, *found.links.outboxes), self.deadline)
             self._executors[count, training] = found
         return found
 
@@ -380,17 +399,17 @@ class Pipeline:
         feed.losses = False
         return self._run(feed, training=False).outputs
 
-    @told
+    @report_refusal
     def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
         self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
-    @told
+    @report_refusal
     def _ready(self, *given: Any) -> Feed:
         self._calls += 1
         return self.batches.ready(*given)
 
-    @told
+    @report_refusal
     def _prepared(self, feed: Feed, training: bool) -> Executor:
         """Everything for which a step can be refused before it runs."""
         self.data.agree(feed, "step" if training else "eval_step")
@@ -401,7 +420,7 @@ class Pipeline:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
-            self.group.agree(executor.number, self._looks(feed), self.deadline)
+            self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
@@ -473,9 +492,8 @@ class Pipeline:
         """Say what it costs if more stages than before turned out to need their backward whole."""
         whole = {stage: reason for share in shares for stage, reason in share.whole.items()}
         if whole.keys() > self._whole.keys():
-            self._whole, self.merged = whole, merged(self.table, self.unsplit, self._plan, whole)
-            if self.merged is not None and self.rank == 0:
-                logger.warning("%s", self.merged)
+            self._whole = whole
+            self._set_merged(whole)
 
     def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
@@ -525,15 +543,3 @@ class Pipeline:
         batch = Batch(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
         return parity(self, self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
-
-
-def _checked_deadline(deadline: Any) -> float:
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
-        raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one where ranks may be slow")
-    return float(deadline)
-
-
-def _checked_accumulate(accumulate: str) -> str:
-    if accumulate not in ("autograd", "fused"):
-        raise ScheduleError(f"accumulate must be 'autograd' or 'fused', got {accumulate!r}")
-    return accumulate

@@ -47,7 +47,7 @@ class Record:
     @classmethod
     def of(cls, executor: Executor) -> Record:
         watch, actions, begun, ended = executor.watch, executor.actions, list(executor.begun), list(executor.ended)
-        received = {route: list(inbox.times) for route, inbox in executor.inboxes.items()}
+        received = {route: list(inbox.times) for route, inbox in executor.links.inboxes.items()}
         if watch is not None:
             begun, ended = watch.times(watch.begun), watch.times(watch.ended)
             columns = {route: [watch.times(column) for column in zip(*times, strict=True)] for route, times in received.items()}
