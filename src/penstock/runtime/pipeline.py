@@ -536,11 +536,11 @@ class Pipeline:
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied parameters count once."""
+        """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
         return clip_grad_norm(self, max_norm, norm_type)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
-        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Everything is restored afterwards."""
+        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
         batch = Batch(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
         return parity(self, self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
