@@ -245,7 +245,7 @@ class Pipeline:
         return stages
 
     def _agree(self) -> tuple[tuple[int, ...], bool]:
-        """Check that the ranks got the same arguments. Returns the stages that cannot split their backward, and whether ranks share modules."""
+        """Check that all ranks got the same arguments; the stages that cannot split their backward, and whether ranks share modules."""
         mine = {
             "pipeline": self.number,
             "stages": self.table.stages,

@@ -74,7 +74,7 @@ def _lower(schedule: Schedule, shard: Shard | None) -> Program:
 def _rebuild(table: Table, count: int) -> Table:
     if not isinstance(table, Schedule) or table.remake is None:
         raise ScheduleError(
-            f"{count} microbatches, but {table.name or 'the schedule'} is fixed to {table.microbatches}, because it was loaded from a file or "
+            f"{count} microbatches, but {table.name or 'the schedule'} is fixed to {table.microbatches}, because it was loaded or "
             "written by hand: use a schedule by name for other counts"
         )
     return table.remake(count)
