@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickletools
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn import functional
 
 from penstock.errors import CheckpointError
-from penstock.runtime import Checkpoint, Checkpoints
+from penstock.runtime import Checkpoint, Checkpoints, DataOrder, Pipeline, launch
 from penstock.runtime.checkpoint.files import MANIFEST
+from runtime.models import blocks
 
 
 def holding(value: float) -> nn.Linear:
@@ -102,11 +106,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no data": (lambda folder: (folder / "__0_0.distcp").unlink(), "is partial: __0_0.distcp is missing"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), "is partial: .metadata is missing"),
     "short data": (shorten, r"is partial: __0_0.distcp has \d+ bytes of \d+"),
-    "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp is not as it was written"),
-    "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata is not as it was written"),
+    "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp has changed since it was written"),
+    "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata has changed since it was written"),
     "empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), f"is corrupt: its {MANIFEST} cannot be read"),
     "other manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), f"is corrupt: its {MANIFEST} cannot be read"),
-    "changed manifest": (restate, f"is corrupt: its {MANIFEST} is not as it was written"),
+    "changed manifest": (restate, f"is corrupt: its {MANIFEST} has changed since it was written"),
 }
 
 
@@ -131,7 +135,7 @@ def test_contents_need_not_be_compared(two: Path) -> None:
     flip(two / "step-00000002", "manifest.json")
     flip(two / "step-00000001", "__0_0.distcp")
     checkpoints = Checkpoints(two, verify=False)
-    checkpoints._check(checkpoints.whole()[0])
+    checkpoints._check_files(checkpoints.whole()[0])
     shorten(two / "step-00000001")
     with pytest.raises(CheckpointError, match="step-00000001 is partial"):
         checkpoints.load_latest(holding(0))
@@ -265,5 +269,60 @@ def test_bad_arguments(two: Path, tmp_path: Path) -> None:
     assert sorted(two.iterdir()) == before
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match=r"checkpoints cannot be in .*: .*/file is no folder"):
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be in .*: .*/file is not a folder"):
             Checkpoints(folder)
+
+
+# Checkpoints of earlier versions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_version_0_1() -> None:
+    """Two ranks of 0.1 trained the same model three steps; it loads into a pipeline, into the plain model, and with torch alone."""
+    folder = Path(__file__).parents[1] / "data" / "checkpoint_0_1"
+    wanted, velocity = trained_by_0_1()
+
+    def load() -> dict[str, torch.Tensor]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+        pipe = Pipeline(model, schedule="gpipe", microbatches=4, loss_fn=functional.mse_loss, seed=7)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0, momentum=0.9)
+        scheduler, data = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), DataOrder(8, 4, shuffle=False)
+        found = Checkpoints(folder).load_latest(pipe, optimizer, scheduler=scheduler, data=data)
+        assert found is not None
+        assert (found.step, found.ranks, pipe.steps) == (3, 2, 3)
+        assert (data.epoch, data.position, scheduler.last_epoch) == (1, 4, 3)
+        assert optimizer.param_groups[0]["lr"] == 0.5**4
+        return {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+
+    first, second = launch(load, 2)
+    plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.9)
+    Checkpoints(folder).load_latest(plain, optimizer)
+    by_torch = {"model": {name: torch.zeros(2, 2) for name in wanted}}
+    dcp.load(by_torch, checkpoint_id=folder / "step-00000003")
+    for loaded in (first | second, dict(plain.named_parameters()), by_torch["model"]):
+        torch.testing.assert_close({name: value.detach() for name, value in loaded.items()}, wanted)
+    torch.testing.assert_close([optimizer.state[parameter]["momentum_buffer"] for parameter in plain.parameters()], velocity)
+
+
+def trained_by_0_1() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The weights and velocities of gradient descent with momentum, written out."""
+    samples = torch.arange(16.0).reshape(8, 2) / 16
+    weights, velocity, rate = [torch.eye(2), torch.eye(2)], [torch.zeros(2, 2), torch.zeros(2, 2)], 0.5
+    for step in range(3):
+        batch = samples[4 * (step % 2) :][:4]
+        hidden = batch @ weights[0].T
+        slope = 2 * (hidden @ weights[1].T - (1 - batch)) / batch.numel()
+        gradients = [(slope @ weights[1]).T @ batch, slope.T @ hidden]
+        velocity = [0.9 * before + gradient for before, gradient in zip(velocity, gradients, strict=True)]
+        weights = [weight - rate * change for weight, change in zip(weights, velocity, strict=True)]
+        rate /= 2
+    return {"0.weight": weights[0], "1.weight": weights[1]}, velocity
+
+
+def test_pickled_metadata_names_no_class_of_ours(tmp_path: Path) -> None:
+    """So that modules may move, and other versions and torch itself read it."""
+    path = Checkpoints(tmp_path).save(blocks(2), step=1)
+    words = {argument for _, argument, _ in pickletools.genops((path / ".metadata").read_bytes()) if isinstance(argument, str)}
+    assert "torch.distributed.checkpoint.metadata" in words
+    assert not [word for word in words if word.partition(".")[0] == "penstock"]

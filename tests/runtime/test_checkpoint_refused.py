@@ -72,7 +72,7 @@ def test_a_scheduler_of_other_groups(tmp_path: Path) -> None:
     optimizer = groups(model, 2)
     optimizer.add_param_group({"params": []})
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CheckpointError, match="the scheduler was saved with 2 groups of the optimizer's, and has 3"):
+    with pytest.raises(CheckpointError, match="the scheduler was saved with 2 optimizer groups, but has 3 here"):
         Checkpoints(tmp_path).load_latest(model, optimizer, scheduler=StepLR(optimizer, 5), data=DataOrder(10, 2, seed=1))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

@@ -171,9 +171,7 @@ def test_tied_by_name(tmp_path: Path) -> None:
 
 def test_separate_parameters_are_not_tied_by_loading(tmp_path: Path) -> None:
     start(model, "1f1b", 2, tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match=r"has embed.tokens.weight and head.weight as parameters of their own, but the model ties them"
-    ):
+    with pytest.raises(CheckpointError, match=r"has embed.tokens.weight and head.weight as separate parameters, but the model ties them"):
         resume(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
 
 
@@ -329,15 +327,15 @@ def test_asynchronous_save_holds_what_was_there(tmp_path: Path, monkeypatch: pyt
     """What is written is the state of the call, though it is written after the next steps."""
     import threading
 
-    from penstock.runtime.checkpoint.writing import Plan
+    from penstock.runtime.checkpoint.writing import RankLayout
 
-    gate, write = threading.Event(), Plan.write
+    gate, write = threading.Event(), RankLayout.write
 
-    def late(plan: Plan) -> Any:
+    def late(layout: RankLayout) -> Any:
         assert gate.wait(60)
-        return write(plan)
+        return write(layout)
 
-    monkeypatch.setattr(Plan, "write", late)
+    monkeypatch.setattr(RankLayout, "write", late)
 
     def train() -> list[float]:
         run = pipelined(model(), "1f1b")
@@ -382,16 +380,16 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     refused(nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2)), rf"{where}has 0.weight with shape \[3, 2\], but the model's has \[4, 2\]")
     refused(plain.double(), f"{where}has 0.weight with type torch.float32, but the model's has torch.float64")
     plain.float()
-    refused(nn.Sequential(nn.Linear(2, 3)), f"{where}has, and no rank's model has, 1.bias, 1.weight")
+    refused(nn.Sequential(nn.Linear(2, 3)), f"{where}has names that the model has on no rank: 1.bias, 1.weight")
     refused(nn.Sequential(*plain, nn.Linear(2, 2)), f"{where}has no 2.bias, 2.weight")
-    refused(plain, "has a parameter of shape .* that is none of the model's", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    refused(plain, "has a parameter of shape .* that does not belong to the model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     plain[0].bias.requires_grad_(False)
     path = checkpoints.save(plain, torch.optim.SGD([plain[1].weight], lr=0.5), step=2)
     nn.init.zeros_(plain[0].weight)
-    refused(plain, f"checkpoint {path} has nothing of the optimizer for 0.weight", optimizer)
+    refused(plain, f"checkpoint {path} has no optimizer state for 0.weight", optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([{"params": plain[0].weight}, {"params": plain[1].weight}], lr=0.5), 2)
     checkpoints.save(plain, step=3, scheduler=scheduler)
-    with pytest.raises(CheckpointError, match="saved with 2 groups of the optimizer's, and has 1: give the optimizer the same groups"):
+    with pytest.raises(CheckpointError, match="saved with 2 optimizer groups, but has 1 here: give the optimizer the same groups"):
         checkpoints.load_latest(plain, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
     with pytest.raises(CheckpointError, match="step -1"):
         checkpoints.save(plain, step=-1)
@@ -411,16 +409,16 @@ def test_ranks_must_save_the_same_step(tmp_path: Path) -> None:
 
 def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk on one rank: all raise the same, nothing is left behind, and the next save works."""
-    from penstock.runtime.checkpoint.writing import Plan
+    from penstock.runtime.checkpoint.writing import RankLayout
 
-    write, full = Plan.write, [True]
+    write, full = RankLayout.write, [True]
 
-    def fail(plan: Plan) -> Any:
-        if plan.rank == 1 and full[0]:
+    def fail(layout: RankLayout) -> Any:
+        if layout.rank == 1 and full[0]:
             raise OSError(28, "No space left on device")
-        return write(plan)
+        return write(layout)
 
-    monkeypatch.setattr(Plan, "write", fail)
+    monkeypatch.setattr(RankLayout, "write", fail)
 
     def save() -> str:
         pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=MICROBATCHES, loss_fn=functional.mse_loss)

@@ -130,7 +130,7 @@ def test_pruning_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
     code = f"""
         import sys
         from pathlib import Path
-        from penstock.runtime.checkpoint_files import Draft
+        from penstock.runtime.checkpoint.files import Draft
         draft = Draft.begin(Path({str(tmp_path)!r}), 7)
         print(draft.path, flush=True)
         sys.stdin.read()

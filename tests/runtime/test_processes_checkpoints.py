@@ -127,22 +127,22 @@ def test_folder_that_is_not_shared(workers: Workers, tmp_path: Path) -> None:
         here = tmp_path / str(rank())
         checkpoints = Checkpoints(here)
         if rank():
-            from penstock.runtime.checkpoint.writing import Plan
+            from penstock.runtime.checkpoint.writing import RankLayout
 
-            init = Plan.__init__
+            init = RankLayout.__init__
 
-            def elsewhere(plan: Plan, draft: object, *args: object) -> None:
+            def elsewhere(layout: RankLayout, draft: object, *args: object) -> None:
                 from dataclasses import replace
 
-                init(plan, replace(draft, path=here / "absent"), *args)
+                init(layout, replace(draft, path=here / "absent"), *args)
 
-            Plan.__init__ = elsewhere
+            RankLayout.__init__ = elsewhere
         try:
             with pytest.raises(CheckpointError) as caught:
                 checkpoints.save(pipe, step=1)
         finally:
             if rank():
-                Plan.__init__ = init
+                RankLayout.__init__ = init
         return str(caught.value)
 
     said = workers.run(save, ranks=2)

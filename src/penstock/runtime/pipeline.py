@@ -191,7 +191,8 @@ class Pipeline:
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
         self._hooked = HookedWeights()
-        self._steps = 0
+        self.steps = 0
+        """How many training steps were run; with a seed, each step draws from streams of its own. Checkpoints save it."""
         self._calls = 0
         """How many batches this rank was given, those that it refused included."""
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -407,7 +408,7 @@ class Pipeline:
     def _run(self, feed: Feed, training: bool) -> StepResult:
         executor = self._prepared(feed, training)
         if self.seed is not None:
-            feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
+            feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
         try:
             with nullcontext() if feed.seed is None else kept_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
@@ -466,7 +467,7 @@ class Pipeline:
             backup.restore()
             raise
         self._buffers.settle()
-        self._steps += 1
+        self.steps += 1
         return shares
 
     def _look_for_whole(self, shares: Sequence[Share]) -> None:

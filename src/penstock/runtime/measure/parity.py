@@ -178,7 +178,7 @@ def parity(pipeline: Pipeline, feed: Feed, batch: Batch) -> Parity:
 def _kept(pipeline: Pipeline) -> Iterator[None]:
     """Leave gradients, parameters with hooks, all state of this rank's stages, and the random state as they are."""
     held = [parameter for _, parameter in pipeline.local_parameters()]
-    grads, steps, random = [parameter.grad for parameter in held], pipeline._steps, device.random_state()
+    grads, steps, random = [parameter.grad for parameter in held], pipeline.steps, device.random_state()
     hooked = [(parameter, parameter.detach().clone()) for parameter in held if parameter._post_accumulate_grad_hooks]
     layers = [layer for index in pipeline.stages for layer in _part(pipeline, index).modules]
     states = [ModuleState.capture(layer) for layer in layers]
@@ -186,7 +186,7 @@ def _kept(pipeline: Pipeline) -> Iterator[None]:
     try:
         yield
     finally:
-        pipeline._steps = steps
+        pipeline.steps = steps
         device.set_random_state(random)
         for parameter, grad in zip(held, grads, strict=True):
             parameter.grad = grad
