@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.errors import WeightsError
 from penstock.runtime import Layers, Pipeline, Replayed, launch
-from penstock.runtime.weights.source import Owned
+from penstock.runtime.weights.source import OwnedTensors
 from runtime.models import GPT, blocks, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])
@@ -90,7 +90,7 @@ def test_other_ranks_values_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> No
         counts.append(sum(each.weight.untyped_storage().nbytes() > 0 for each in made if not each.weight.is_meta))
 
     monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
-    Replayed(Deep, seed=0)(Owned({"": model}, frozenset(id(parameter) for parameter in model.layers[5].parameters())))
+    Replayed(Deep, seed=0)(OwnedTensors({"": model}, frozenset(id(parameter) for parameter in model.layers[5].parameters())))
     monkeypatch.undo()
     assert len(counts) == 64  # once on the meta device, to know the names, and once for real
     assert max(counts) == 4
