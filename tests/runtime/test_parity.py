@@ -18,7 +18,7 @@ from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Layers, Pipeline, add_loss, launch
 from penstock.runtime.execution.executor import Executor
-from penstock.runtime.measure.parity import Parity, _compare
+from penstock.runtime.measure.parity import Parity, compare_numbers
 from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.running_statistics import RunningStatistics
 from runtime.models import GPT, assert_equal, blocks, count_forwards, gradients, token_loss
@@ -246,7 +246,7 @@ def test_what_is_not_a_number_is_equal_to_its_like_alone(found: list[float], wan
     off, right, reference = torch.tensor([1.0 + 2e-7]), torch.tensor(wanted), torch.tensor([1.0])
     for ranks in ([found, wanted], [wanted, found]):
         held = [{"a": off, "b": torch.tensor(each)} for each in ranks]
-        compared = _compare("loop", held, {"a": reference, "b": right})
+        compared = compare_numbers("loop", held, {"a": reference, "b": right})
         assert compared.close is close
         assert not compared.exact
         assert ("equal up to rounding" in compared.in_words()) is close

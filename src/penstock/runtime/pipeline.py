@@ -30,8 +30,8 @@ from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import overlap_of
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
-from penstock.runtime.measure.parity import Batch, Parity, parity
-from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
+from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
 from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.model.hugging_face import HuggingFace, recognised
 from penstock.runtime.model.partition import Partition, partition, planned_split
@@ -505,11 +505,11 @@ class Pipeline:
     def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
         """Everyone's times; clocks are compared again every so many steps, for they drift."""
         if self._clocks is None or self._clocks[0] >= _DRIFT:
-            self._clocks = 0, offsets(self.group, self.rank, self.deadline)
+            self._clocks = 0, clock_offsets(self.group, self.rank, self.deadline)
         count, ahead = self._clocks
         self._clocks = count + 1, ahead
-        records = self.gather("timeline", Record.of(executor))
-        return partial(timeline, executor.program, records, ahead)
+        records = self.gather("timeline", StepTimes.of(executor))
+        return partial(build_timeline, executor.program, records, ahead)
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
@@ -523,9 +523,13 @@ class Pipeline:
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Nothing is left of it."""
-        batch = Batch(args, target, stage_kwargs or {})
+        batch = StepArguments(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
-        return parity(self, self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
+        feed, steps = self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), self.steps
+        try:
+            return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
+        finally:
+            self.steps = steps
 
 
 def _checked_deadline(deadline: Any) -> float:
