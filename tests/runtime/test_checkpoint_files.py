@@ -46,12 +46,12 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_none_yet(tmp_path: Path) -> None:
+def test_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "run").load_latest(holding(0)) is None
     assert Checkpoints(tmp_path / "run").whole() == []
 
 
-def test_only_the_last_are_kept(tmp_path: Path) -> None:
+def test_keeps_the_latest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(1, 5):
         checkpoints.save(holding(step), step=step)
@@ -60,14 +60,14 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
     assert loaded(tmp_path) == (4, 4.0)
 
 
-def test_all_are_kept(tmp_path: Path) -> None:
+def test_keep_none_keeps_all(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=None)
     for step in range(1, 6):
         checkpoints.save(holding(step), step=step)
     assert [each.step for each in checkpoints.whole()] == [5, 4, 3, 2, 1]
 
 
-def test_the_last_one_is_the_one_that_was_saved_last(two: Path) -> None:
+def test_latest_is_by_time_of_save_not_by_step(two: Path) -> None:
     """A run that was set back goes on from where it was set back to."""
     checkpoints, made = Checkpoints(two), holding(0)
     assert checkpoints.load("step-00000001", made).step == 1
@@ -77,7 +77,7 @@ def test_the_last_one_is_the_one_that_was_saved_last(two: Path) -> None:
     assert [each.name for each in checkpoints.whole()] == ["step-00000001.3", "step-00000002", "step-00000001"]
 
 
-def test_manifest_tells_what_is_there(two: Path) -> None:
+def test_manifest_lists_every_file(two: Path) -> None:
     found = Checkpoints(two).whole()[0]
     assert (found.step, found.number, found.ranks, found.about["torch"]) == (2, 2, 1, torch.__version__)
     assert set(found.files) | {MANIFEST} == {path.name for path in found.path.iterdir()}
@@ -115,7 +115,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoints_are_refused_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is asked for is refused; where the last is, the one before it is loaded, and a warning says so."""
     act, said = DAMAGE[damage]
     act(two / "step-00000002")
@@ -130,7 +130,7 @@ def test_damaged_checkpoints_are_refused_by_name(damage: str, two: Path, caplog:
     assert caplog.messages[0].endswith("; step-00000001 is loaded instead")
 
 
-def test_contents_need_not_be_compared(two: Path) -> None:
+def test_verify_false_compares_sizes_only(two: Path) -> None:
     """Where reading everything twice takes too long: what is missing is still seen."""
     flip(two / "step-00000002", "manifest.json")
     flip(two / "step-00000001", "__0_0.distcp")
@@ -141,14 +141,14 @@ def test_contents_need_not_be_compared(two: Path) -> None:
         checkpoints.load_latest(holding(0))
 
 
-def test_a_run_does_not_start_again_where_nothing_can_be_loaded(two: Path) -> None:
+def test_raises_when_every_checkpoint_is_damaged(two: Path) -> None:
     for step in (1, 2):
         flip(two / f"step-0000000{step}", "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"no checkpoint can be loaded:\n.*step-00000002 is corrupt.*\n.*step-00000001 is corrupt"):
         loaded(two)
 
 
-def test_checkpoints_of_a_later_format_are_refused(two: Path) -> None:
+def test_later_format_is_rejected(two: Path) -> None:
     said = json.loads((two / "step-00000002" / MANIFEST).read_text())
     (two / "step-00000002" / MANIFEST).write_text(json.dumps(said | {"format": 9}))
     with pytest.raises(CheckpointError, match="has format 9, and this version reads 1"):
@@ -160,7 +160,7 @@ def test_unknown_name(two: Path) -> None:
         Checkpoints(two).load("step-3", holding(0))
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
     (tmp_path / "run").write_text("")
     with pytest.raises(CheckpointError, match=r"rank 0 failed to begin a checkpoint: FileExistsError"):
@@ -238,7 +238,7 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
     assert int(done.stdout) > 10
 
 
-def test_other_things_in_the_folder(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_files_in_the_folder_are_left_alone(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Files of the user's are not ours; a manifest that cannot be opened is a damaged checkpoint, which is passed over."""
     (two / "step-notes.txt").write_text("mine")
     (two / "step-by-step").mkdir()

@@ -243,7 +243,7 @@ def test_saved_and_compared(workers: Workers, tmp_path: Path, capsys: pytest.Cap
         assert (tmp_path / f"measured.{suffix}").stat().st_size > 1000
 
 
-def test_gaps_and_path_of_what_was_measured(workers: Workers) -> None:
+def test_gaps_and_critical_path_of_a_measured_timeline(workers: Workers) -> None:
     """Idle time has a cause, and with what was done makes up the whole; the path leads from the start to the end."""
     schedule = ps.schedule("1f1b", ranks=4, microbatches=3)
     found = run(workers, schedule, Naps(4, forward=1))
@@ -286,11 +286,11 @@ def test_processes_of_a_machine_share_a_clock(monkeypatch: pytest.MonkeyPatch) -
     assert _offsets(monkeypatch, [0, 123, 456], ["a", "a", "a"]) == [[0, 0, 0]] * 3
 
 
-def test_this_machine_has_one_name(workers: Workers) -> None:
+def test_machine_id_is_the_same_in_all_processes(workers: Workers) -> None:
     assert set(workers.run(recorder.machine_id)) == {recorder.machine_id()}
 
 
-def test_clock_is_that_of_other_processes(workers: Workers) -> None:
+def test_processes_share_one_clock(workers: Workers) -> None:
     """A reading there, between two here."""
     before = recorder.clock()
     found = workers.run(recorder.clock)
@@ -334,7 +334,7 @@ def test_one_clock_for_all_ranks(name: str) -> None:
     assert found.bubble == pytest.approx(wanted.bubble, rel=1e-5)
 
 
-def test_message_that_nobody_waited_for_took_what_the_quickest_did() -> None:
+def test_message_without_a_wait_takes_as_long_as_the_quickest() -> None:
     """When it came nobody saw; it is known to have been there when it was asked for."""
     program = ps.lower(ps.schedule("1f1b", ranks=2, microbatches=2))
     simulated = ps.simulate(program, ps.Costs(latency=0.25))

@@ -72,7 +72,7 @@ def test_every_type_and_shape(dtype: torch.dtype, shapes: list[list[int]], pad: 
 
 
 @pytest.mark.parametrize("whole", ["index", "files", "file"])
-def test_stages_get_their_own(whole: str, tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_stages(whole: str, tmp_path: Path) -> None:
     """Every rank has the values of its stages, and no others."""
     plain = GPT(4)
     path = tmp_path
@@ -96,7 +96,7 @@ def test_stages_get_their_own(whole: str, tmp_path: Path) -> None:
         assert all(torch.equal(each, plain.get_parameter(name)) for name, each in theirs.items())
 
 
-def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
+def test_opens_only_the_files_it_needs(tmp_path: Path) -> None:
     plain, model = GPT(4), on_meta()
     shards(tmp_path, plain.state_dict(), len(plain.state_dict()))
     for name, file in json.loads((tmp_path / INDEX).read_text())["weight_map"].items():
@@ -124,7 +124,7 @@ def test_tied_names_types_and_renaming(tmp_path: Path) -> None:
             assert torch.equal(each, plain.get_parameter(name))
 
 
-def test_what_is_not_in_the_file(tmp_path: Path) -> None:
+def test_names_missing_from_the_file(tmp_path: Path) -> None:
     """Refused, or left to what comes next."""
     plain = GPT(4)
     write(tmp_path / "one.safetensors", {name: value for name, value in plain.state_dict().items() if not name.startswith("head")})
@@ -141,7 +141,7 @@ def test_what_is_not_in_the_file(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, fresh.head.weight)
 
 
-def test_a_plain_model(tmp_path: Path) -> None:
+def test_plain_model(tmp_path: Path) -> None:
     one, other = GPT(4), GPT(4)
     write(tmp_path / "one.safetensors", one.state_dict())
     Safetensors(tmp_path)(other)
@@ -151,7 +151,7 @@ def test_a_plain_model(tmp_path: Path) -> None:
     assert torch.equal(SafetensorsFile(tmp_path / "one.safetensors").read("head.weight"), one.head.weight)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     write(path, {"a": torch.ones(3)})
     good = path.read_bytes()
@@ -181,7 +181,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_into_shards(workers: Workers, tmp_path: Path) -> None:
+def test_sharded_parameters(workers: Workers, tmp_path: Path) -> None:
     """Every rank of a sharded module keeps its share; on the meta device it is refused."""
     plain = nn.Linear(5, 3)
     write(tmp_path / "one.safetensors", plain.state_dict())

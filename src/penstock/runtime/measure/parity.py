@@ -23,6 +23,7 @@ from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.side_outputs import collect, unwrap
 from penstock.runtime.batch.step_input import ABSENT, Batches, Feed
 from penstock.runtime.device import device
+from penstock.runtime.measure.preserved_state import preserve_state
 from penstock.runtime.model.hugging_face import opened
 from penstock.runtime.model.module_state import ModuleState, is_same_value
 from penstock.runtime.model.partition import Part, Partition
@@ -170,7 +171,8 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None
         batch = replace(batch, **dict(zip(("args", "target"), opened(batch.args, batch.target, ABSENT, pipeline.loss.paired), strict=True)))
     pieces = _split(pipeline.batches, batch, len(feed.args))
     wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
-    with _restore_state(pipeline):
+    with preserve_state([layer for stage in pipeline.stages for layer in _part(pipeline, stage).modules]):
+        pipeline.gather("kept", None)  # no rank changes a module that another has yet to capture
         pipeline.data.copy_buffers()
         references = _reference_parts(pipeline, parts)
         again = _copy_parts(references)
@@ -194,27 +196,6 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None
 
 
 # The step ---------------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _restore_state(pipeline: ComparedPipeline) -> Iterator[None]:
-    """Restore gradients, parameters with hooks, all state of this rank's stages, and the random state after the block."""
-    held = [parameter for _, parameter in pipeline.local_parameters()]
-    grads, random = [parameter.grad for parameter in held], device.random_state()
-    hooked = [(parameter, parameter.detach().clone()) for parameter in held if parameter._post_accumulate_grad_hooks]
-    layers = [layer for index in pipeline.stages for layer in _part(pipeline, index).modules]
-    states = [ModuleState.capture(layer) for layer in layers]
-    pipeline.gather("kept", None)  # no rank changes a module that another has yet to capture
-    try:
-        yield
-    finally:
-        device.set_random_state(random)
-        for parameter, grad in zip(held, grads, strict=True):
-            parameter.grad = grad
-        for parameter, value in hooked:
-            parameter.data.copy_(value)
-        for state in states:
-            state.restore()
 
 
 def _part(pipeline: ComparedPipeline, stage: int) -> Part:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,10 +18,9 @@ from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.device import device as device_calls
 from penstock.runtime.measure import memory
+from penstock.runtime.measure.preserved_state import preserve_state
 from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
-from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.partition import Layers, partition
-from penstock.runtime.model.random_streams import kept_random_state
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
@@ -185,7 +184,9 @@ class _Profiler:
         """Measure all layers for one microbatch size, in rounds over all of them, so that a disturbance affects one time of each."""
         layers: list[_MeasuredLayer] = []
         inputs: Any = args
-        with _restore_state([module for _, module in self.named]):
+        with preserve_state([module for _, module in self.named]), torch.enable_grad():
+            for _, module in self.named:
+                module.zero_grad(set_to_none=True)
             for place, (name, module) in enumerate(self.named):
                 last = place == len(self.named) - 1
                 stage = Stage(place, module, unpack=place == 0)
@@ -315,20 +316,3 @@ def _peak_of(work: Callable[[], None]) -> int:
     peak = device_calls.Peak()
     work()
     return peak.bytes()
-
-
-@contextmanager
-def _restore_state(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore gradients, buffers, attributes and torch's random state after the block."""
-    grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    states = [ModuleState.capture(module) for module in modules]
-    for parameter, _ in grads:
-        parameter.grad = None
-    try:
-        with torch.enable_grad(), kept_random_state():
-            yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
-        for state in states:
-            state.restore()

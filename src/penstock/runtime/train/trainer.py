@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -133,7 +133,9 @@ class _TrainingRun:
 
     def run(self) -> TrainingResult:
         steps = self.options.steps
-        with self._open_checkpoints() as checkpoints:
+        folder = self.options.folder
+        opened: AbstractContextManager[Checkpoints | None] = nullcontext() if folder is None else Checkpoints(folder)
+        with opened as checkpoints:
             if checkpoints is not None:
                 self._resume(checkpoints)
             for step in range(self.result.resumed_at + 1, steps + 1):
@@ -145,14 +147,6 @@ class _TrainingRun:
         ordered = sorted(self.timelines, key=lambda timeline: timeline.makespan)
         self.result.timeline = ordered[len(ordered) // 2] if ordered else None
         return self.result
-
-    @contextlib.contextmanager
-    def _open_checkpoints(self) -> Iterator[Checkpoints | None]:
-        if self.options.folder is None:
-            yield None
-            return
-        with Checkpoints(self.options.folder) as checkpoints:
-            yield checkpoints
 
     def _resume(self, checkpoints: Checkpoints) -> None:
         latest = checkpoints.load_latest(self.pipe, self.optimizer, scheduler=self.scheduler, data=self.order)
