@@ -128,7 +128,7 @@ class Checkpoints:
         return writer.draft.final
 
     def _start(self, training: TrainingState, step: int, copy: bool) -> None:
-        from penstock.runtime.checkpoint.writing import CheckpointWriter, Completion, RankLayout
+        from penstock.runtime.checkpoint.writing import CheckpointWriter, RankLayout
 
         self.wait()
         begun = self._collective.gather("begin a checkpoint", lambda: self._begin(training.model, step))
@@ -147,7 +147,8 @@ class Checkpoints:
                 draft.discard()
             raise
         about = {"schedule": training.model.schedule, "torch": str(torch.__version__), "penstock": __version__}
-        self._writer = CheckpointWriter(draft, layout, Completion(self.ranks, ties, about, self.keep, self._collective.deadline))
+        deadline = self._collective.deadline
+        self._writer = CheckpointWriter(draft, layout, ranks=self.ranks, ties=ties, about=about, keep=self.keep, deadline=deadline)
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
         """What the ranks exchange first; the first rank makes the folder."""

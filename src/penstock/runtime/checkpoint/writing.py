@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -86,26 +86,19 @@ def _copy(value: Tensor | BytesIO) -> Tensor | BytesIO:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-@dataclass(frozen=True)
-class Completion:
-    """What the first rank needs, besides the files of all ranks, to complete a checkpoint."""
-
-    ranks: int
-    ties: TiedNames
-    about: Mapping[str, Any]
-    keep: int | None
-    deadline: float
-
-
 class CheckpointWriter:
     """Writes one rank's part of a checkpoint in a thread of its own, from construction on.
 
-    `wait_written` and `wait_completed` raise what went wrong here. `abort` is called instead of, or after, either of them if
-    another rank failed.
+    The first rank then completes the checkpoint: it waits at most `deadline` seconds for all `ranks`, adds `ties` to the metadata and
+    `about` to the manifest, and keeps only the latest `keep` checkpoints. `wait_written` and `wait_completed` raise what went wrong on
+    this rank; `abort` is called after them if any rank failed.
     """
 
-    def __init__(self, draft: Draft, layout: RankLayout, completion: Completion) -> None:
-        self.draft, self.completion, self.rank = draft, completion, layout.rank
+    def __init__(
+        self, draft: Draft, layout: RankLayout, *, ranks: int, ties: TiedNames, about: Mapping[str, Any], keep: int | None, deadline: float
+    ) -> None:
+        self.draft, self.rank = draft, layout.rank
+        self._ranks, self._ties, self._about, self._keep, self._deadline = ranks, ties, about, keep, deadline
         self.error: Exception | None = None
         self._layout: RankLayout | None = layout
         self._written, self._aborted = threading.Event(), threading.Event()
@@ -154,7 +147,7 @@ class CheckpointWriter:
         os.replace(hidden, self.draft.path / _marker(self.rank))
 
     def _complete(self, layout: RankLayout) -> None:
-        markers = [self.draft.path / _marker(rank) for rank in range(self.completion.ranks)]
+        markers = [self.draft.path / _marker(rank) for rank in range(self._ranks)]
         self._wait_for(markers)
         results: list[WriteResult] = []
         files: dict[str, FileDigest] = {}
@@ -167,19 +160,18 @@ class CheckpointWriter:
                 aliases[key] = list(dict.fromkeys((*aliases.get(key, ()), *others)))
             marker.unlink()
         added = add_keys(layout.metadata, results, lambda key: aliases.get(key, ()))
-        added += add_keys(layout.metadata, results + added, partial(tied_keys, self.completion.ties))
+        added += add_keys(layout.metadata, results + added, partial(tied_keys, self._ties))
         layout.writer.finish(layout.metadata, [results + added])
         files[_METADATA] = FileDigest.of(self.draft.path / _METADATA)
-        self.draft.seal(self.completion.ranks, self.completion.about, files)
-        prune(self.draft.final.parent, self.completion.keep)
+        self.draft.seal(self._ranks, self._about, files)
+        prune(self.draft.final.parent, self._keep)
 
     def _wait_for(self, markers: Sequence[Path]) -> None:
-        deadline = self.completion.deadline
-        until, is_exiting = time.monotonic() + deadline, False
+        until, is_exiting = time.monotonic() + self._deadline, False
         while missing := [rank for rank, marker in enumerate(markers) if not marker.exists()]:
             if self._aborted.is_set() or time.monotonic() > until:
                 raise CheckpointError(
-                    f"checkpoint {self.draft.final} is incomplete: ranks {missing} did not write their files within {deadline:g} s"
+                    f"checkpoint {self.draft.final} is incomplete: ranks {missing} did not write their files within {self._deadline:g} s"
                 )
             if not is_exiting and not threading.main_thread().is_alive():
                 is_exiting, until = True, min(until, time.monotonic() + _EXIT_GRACE)

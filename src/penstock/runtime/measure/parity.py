@@ -422,13 +422,9 @@ def _is_random_state_right(pipeline: ComparedPipeline, loop: _Reference, before:
 
 
 def _layout_differences(outcomes: Sequence[_RankOutcome], expected: Mapping[str, _Layout]) -> list[Difference]:
-    names = [
-        name
-        for outcome in outcomes
-        for name, layout in outcome.layouts.items()
-        if layout is not None and expected.get(name) is not None and layout != expected[name]
-    ]
-    return [Difference(f"{name} (strides)", math.inf, math.inf) for name in dict.fromkeys(names)]
+    layouts = [item for outcome in outcomes for item in outcome.layouts.items()]
+    names = dict.fromkeys(name for name, layout in layouts if layout is not None and expected.get(name) not in (None, layout))
+    return [Difference(f"{name} (strides)", math.inf, math.inf) for name in names]
 
 
 def _state_differences(outcomes: Sequence[_RankOutcome], expected: Mapping[int, Mapping[str, Any]]) -> list[Difference]:

@@ -71,7 +71,7 @@ class WeightSource(Protocol):
     - give a tensor the same values on every rank and for every partition, because replicas and tied copies are not compared;
     - leave torch's random state as it was.
 
-    The classes of this room also take a plain `nn.Module`, to fill the unpipelined model with the same values.
+    The classes of this folder also take a plain `nn.Module`, to fill the unpipelined model with the same values.
     """
 
     def __call__(self, model: OwnedTensors, /) -> None: ...
