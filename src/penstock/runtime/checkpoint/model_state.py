@@ -30,8 +30,8 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 class ModelState:
     """The layers of one rank, and the names that checkpoints save their parameters and buffers under.
 
-    This is the only module of the folder that reads a `Pipeline`. `Checkpoints` also takes a `ModelState` made by other code, of stages that
-    belong to no pipeline.
+    Nothing else in this folder reads a `Pipeline`. `Checkpoints` also takes a `ModelState` made by other code, of stages that belong to
+    no pipeline.
     """
 
     stages: Mapping[int, Part] = field(default_factory=dict)
