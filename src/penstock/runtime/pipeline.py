@@ -25,8 +25,8 @@ from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
-from penstock.runtime.measure.parity import Batch, Parity, parity
-from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
+from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
 from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.model.hugging_face import HuggingFace, recognised
 from penstock.runtime.model.partition import Partition, partition, planned_split
@@ -175,7 +175,8 @@ class Pipeline:
         self.scaler: Any = None
         """Scales the losses before their backward, see `GradScaler`."""
         self._hooked = HookedWeights()
-        self._steps = 0
+        self.steps = 0
+        """How many training steps were run; with a seed, each step draws from streams of its own. Checkpoints save it."""
         self._calls = 0
         """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -427,7 +428,7 @@ class Pipeline:
     def _run(self, feed: Feed, training: bool) -> StepResult:
         executor = self._prepare(feed, training)
         if self.seed is not None:
-            feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
+            feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
         try:
             with nullcontext() if feed.seed is None else kept_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
@@ -486,7 +487,7 @@ class Pipeline:
             backup.restore()
             raise
         self._buffers.settle()
-        self._steps += 1
+        self.steps += 1
         return shares
 
     def _note_whole_backwards(self, shares: Sequence[Share]) -> None:
@@ -523,11 +524,11 @@ class Pipeline:
     def _gather_timeline(self, executor: Executor) -> Callable[[], Timeline]:
         """Gather every rank's times. Clocks drift, so they are compared again every `_DRIFT` steps."""
         if self._clocks is None or self._clocks[0] >= _DRIFT:
-            self._clocks = 0, offsets(self.group, self.rank, self.deadline)
+            self._clocks = 0, clock_offsets(self.group, self.rank, self.deadline)
         count, ahead = self._clocks
         self._clocks = count + 1, ahead
-        records = self.gather("timeline", Record.of(executor))
-        return partial(timeline, executor.program, records, ahead)
+        records = self.gather("timeline", StepTimes.of(executor))
+        return partial(build_timeline, executor.program, records, ahead)
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """Report a failure to all ranks; the error to raise."""
@@ -541,6 +542,10 @@ class Pipeline:
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
-        batch = Batch(args, target, stage_kwargs or {})
+        batch = StepArguments(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
-        return parity(self, self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
+        feed, steps = self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), self.steps
+        try:
+            return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
+        finally:
+            self.steps = steps
