@@ -9,7 +9,7 @@ The table of what a rank sends, for the debug log: written in steps in which any
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -59,8 +59,9 @@ class Executor(Computing):
         overlap: Overlap | None = None,
         number: int = 0,
         graphs: bool = False,
+        blocking: Collection[Kind] = (),
     ) -> None:
-        given: dict[str, Any] = {"loss": loss, "group": group, "deadline": deadline, "number": number}
+        given: dict[str, Any] = {"loss": loss, "group": group, "deadline": deadline, "number": number, "blocking": blocking}
         super().__init__(program, rank, stages, **given, pieces=data.pieces, statistics=statistics)
         self.overlap, self.data = overlap, data
         self._failed_part: Action | None = None
@@ -82,6 +83,11 @@ class Executor(Computing):
         self.cells[:] = self._blank
 
     # Running ----------------------------------------------------------------------------------------------------------
+
+    def walk(self, actions: Sequence[Action], operations: Sequence[Operation]) -> None:
+        """Run these operations from now on, which call the program's own among others; reports print `actions` for them."""
+        self.actions, self.operations = tuple(actions), list(operations)
+        self.begun, self.ended = [0] * len(self.operations), [0] * len(self.operations)
 
     def run(self, feed: Feed, observe: Callable[[int], None] | None = None) -> Share:
         """Walk the list once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.action import Action
@@ -20,7 +20,19 @@ if TYPE_CHECKING:
 class Wires:
     """The cells of one rank's program, each with a name while the program is made, and its sends and receives."""
 
-    def __init__(self, program: Program, rank: int, group: Group, deadline: float, number: int, *, pieces: Pieces | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rank: int,
+        group: Group,
+        deadline: float,
+        number: int,
+        *,
+        pieces: Pieces | None = None,
+        blocking: Collection[Kind] = (),
+    ) -> None:
+        self.blocking = blocking
+        """The kinds of sends that wait for their receive, and of receives that wait for their message."""
         self.pieces = pieces
         """What takes tensors in parts apart to send them, where there is a mesh that they can lie over."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
@@ -105,11 +117,30 @@ class Wires:
     def _slots(self, target: int, kind: Kind) -> int:
         """How many messages may be under way to another rank at once."""
         buffers = self.program.buffers
+        if kind in self.blocking:
+            return 0
         return self.program.microbatches * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
 
-    def _receive(self, action: Action) -> Operation:
-        microbatch = action.microbatch or 0
+    def _received(self, action: Action) -> tuple[str, int, int]:
+        """What a receive carries, from which stage, and the cell that it goes into."""
         what, step = ("activations", -1) if action.kind is Kind.RECV_F else ("gradients", 1)
         other = action.stage + step if action.peer is None else action.peer
-        cell = self._cell("received", what, other, action.stage, microbatch)
-        return self._inbox(self._rank_of(other, microbatch), what).expect(cell)
+        return what, other, self._cell("received", what, other, action.stage, action.microbatch or 0)
+
+    def _receive(self, action: Action) -> Operation:
+        what, other, cell = self._received(action)
+        inbox, cells = self._inbox(self._rank_of(other, action.microbatch or 0), what), self.cells
+        post = inbox.expect(cell)
+        if action.kind not in self.blocking:
+            return post
+
+        def receive() -> None:
+            post()
+            inbox.pull(cells, cell)
+
+        return receive
+
+    def swap_received(self, one: Action, other: Action) -> None:
+        """Exchange what two receives have received, if anything: it was meant for the other microbatch."""
+        cells, (*_, first), (*_, second) = self.cells, self._received(one), self._received(other)
+        cells[first], cells[second] = cells[second], cells[first]

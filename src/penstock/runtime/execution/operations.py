@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -52,8 +52,9 @@ class Computing(Wires):
         number: int,
         pieces: Pieces | None,
         statistics: RunningStatistics | None = None,
+        blocking: Collection[Kind] = (),
     ) -> None:
-        super().__init__(program, rank, group, deadline, number, pieces=pieces)
+        super().__init__(program, rank, group, deadline, number, pieces=pieces, blocking=blocking)
         self.stages, self.loss = stages, loss
         self.feed = NOTHING
         self.extras = Extras()
