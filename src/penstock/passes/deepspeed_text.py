@@ -1,19 +1,20 @@
 """DeepSpeed's instruction streams as text, and the schedule that a stream stands for.
 
-One `rank N` line a rank, then a line a step: `  4: RecvActivation(buffer_id=0), ForwardPass(buffer_id=0)`.
+One `rank N` line per rank, then one line per step: `  4: RecvActivation(buffer_id=0), ForwardPass(buffer_id=0)`.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Sequence
 
 from penstock.errors import FileFormatError
-from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.passes.deepspeed import Instruction, Stream
+from penstock.passes.deepspeed_reader import Duties, StreamReader
 
 _RANK = re.compile(r"rank ([0-9]+)")
 _STEP = re.compile(r"\s*([0-9]+):\s*(.*)")
@@ -57,46 +58,22 @@ def _instruction(text: str, file: str, line: int) -> Instruction:
 
 
 def schedule_of(streams: Sequence[Stream], file: str = "stream") -> Schedule:
-    """The order of forwards and backwards: which microbatch a buffer holds follows from loads and messages, first in, first out."""
-    coming: list[int] | None = None
-    rows: list[list[Action]] = []
+    """The order of forwards and backwards: the microbatch in a buffer follows from loads and messages, first in, first out."""
+    readers: list[StreamReader] = []
     for rank, stream in enumerate(streams):
-        player = _Player(rank, file, coming)
+        duties = Duties(rank == 0, rank == len(streams) - 1, training=True)
+        reader = StreamReader(rank, sys.maxsize, duties, readers[-1].sent if readers else ())
         for step, instructions in enumerate(stream):
             for each in instructions:
-                player.play(each, step)
-        rows.append(player.row)
-        coming = player.sent
+                rules = [rule for rule, *_ in reader.read(each)]
+                reason = ""
+                if each.name == "RecvActivation" and {"place", "microbatch"} & set(rules):
+                    reason = "no rank sends what it receives"
+                elif each.name != "LoadMicroBatch" and each.buffer_id is not None and each.buffer_id not in reader.holds:
+                    reason = "its buffer was never filled"
+                if reason:
+                    raise FileFormatError(file, f"rank {rank}, step {step}: {each} cannot run, {reason}")
+                reader.write(each, step)
+        readers.append(reader)
+    rows = [[action for action in reader.row if action.kind in (Kind.F, Kind.B)] for reader in readers]
     return Schedule.from_actions(rows, Placement.linear(len(rows)))
-
-
-class _Player:
-    """One rank's buffers while its stream is read."""
-
-    def __init__(self, rank: int, file: str, coming: list[int] | None) -> None:
-        self.rank, self.file, self.coming = rank, file, coming
-        self.holds: dict[int | None, int] = {}
-        self.row: list[Action] = []
-        self.sent: list[int] = []
-        self.filled = 0
-
-    def play(self, each: Instruction, step: int) -> None:
-        if each.name == "LoadMicroBatch":
-            if self.rank == 0:  # elsewhere it loads targets, into a buffer that a message fills
-                self.holds[each.buffer_id] = self.filled
-                self.filled += 1
-        elif each.name == "RecvActivation":
-            if self.coming is None or self.filled >= len(self.coming):
-                raise self._error(each, step, "no rank sends what it receives")
-            self.holds[each.buffer_id] = self.coming[self.filled]
-            self.filled += 1
-        elif each.buffer_id is not None and each.buffer_id not in self.holds:
-            raise self._error(each, step, "its buffer was never filled")
-        elif each.name in ("ForwardPass", "BackwardPass"):
-            kind = Kind.F if each.name == "ForwardPass" else Kind.B
-            self.row.append(Action(self.rank, kind, self.holds[each.buffer_id]))
-        elif each.name == "SendActivation":
-            self.sent.append(self.holds[each.buffer_id])
-
-    def _error(self, each: Instruction, step: int, reason: str) -> FileFormatError:
-        return FileFormatError(self.file, f"rank {self.rank}, step {step}: {each} cannot run, {reason}")

@@ -331,6 +331,87 @@ def test_a_subclass_that_chooses_its_schedule_and_adds_an_instruction(by_class: 
     assert launch(train, ranks=2) == [(wanted[0].item(), [f"step {k}" for k in range(8)])] * 2
 
 
+def test_a_subclass_that_wraps_a_known_instruction() -> None:
+    class Counting(PipelineEngine):
+        forwards = 0
+
+        def _exec_counted_forward(self, buffer_id: int) -> None:
+            self.forwards += 1
+            self._exec_forward_pass(buffer_id)
+
+        _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, "ForwardPass": _exec_counted_forward}  # noqa: RUF012
+
+    whole, batches = model(), data(3)
+    wanted = by_loop(copy.deepcopy(whole), batches, 3)
+
+    def train() -> tuple[float, int]:
+        engine = Counting(whole, micro_batches=3, loss_fn=loss_fn, optimizer=sgd, deadline=20)
+        loss = engine.train_batch(iter(batches)).item()
+        assert engine.program is not None
+        return loss, engine.forwards
+
+    assert launch(train, ranks=2) == [(wanted[0].item(), 3)] * 2
+
+
+class LoadAndForward(s.BufferOpInstruction):
+    """An instruction of a user's own that stands for two known ones."""
+
+
+def merge_loads(schedule: Any) -> type[Any]:
+    """The same stream with every load and the forward after it as one instruction."""
+
+    class Merged(schedule):  # type: ignore[misc]
+        def steps(self) -> Iterator[list[s.PipeInstruction]]:
+            for step in super().steps():
+                loads = any(each.name == "LoadMicroBatch" for each in step)
+                kept = [each for each in step if each.name != "LoadMicroBatch"]
+                yield [LoadAndForward(each.buffer_id) if loads and each.name == "ForwardPass" else each for each in kept]
+
+    return Merged
+
+
+class AllGradientsFirst(Gpipe):
+    """Receives every gradient, newest first, before the first backward, oldest first."""
+
+    def steps(self) -> Iterator[list[s.PipeInstruction]]:
+        *forwards, closing = list(super().steps())
+        forwards, backwards = forwards[: self.micro_batches], forwards[self.micro_batches :]
+        yield from forwards
+        yield [each for step in backwards for each in step if each.name == "RecvGrad"]
+        yield from (
+            [each for each in step if each.name != "RecvGrad"] for step in (backwards[::-1] if not self.is_last_stage else backwards)
+        )
+        yield closing
+
+
+class Merging(PipelineEngine):
+    def _exec_load_and_forward(self, buffer_id: int) -> None:
+        self._exec_load_micro_batch(buffer_id)
+        self._exec_forward_pass(buffer_id)
+
+    _INSTRUCTION_MAP = {**PipelineEngine._INSTRUCTION_MAP, LoadAndForward: _exec_load_and_forward}  # noqa: RUF012
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 2), (2, 4), (2, 5)])
+@pytest.mark.parametrize("schedule", [s.TrainSchedule, Gpipe, AllGradientsFirst])
+def test_an_instruction_of_one_s_own_that_runs_known_ones(schedule: Any, stages: int, micro_batches: int) -> None:
+    """Which microbatch a gradient belongs to is known when it is received, not before."""
+    whole, batches = model(dtype=torch.float64), data(2 * micro_batches, torch.float64)
+    alone = copy.deepcopy(whole)
+    wanted = [loss.item() for loss in by_loop(alone, batches, micro_batches)]
+
+    def train() -> list[float]:
+        options: dict[str, Any] = {"loss_fn": loss_fn, "optimizer": sgd, "strict": False, "deadline": 20}
+        engine = Merging(whole, micro_batches=micro_batches, train_schedule=merge_loads(schedule), **options)
+        source = iter(batches)
+        return [engine.train_batch(source).item() for _ in range(2)]
+
+    for losses in launch(train, ranks=stages):
+        assert losses == pytest.approx(wanted, rel=1e-12)
+    for mine, theirs in zip(whole.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.slow
 def test_ranks_that_are_processes() -> None:
     """Each builds its own model, so that tied parameters are copies whose gradients are summed."""

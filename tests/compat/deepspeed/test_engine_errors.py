@@ -167,22 +167,22 @@ def test_arguments_that_cannot_be() -> None:
         (
             [*GOOD[0], Skip()],
             [s.LoadMicroBatch(0), s.ForwardPass(0), s.RecvActivation(0), s.BackwardPass(0), s.SendGrad(0)],
-            "ForwardPass(buffer_id=0) in step 0 failed on rank 1: ScheduleError: buffer 0 has no inputs: it is used before it is filled",
+            "ForwardPass(buffer_id=0) in step 0 failed on rank 1: ScheduleError: it uses buffer 0 before RecvActivation has filled it",
         ),
         (
             [Skip(), s.LoadMicroBatch(0), s.LoadMicroBatch(0), *GOOD[0][1:]],
             list(GOOD[1]),
-            "LoadMicroBatch(buffer_id=0) in step 0 failed on rank 0: ScheduleError: buffer 0 is filled while its inputs are still needed",
+            "LoadMicroBatch(buffer_id=0) in step 0 failed on rank 0: ScheduleError: it overwrites buffer 0, which is still needed",
         ),
         (
             [Skip(), s.LoadMicroBatch(1), *GOOD[0][1:]],
             list(GOOD[1]),
-            "there is no buffer 1: num_pipe_buffers() says 1",
+            "LoadMicroBatch(buffer_id=1) in step 0 failed on rank 0: ScheduleError: it names no buffer of the stage, which has 1",
         ),
         (
             [*GOOD[0], Skip()],
             [s.RecvActivation(0), s.LoadMicroBatch(0), s.ForwardPass(0), s.SendGrad(0), s.BackwardPass(0)],
-            "SendGrad(buffer_id=0) in step 0 failed on rank 1: ScheduleError: buffer 0 has no input gradients",
+            "SendGrad(buffer_id=0) in step 0 failed on rank 1: ScheduleError: it uses buffer 0 before BackwardPass has filled it",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_data_that_do_not_fit(make: Callable[[], Any], said: str) -> None:
 
 
 def test_a_loss_that_is_no_number() -> None:
-    fails("the loss is no tensor of one number: give loss_fn=", PipelineError, loss_fn=None)
+    fails("a loss is a tensor of one number; give loss_fn=", PipelineError, loss_fn=None)
 
 
 def test_a_schedule_that_fails_while_it_is_made() -> None:

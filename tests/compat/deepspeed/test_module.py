@@ -24,7 +24,7 @@ from penstock.compat.deepspeed import (
     TiedLayerSpec,
     as_deepspeed,
 )
-from penstock.compat.deepspeed.partition import partition_balanced, partition_uniform
+from penstock.compat.deepspeed.module import partition_balanced, partition_uniform
 from penstock.errors import PenstockError, PlacementError, ScheduleError
 from penstock.runtime import launch
 

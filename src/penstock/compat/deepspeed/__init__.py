@@ -1,9 +1,9 @@
-"""DeepSpeed's pipelines over our parts: its names, our orders in its engine, and people's own modules and instructions on CPU.
+"""DeepSpeed's pipeline API: its names, our schedules in its engine, and users' own modules and instructions on CPU.
 
-`schedule`, `topology` and `module` have the names of the modules of `deepspeed.runtime.pipe` that are called so; `as_deepspeed` gives
-DeepSpeed's engine any of our schedules with one stage per rank; `prove` and `to_program` take a `PipeSchedule` class; `PipelineEngine`
-runs one on a `PipelineModule` or any other model; `initialize` says what there is in the place of a configuration. What needs torch
-is loaded when it is asked for.
+`schedule`, `topology` and `module` have the names of the modules of `deepspeed.runtime.pipe` that are called so; `as_deepspeed` makes
+any of our schedules with one stage per rank a `PipeSchedule` class; `prove` and `to_program` take such a class. `PipelineEngine` turns the
+streams of all stages into one program and runs it on the runtime's executor; `initialize` explains how to replace a configuration.
+Names that need torch are loaded when they are first used.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from penstock.compat.deepspeed.configuration import initialize
-from penstock.compat.deepspeed.orders import as_deepspeed
 from penstock.compat.deepspeed.proof import prove, to_program
+from penstock.compat.deepspeed.schedule_export import as_deepspeed
 from penstock.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
@@ -44,7 +44,7 @@ _NEEDS_TORCH = {"PipelineEngine": "engine", "PipelineModule": "module", "LayerSp
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs torch, so that schedules do not."""
+    """Load a name that needs torch."""
     if name not in _NEEDS_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

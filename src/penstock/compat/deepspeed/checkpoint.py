@@ -1,8 +1,8 @@
-"""An engine's state in our checkpoints, in folders as DeepSpeed names them.
+"""An engine's state in our checkpoints, in folders with DeepSpeed's names.
 
-`save_dir/tag` is a folder of `Checkpoints`, and the text file `save_dir/latest` says which tag was saved last. Parameters and optimizers
-are saved under the names of the model's state dict, so that a checkpoint is loaded with any number of stages and replicas, and into
-the unpipelined model.
+`save_dir/tag` is a folder of `Checkpoints`, and the text file `save_dir/latest` names the tag that was saved last. Parameters and
+optimizers are saved under the names of the model's state dict, so a checkpoint can be loaded with any number of stages and replicas, and
+into the unpipelined model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from penstock.runtime.checkpoint.model_state import ModelState
 from penstock.runtime.model.partition import Partition
 
 if TYPE_CHECKING:
-    from penstock.compat.deepspeed.ties import Place, Ties
+    from penstock.compat.deepspeed.parameters import StageParameters
 
 logger = logging.getLogger(__name__)
 
@@ -29,10 +29,10 @@ _LATEST = "latest"
 
 @dataclass
 class EngineState:
-    """What is saved besides the model and the optimizer. Every rank has the same; `scheduler` is this rank's own."""
+    """The state besides the model and the optimizer. It is the same on every rank; `scheduler` is this rank's own."""
 
     counts: dict[str, int]
-    """How far the engine has come: `global_steps` and `global_samples`."""
+    """The engine's counters: `global_steps` and `global_samples`."""
     rates: Any
     """The state of the learning-rate schedule, from the first rank that has one."""
     client_state: dict[str, Any]
@@ -50,20 +50,16 @@ class EngineState:
         self.scheduler.load_state_dict(self.rates)
 
 
-def hold_stage(partition: Partition, stage: int, ties: Ties, slice_: int | None) -> ModelState:
-    """A stage as checkpoints take it: its modules by name, and which of its parameters are one with another stage's.
+def hold_stage(partition: Partition, stage: int, parameters: StageParameters, slice_: int | None) -> ModelState:
+    """A stage as checkpoints take it: its modules by name, and the places of its parameters, which tied stages share.
 
-    Slices of a layer have the same names on several ranks, so that each says which slice it is.
+    Slices of a layer have the same names on several ranks, so a slice adds its number to them.
     """
-    part = partition.parts[stage]
+    part, prefix = partition.parts[stage], "" if slice_ is None else f"model_{slice_:02d}."
     assert part is not None
-    if slice_ is not None:
-        part = replace(part, layers=tuple(f"model_{slice_:02d}.{name}" for name in part.layers))
-    first: dict[int, Place] = {}
-    for number, (_, parameter) in enumerate(part.parameters):
-        first.setdefault(id(parameter), (stage, number, slice_ or 0))
-    first |= ties.first_places(first)
-    return ModelState({stage: part}, {name: first[id(parameter)] for name, parameter in part.parameters})
+    part = replace(part, layers=tuple(f"{prefix}{name}" for name in part.layers))
+    places = {f"{prefix}{name}": (*place, slice_ or 0) for name, place in parameters.places().items()}
+    return ModelState({stage: part}, places)
 
 
 def open_folder(folder: str | os.PathLike[str], tag: str, deadline: float) -> Checkpoints:
@@ -74,7 +70,7 @@ def open_folder(folder: str | os.PathLike[str], tag: str, deadline: float) -> Ch
 
 
 def choose_tag(folder: str | os.PathLike[str]) -> str | None:
-    """The tag that was saved last; None where nothing was saved."""
+    """The tag that was saved last; None if nothing was saved."""
     path = Path(folder) / _LATEST
     if path.is_file():
         return path.read_text(encoding="utf-8").strip()
@@ -83,7 +79,7 @@ def choose_tag(folder: str | os.PathLike[str]) -> str | None:
 
 
 def note_latest(folder: str | os.PathLike[str], tag: str) -> None:
-    """Say that this tag was saved last, once its checkpoint is whole."""
+    """Note this tag as the last one, once its checkpoint is complete."""
     path = Path(folder) / _LATEST
     written = path.with_name(f".{_LATEST}.{os.getpid()}")
     written.write_text(tag, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""DualPipeV as DeepSpeed says it: two stages a rank, full backwards, and messages that wait for a commit.
+"""DualPipeV in DeepSpeed's instructions: two stages per rank, full backwards, and messages that wait for a commit.
 
-The order of the forwards and backwards is that of our `dualpipe-v`. The stream says more than an order of computation:
-where each message is queued, and which instructions make a step. That is written here.
+The order of the forwards and backwards is that of our `dualpipe-v`. A stream also says where each message is queued and which
+instructions make a step; this module adds both.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from penstock.compat.deepspeed.base import PipeSchedule
 from penstock.compat.deepspeed.instructions import (
     BackwardPass,
     CommitP2P,
@@ -17,6 +16,7 @@ from penstock.compat.deepspeed.instructions import (
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -32,7 +32,7 @@ Step = list[PipeInstruction]
 
 
 class DualPipeVSchedule(PipeSchedule):
-    """The V: rank r holds stages r (phase 0) and 2p-1-r (phase 1) of 2p; a buffer for each phase and microbatch.
+    """The V: rank r holds stages r (phase 0) and 2p-1-r (phase 1) of 2p; one buffer per phase and microbatch.
 
     Sends and receives only queue; `CommitP2P` starts them together and waits. `forward_only` leaves out the backwards.
     """

@@ -1,54 +1,63 @@
-"""Runs instructions on CPU, on the ranks of a `launch`, so that people's own schedules and modules can be tried out.
+"""`PipelineEngine`: DeepSpeed's engine on the runtime's executor, on CPU and on the ranks of a `launch`.
 
-DeepSpeed's engine is not wrapped here: its names for what users call are kept, and the instructions run on our transports.
+The streams of all stages become one program. The executor walks a stage's instructions; those that are actions of the program run
+the executor's operations for them, on the microbatch that their buffer holds. DeepSpeed itself is not used.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.compat.deepspeed import proof as proofs
-from penstock.compat.deepspeed.buffers import PipeBuffers
-from penstock.compat.deepspeed.checklist import Duties
 from penstock.compat.deepspeed.checkpoint import EngineState, choose_tag, hold_stage, note_latest, open_folder
-from penstock.compat.deepspeed.interpreter import Interpreter
-from penstock.compat.deepspeed.module import PipelineModule
-from penstock.compat.deepspeed.player import TRAINING
-from penstock.compat.deepspeed.replicas import Replicas
+from penstock.compat.deepspeed.module import PipelineModule, recompute
+from penstock.compat.deepspeed.parameters import Replicas, StageParameters, mean
 from penstock.compat.deepspeed.schedule import InferenceSchedule, TrainSchedule
-from penstock.compat.deepspeed.ties import Ties
-from penstock.compat.deepspeed.transport import Mail, Transport
 from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, ScheduleError
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.passes.deepspeed import Stream
+from penstock.passes.deepspeed import Instruction
+from penstock.passes.deepspeed_reader import KINDS, TRAINING, Duties, StreamReader
+from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
+from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.step_input import NOTHING, Feed
+from penstock.runtime.execution.executor import Executor
 from penstock.runtime.model.partition import partition
+from penstock.runtime.model.stage import Stage
+from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.gradients import Backup
+from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.group import Group, Operation
+from penstock.runtime.transport.thread_subgroup import join_members
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 
-class PipelineEngine(Interpreter):
-    """One stage of a pipeline that is driven by instructions; made on every rank of a `launch`, with the same arguments.
 
-    - `model`: a `PipelineModule`, whose topology says which ranks are stages and which replicas; or a whole module that is cut into one
-      stage per rank (`split` says how), or a list with one module per stage;
-    - `micro_batches`: how many make a batch on one replica; what DeepSpeed calls gradient accumulation steps;
-    - `micro_batch_size`: how many samples each has, for `train_batch_size` and `set_train_batch_size`;
-    - `loss_fn(outputs, labels)`, or that of the `PipelineModule`; without one the last stage's output is the loss;
-    - `optimizer`: what makes one from this stage's parameters, or one that has them. Without one gradients are left as they are;
-    - `lr_scheduler`: what makes one from the optimizer, or one that has it; it steps after the optimizer;
+class PipelineEngine:
+    """One stage of a pipeline that is driven by instructions; every rank of a `launch` makes one, with the same arguments.
+
+    - `model`: a `PipelineModule`, whose topology says which ranks are stages and which are replicas; or a whole module that is cut into
+      one stage per rank (see `split` of `Pipeline`), or a list with one module per stage;
+    - `micro_batches`: the microbatches per batch on one replica; DeepSpeed's gradient accumulation steps;
+    - `micro_batch_size`: the samples per microbatch, for `train_batch_size` and `set_train_batch_size`;
+    - `loss_fn(outputs, labels)`; defaults to that of the `PipelineModule`. Without one the last stage's output is the loss;
+    - `optimizer`: a function that makes one from this stage's parameters, or an optimizer that has them. Without one, gradients stay;
+    - `lr_scheduler`: a function that makes one from the optimizer, or a scheduler of it; it steps after the optimizer;
     - `train_schedule`, `eval_schedule`: `PipeSchedule` classes, ours, DeepSpeed's or your own;
     - `strict`: refuse also what only DeepSpeed's own engine cannot run, see `prove`; sends then wait for their receives;
-    - `deadline`: seconds that a rank waits for another at most.
+    - `deadline`: the longest time in seconds that a rank waits for another.
     """
 
     def __init__(
@@ -67,54 +76,68 @@ class PipelineEngine(Interpreter):
         deadline: float = 300.0,
     ) -> None:
         grid = self.grid = model.mpu() if isinstance(model, PipelineModule) else None
+        self._world, self._rank = current()
+        self._pipe = list(range(self._world.ranks)) if grid is None else grid.pp_group
+        self._group: Group = self._world if len(self._pipe) == self._world.ranks else join_members(self._world, self._rank, self._pipe)
         self._deadline = deadline
-        self._transport = Transport(deadline) if grid is None else Transport(deadline, grid.pp_group, grid.dp_group)
-        self.stage_id, self.num_stages = self._transport.stage, self._transport.stages
+        self.stage_id, self.num_stages = self._pipe.index(self._rank), len(self._pipe)
         self.micro_batches, self.micro_batch_size, self.strict = micro_batches, micro_batch_size, strict
+        self.global_steps = 0
         self.global_samples = 0
-        """How many samples were trained on over all replicas, where `micro_batch_size` is known."""
+        """The samples trained on over all replicas, if `micro_batch_size` is known."""
+        self.data_iterator: Iterator[Any] | None = None
+        self.batch_fn: Callable[[Any], Any] | None = None
         self.train_schedule, self.eval_schedule = train_schedule, eval_schedule
+        tied: Mapping[Any, nn.Parameter] = {}
         if isinstance(model, PipelineModule):
             if split is not None:
                 raise ScheduleError("split= goes with a whole module: a PipelineModule is cut by its partition_method")
-            self._partition, candidates = model.cut(), model.tie_candidates()
+            self._partition, tied = model.cut(), model.tie_candidates()
             loss_fn = model.loss_fn if loss_fn is None else loss_fn
         else:
             self._partition = partition(model, self.num_stages, split)
-            tied = enumerate(self._partition.tied())
-            candidates = {number: p for number, holders in tied for stage, _, p in holders if stage == self.stage_id}
         self.loss_fn = loss_fn
         part = self._partition.parts[self.stage_id]
         if part is None:
             raise ScheduleError(f"rank {self.stage_id} runs stage {self.stage_id}, but the map of modules has none for it")
-        self._part, self.module = part, part.module
-        self._replicas = Replicas(self.module, self._transport)
-        self._ties = Ties(candidates, self._transport)
-        self.optimizer = self._optimizer(optimizer)
-        self.lr_scheduler = self._scheduler(lr_scheduler)
+        self.module = part.module
+        self._stage = Stage(self.stage_id, part.module, unpack=False)
+        self._replicas = Replicas(self._world, self._rank, (self._rank,) if grid is None else grid.dp_group, deadline)
+        self._replicas.start(self.stage_id, self.module)
+        names = {id(parameter): name for name, parameter in part.parameters}
+        candidates = {key: names[id(parameter)] for key, parameter in tied.items()}
+        self._parameters = StageParameters(self._partition, candidates, self._group, self.stage_id, deadline)
+        self.optimizer = self._make_optimizer(optimizer)
+        self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self.program: Program | None = None
-        """The last batch's instructions as a program, where they could be proved."""
-        self._known: dict[bool, tuple[Any, Mail, Program | None]] = {}
-        """What was proved last, for training and for evaluation."""
-        self._reset(0)
+        """The instructions of the last batch as a program, if they could be proved."""
+        self._number, self._batches = self._group.count(self.stage_id), 0
+        self._known: dict[bool, tuple[Any, Executor, dict[Any, Operation], Program | None]] = {}
+        """The last streams of training and of evaluation, with their executor, its operations by action, and the proved program."""
+        self._feed, self._reader = NOTHING, StreamReader(0, 0, Duties(True, True, True), ())
+        self._operations: dict[Any, Operation] = {}
+        self._losses: dict[int, Any] | None = None
+        self._order: Iterator[int] = iter(())
+        """The microbatches in the order in which the program receives their gradients."""
+        self._gradients: dict[int, int] = {}
+        """For each microbatch whose gradient was received, the microbatch in whose place it is."""
 
-    # What it is made of -----------------------------------------------------------------------------------------------
+    # Parameters, sizes and data ---------------------------------------------------------------------------------------
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this stage is to update, each once, under the model's own names; tied ones come last.
-
-        So the first of them, under whose name a checkpoint notes the options that many have in common, is no other stage's.
-        """
-        named: dict[int, tuple[str, nn.Parameter]] = {}
-        for name, parameter in self._part.parameters:
-            if self._ties.is_mine(parameter):
-                named.setdefault(id(parameter), (name, parameter))
-        return iter(sorted(named.values(), key=lambda each: self._ties.is_tied(each[1])))
+        """The parameters that this stage updates, each once, under the model's own names; tied ones come last."""
+        return self._parameters.named()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for _, parameter in self.named_parameters())
 
-    def _optimizer(self, given: Any) -> Any:
+    def _make_optimizer(self, given: Any) -> Any:
         mine = [parameter for parameter in self.parameters() if parameter.requires_grad]
         if not isinstance(given, torch.optim.Optimizer):
             return given(mine) if given is not None and mine else None
@@ -126,49 +149,49 @@ class PipelineEngine(Interpreter):
             )
         return given
 
-    def _scheduler(self, given: Any) -> Any:
-        """A learning-rate schedule for this stage's optimizer; a stage without one needs none."""
+    def _make_scheduler(self, given: Any) -> Any:
+        """A learning-rate schedule for this stage's optimizer; None for a stage without one."""
         if given is None or self.optimizer is None:
             return None
         return given if hasattr(given, "step") and not isinstance(given, type) else given(self.optimizer)
 
     def get_lr(self) -> list[float]:
-        """The learning rates of this stage's optimizer, one per group of parameters."""
+        """The learning rates of this stage's optimizer, one per parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups] if self.optimizer is not None else []
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """How many samples a microbatch has."""
+        """The samples per microbatch."""
         if self.micro_batch_size is None:
             raise ScheduleError("the engine does not know how many samples a microbatch has: give PipelineEngine(micro_batch_size=...)")
         return self.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """How many microbatches make a batch on one replica."""
+        """The microbatches per batch on one replica."""
         return self.micro_batches
 
     def train_batch_size(self) -> int:
-        """How many samples a batch has, over all replicas."""
-        return self.train_micro_batch_size_per_gpu() * self.micro_batches * self._transport.replicas
+        """The samples per batch, over all replicas."""
+        return self.train_micro_batch_size_per_gpu() * self.micro_batches * self._replicas.count
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Make the batches to come of so many samples over all replicas, by the number of microbatches. Called on every rank."""
-        size = self.train_micro_batch_size_per_gpu() * self._transport.replicas
+        """Set the samples per batch over all replicas, by the number of microbatches. Called on every rank."""
+        size = self.train_micro_batch_size_per_gpu() * self._replicas.count
         if train_batch_size < 1 or train_batch_size % size:
             raise ScheduleError(
-                f"a batch of {train_batch_size} samples is no multiple of {size}: {self._transport.replicas} replicas with microbatches of "
+                f"a batch of {train_batch_size} samples is no multiple of {size}: {self._replicas.count} replicas with microbatches of "
                 f"{self.micro_batch_size}"
             )
         self.micro_batches = train_batch_size // size
 
     def reset_activation_shape(self) -> None:
-        """Nothing: messages tell their shapes, which may change from one microbatch to the next. Taken for DeepSpeed's sake."""
+        """Do nothing: messages carry their shapes, which may change with every microbatch. Kept for DeepSpeed's callers."""
 
     def set_dataloader(self, loader: Iterable[Any]) -> None:
-        """Take the data of the batches to come from a loader, from its beginning."""
+        """Take the data of the next batches from a loader, from its beginning."""
         self.set_dataiterator(iter(loader))
 
     def set_dataiterator(self, iterator: Iterator[Any] | None) -> None:
-        """Take the data of the batches to come from here; stages between the first and the last need none."""
+        """Take the data of the next batches from an iterator; stages between the first and the last need none."""
         if iterator is not None and not hasattr(iterator, "__next__"):
             raise NotAnIteratorError(
                 f"the data are a {type(iterator).__name__}, which would begin anew with every batch: give iter(...) of it, made once, "
@@ -178,11 +201,11 @@ class PipelineEngine(Interpreter):
             self.data_iterator = iterator
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Call this on every microbatch that is loaded."""
+        """Call this function on every microbatch that is loaded."""
         self.batch_fn = fn
 
     def _train_schedule(self) -> Any:
-        """This stage's instructions for a batch; a subclass may give others."""
+        """This stage's instructions for a batch; a subclass may override it."""
         return self.train_schedule(micro_batches=self.micro_batches, stages=self.num_stages, stage_id=self.stage_id)
 
     def _inference_schedule(self, micro_batches: int) -> Any:
@@ -191,15 +214,16 @@ class PipelineEngine(Interpreter):
     # Batches ----------------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
-        """Run one batch, each microbatch a pair of inputs and labels; the mean of the microbatches' losses, on every rank."""
+        """Train on one batch, whose microbatches are pairs of inputs and labels; return the mean of their losses, on every rank."""
         if not torch.is_grad_enabled():
             raise PipelineError("train_batch() needs gradients: call it outside of no_grad(), or call eval_batch()")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         self.module.train()
-        self._run(self._train_schedule, self.micro_batches, training=True)
+        share = self._run(self._train_schedule, self.micro_batches, training=True).share
         self.global_samples += 0 if self.micro_batch_size is None else self.train_batch_size()
-        loss: Tensor = self._share(self._replicas.average("loss of replicas", _mean(self._results)))
+        losses = [share.losses[microbatch][0] for microbatch in sorted(share.losses)]
+        loss: Tensor = self._share(self._replicas.average("loss of replicas", mean(losses)))
         return loss
 
     def eval_batch(  # noqa: PLR0917 - DeepSpeed's order
@@ -211,9 +235,9 @@ class PipelineEngine(Interpreter):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Run one batch forward in evaluation mode: the mean loss on every rank, or as the options say.
+        """Run one batch forward in evaluation mode; return the mean loss on every rank, unless the options say otherwise.
 
-        Without `bcast_loss` or `compute_loss` only the last stage gets it; without `compute_loss` it is the outputs' mean;
+        Without `bcast_loss` or `compute_loss` only the last stage gets it; without `compute_loss` it is the mean of the outputs;
         `reduce_output=None` gives a list. `return_logits` adds the outputs of all microbatches, on the last stage.
         """
         if reduce_output not in ("avg", None):
@@ -222,37 +246,256 @@ class PipelineEngine(Interpreter):
         kept = self.data_iterator
         self.set_dataiterator(data_iter)
         self.module.eval()
+        self._losses = {} if compute_loss and self.loss_fn is not None else None
         try:
             with torch.no_grad():
-                make = partial(self._inference_schedule, count)
-                self._run(make, count, training=False, compute_loss=compute_loss, keep_outputs=return_logits)
+                outputs = self._run(partial(self._inference_schedule, count), count, training=False).share.outputs
         finally:
             self.data_iterator = kept
-        mine: Any = self._results if reduce_output is None else self._replicas.average("loss of replicas", _mean(self._results))
+        results = outputs if self._losses is None else self._losses
+        mine: Any = [results[microbatch] for microbatch in sorted(results)]
+        if reduce_output is not None:
+            mine = self._replicas.average("loss of replicas", mean(mine))
         shared = self._share(mine if compute_loss and bcast_loss else None)
         result = shared if compute_loss and bcast_loss else mine if self.is_last_stage() else None
-        return (result, mb.merge(self._outputs, 0) if self.is_last_stage() else None) if return_logits else result
+        logits = mb.merge([outputs[microbatch] for microbatch in sorted(outputs)], 0) if return_logits and self.is_last_stage() else None
+        return (result, logits) if return_logits else result
 
     def _share(self, value: Any) -> Any:
-        """The last stage's value, on every rank."""
-        found = self._transport.gather_stages("end of a batch", value if self.is_last_stage() else None)[-1]
-        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, found)
+        """The last stage's value, on every rank of the pipeline."""
+        last = self._group.gather(self.stage_id, "end of a batch", value if self.is_last_stage() else None, self._deadline)[-1]
+        return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, last)
 
-    def _run(self, make: Callable[[], Any], count: int, *, training: bool, compute_loss: bool = True, keep_outputs: bool = False) -> None:
-        commands, buffers, everyone = self._transport.together(lambda: self._meet(make), lambda: "making the schedule")
-        mail = self._prepare(commands, count, everyone, training, compute_loss and self.loss_fn is not None)
-        self._reset(buffers, training=training, compute_loss=compute_loss, keep_outputs=keep_outputs)
-        backup = Backup.take(parameter for _, parameter in self._part.parameters)
+    def _run(self, make: Callable[[], Any], count: int, *, training: bool) -> Feed:
+        """Run one batch; its losses and outputs are in the feed's share."""
+        commands, buffers, everyone = self._together(lambda: self._meet(make), lambda: "making the schedule")
+        labels = self.loss_fn is not None and (training or self._losses is not None)
+        executor = self._prepare(count, everyone, training, labels)
+        places = [(step, each) for step, instructions in enumerate(commands) for each in instructions]
+        executor.replace_operations(
+            [each for _, each in places], [partial(self._function(each), self, **each.kwargs) for _, each in places]
+        )
+        row = executor.program[self.stage_id]
+        duties = Duties(self.is_first_stage(), self.is_last_stage(), training, labels)
+        self._reader = StreamReader(self.stage_id, buffers, duties, [each.microbatch or 0 for each in row if each.kind is Kind.RECV_F])
+        self._order, self._gradients = iter([each.microbatch or 0 for each in row if each.kind is Kind.RECV_B]), {}
+        feed = self._feed = Feed([()] * count, {}, [None] * count, [1 / count] * count, outputs=not training, losses=training)
+        self._stage.refresh()
+        self._batches += 1
+        self._group.agree(executor.links.number, self._batches, self._deadline)
+
+        def describe_place() -> str:
+            step, each = places[executor.activity.at]
+            return f"{each!r} in step {step}"
+
+        backup = Backup.take(self.module.parameters())
         try:
             if training:
-                self._transport.together(self._ties.begin, lambda: self._at)
-            self._transport.together(lambda: self._exec_schedule(commands, mail), lambda: self._at)
+                self._together(self._parameters.begin, lambda: "the batch")
+            self._together(lambda: executor.run(feed), describe_place)
         except BaseException:
             backup.restore()
             raise
         finally:
-            mail.end()
-            self.pipe_buffers = PipeBuffers(0)
+            self._feed = NOTHING
+        return feed
+
+    def _together(self, body: Callable[[], _Result], place: Callable[[], str]) -> _Result:
+        """Run what all ranks take part in; a failure is raised on all of them, with `place` saying where it was."""
+        world, rank = self._world, self._rank
+        world.enter(rank, self._deadline)
+        try:
+            return body()
+        except PipelineError as error:
+            world.fail(rank, error)
+            raise
+        except Exception as error:
+            raise world.report_failure(rank, f"{place()} failed on rank {rank}: {type(error).__name__}: {error}", error) from error
+        except BaseException as error:
+            world.fail(rank, error)
+            raise
+        finally:
+            world.activity(rank).stop()
+
+    # Before a batch runs ----------------------------------------------------------------------------------------------
+
+    def _meet(self, make: Callable[[], Any]) -> tuple[list[list[Any]], int, list[Any]]:
+        """This stage's instructions and number of buffers, and what every stage is about to run."""
+        made = make()
+        commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
+        strange = next((each for step in commands for each in step if not self._knows(each)), None)
+        if strange is not None:
+            raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
+        data = None if self.data_iterator is None else self._world.ident(self.data_iterator)
+        mine = proofs.plain(commands), buffers, data, type(made).__name__
+        return commands, buffers, self._gather_all("begin of a batch", mine)
+
+    def _prepare(self, count: int, everyone: Sequence[Any], training: bool, labels: bool) -> Executor:
+        """Refuse what cannot work, the same on every rank, before any of it runs; else the executor of the streams."""
+        data = [each[2] for each in everyone if each[2] is not None]
+        if len(set(data)) < len(data):
+            raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
+        self._check_replicas(everyone)
+        streams, buffers, _, made = zip(*(everyone[rank] for rank in self._pipe), strict=True)
+        names = {each.name for stream in streams for step in stream for each in step}
+        if not training and names & set(TRAINING):
+            raise ScheduleError(f"eval_batch() was given a schedule with {min(names & set(TRAINING))}: take one that only goes forward")
+        if training and self._parameters.tied and "ReduceTiedGrads" not in names:
+            raise ScheduleError("the stages share parameters, but the schedule has no ReduceTiedGrads: run it at the end of every stage")
+        if training and self._replicas.count > 1 and "ReduceGrads" not in names:
+            raise ScheduleError("the stages have replicas, but the schedule has no ReduceGrads: run it at the end of every stage")
+        key = (streams, buffers, count, labels)
+        if training not in self._known or self._known[training][0] != key:
+            proved: Program | None = None
+            strange = next(filter(None, map(proofs.unknown, streams)), None)
+            if strange is None:
+                program = proved = proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=made[0])
+            else:
+                logger.info("%s is an instruction of your own: the streams run without a proof", strange)
+                program = proofs.unproved_program_of(streams, count, buffers, training=training, labels=labels)
+            executor = self._make_executor(program)
+            operations = {(each.kind, each.microbatch): run for each, run in zip(executor.actions, executor.operations, strict=True)}
+            self._known[training] = key, executor, operations, proved
+        _, self._executor, self._operations, self.program = self._known[training]
+        return self._executor
+
+    def _check_replicas(self, everyone: Sequence[Any]) -> None:
+        """Refuse replicas with different schedules, of which one would wait for the other."""
+        rows: dict[int, Any] = {}
+        for rank, (stream, buffers, *_) in enumerate(everyone):
+            stage = 0 if self.grid is None else self.grid.topology().get_coord(rank).pipe
+            if self._replicas.count > 1 and rows.setdefault(stage, (stream, buffers)) != (stream, buffers):
+                raise ScheduleError(
+                    f"the replicas run different instructions on stage {stage}: give all the same schedule and micro_batches"
+                )
+
+    def _make_executor(self, program: Program) -> Executor:
+        """The executor of a program whose receives wait for their messages, and sends for their receives if the engine is strict."""
+        stages = {self.stage_id: self._stage}
+        executor = Executor(
+            program,
+            self.stage_id,
+            stages,
+            loss=Loss(self.loss_fn, "mean"),
+            group=self._group,
+            deadline=self._deadline,
+            data=Data(None, stages, shard=Shard(), dtype=None, deadline=self._deadline),
+            number=self._number,
+            blocking=(Kind.RECV_F, Kind.RECV_B, *((Kind.SEND_F, Kind.SEND_B) if self.strict else ())),
+        )
+        self._group.open((*executor.links.inboxes, *executor.links.outboxes), self._deadline)
+        return executor
+
+    # Instructions -----------------------------------------------------------------------------------------------------
+
+    def _knows(self, each: Any) -> bool:
+        return type(each) in self._INSTRUCTION_MAP or each.name in self._INSTRUCTION_MAP
+
+    def _function(self, each: Any) -> Callable[..., None]:
+        """The function that runs an instruction: by its class, as in DeepSpeed's engine, or by its name."""
+        return self._INSTRUCTION_MAP[type(each) if type(each) in self._INSTRUCTION_MAP else each.name]
+
+    def _read(self, name: str, buffer_id: int) -> int:
+        """Check an instruction on a buffer; the microbatch that it is about."""
+        for _, message, remedy in self._reader.read(Instruction(name, buffer_id)):
+            raise ScheduleError(f"{message}. {remedy}")
+        return self._reader.holds.get(buffer_id, self._reader.loads - 1)
+
+    def _operate(self, name: str, buffer_id: int) -> int:
+        """Run the executor's operation for an instruction; the microbatch that it was about."""
+        microbatch, kind = self._read(name, buffer_id), KINDS[name]
+        run = microbatch
+        if kind is Kind.RECV_B:  # a stream that cannot be read ahead may receive gradients in another order than its program
+            run = self._gradients[microbatch] = next(self._order, microbatch)
+        elif kind is Kind.B and (place := self._gradients.pop(microbatch, microbatch)) != microbatch:
+            self._executor.links.swap_received(Action(self.stage_id, Kind.RECV_B, place), Action(self.stage_id, Kind.RECV_B, microbatch))
+            self._gradients = {each: place if at == microbatch else at for each, at in self._gradients.items()}
+        self._operations[kind, run]()
+        return microbatch
+
+    def _exec_load_micro_batch(self, buffer_id: int) -> None:
+        if not (self.is_first_stage() or self.is_last_stage()):
+            return
+        microbatch, feed = self._reader.loads, self._feed
+        self._read("LoadMicroBatch", buffer_id)
+        if microbatch >= len(feed.args):
+            raise ScheduleError(f"it loads one microbatch more than the {len(feed.args)} of the batch: remove it, or change micro_batches")
+        inputs, *labels = self._next_batch()
+        if self.is_first_stage():
+            wanted = self._reader.duties.training and self._inputs_need_gradients
+            feed.args[microbatch] = (_copy_inputs(_as_tuple(inputs), wanted),)
+        if self.is_last_stage() and feed.targets is not None:
+            feed.targets[microbatch] = _as_tuple(labels[0]) if labels else None
+
+    @property
+    def _inputs_need_gradients(self) -> bool:
+        """Whether the first stage's inputs must have gradients: a user's own recomputation may start from them."""
+        function = getattr(self.module, "activation_checkpoint_func", recompute)
+        return function is not recompute and getattr(self.module, "activation_checkpoint_interval", 0) > 0
+
+    def _next_batch(self) -> Any:
+        if self.data_iterator is None and self.batch_fn is None:
+            raise ScheduleError("there is no data: give train_batch(data_iter=...) to the first and the last stage")
+        try:
+            batch = None if self.data_iterator is None else next(self.data_iterator)
+        except StopIteration:
+            raise ScheduleError("the data ended within the batch: give as many microbatches as a batch has") from None
+        batch = batch if self.batch_fn is None else self.batch_fn(batch)
+        if not isinstance(batch, tuple | list):
+            raise ScheduleError(f"a microbatch is a pair of inputs and labels, got {type(batch).__name__}: set_batch_fn can make one")
+        return batch
+
+    def _exec_forward_pass(self, buffer_id: int) -> None:
+        microbatch, feed = self._operate("ForwardPass", buffer_id), self._feed
+        if self.is_last_stage() and not self._reader.duties.training and self._losses is not None and self.loss_fn is not None:
+            labels = None if feed.targets is None else feed.targets[microbatch]
+            self._losses[microbatch] = self.loss_fn(feed.share.outputs[microbatch], labels)
+        feed.args[microbatch] = ()
+        if feed.targets is not None:
+            feed.targets[microbatch] = None
+
+    def _exec_backward_pass(self, buffer_id: int) -> None:
+        self._operate("BackwardPass", buffer_id)
+
+    def _exec_send_activations(self, buffer_id: int) -> None:
+        self._operate("SendActivation", buffer_id)
+
+    def _exec_recv_activations(self, buffer_id: int) -> None:
+        self._operate("RecvActivation", buffer_id)
+
+    def _exec_send_grads(self, buffer_id: int) -> None:
+        self._operate("SendGrad", buffer_id)
+
+    def _exec_recv_grads(self, buffer_id: int) -> None:
+        self._operate("RecvGrad", buffer_id)
+
+    def _exec_reduce_grads(self) -> None:
+        self._replicas.average_gradients(self.module)
+
+    def _exec_reduce_tied_grads(self) -> None:
+        self._parameters.sum_tied()
+
+    def _exec_optimizer_step(self) -> None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+
+    # By name, so that DeepSpeed's own instructions run as well. A subclass may add its own, by name or by class.
+    _INSTRUCTION_MAP: ClassVar[dict[Any, Callable[..., None]]] = {
+        "OptimizerStep": _exec_optimizer_step,
+        "ReduceGrads": _exec_reduce_grads,
+        "ReduceTiedGrads": _exec_reduce_tied_grads,
+        "LoadMicroBatch": _exec_load_micro_batch,
+        "ForwardPass": _exec_forward_pass,
+        "BackwardPass": _exec_backward_pass,
+        "SendActivation": _exec_send_activations,
+        "RecvActivation": _exec_recv_activations,
+        "SendGrad": _exec_send_grads,
+        "RecvGrad": _exec_recv_grads,
+    }
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
@@ -264,28 +507,28 @@ class PipelineEngine(Interpreter):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Save the model, the optimizer, the learning-rate schedule and `client_state`, of which the first rank's counts.
+        """Save the model, the optimizer, the learning-rate schedule and the first rank's `client_state`. Called on every rank.
 
-        Called on every rank. The checkpoint is in `save_dir/tag`, `global_step<n>` unless given, and is one of `Checkpoints`: it can be
-        loaded with any number of stages and replicas. `save_latest` makes it the one that is loaded without a tag.
+        The checkpoint is in `save_dir/tag`, by default `global_step<n>`, and is one of `Checkpoints`: it can be loaded with any number
+        of stages and replicas. `save_latest` makes it the one that is loaded without a tag.
         """
         if exclude_frozen_parameters:
             raise CheckpointError(
                 "exclude_frozen_parameters: our checkpoints hold the whole model, so that any number of stages loads them"
             )
         chosen = f"global_step{self.global_steps}" if tag is None else str(tag)
-        tags = self._transport.gather_all("tag of a checkpoint", chosen)
+        tags = self._gather_all("tag of a checkpoint", chosen)
         if len(set(tags)) > 1:
             raise CheckpointError(f"the ranks save under different tags, {', '.join(sorted(set(tags)))}: give all the same")
         mine = None if self.lr_scheduler is None else self.lr_scheduler.state_dict()
-        rates = next((each for each in self._transport.gather_all("learning rates", mine) if each is not None), None)
+        rates = next((each for each in self._gather_all("learning rates", mine) if each is not None), None)
         counts = {"global_steps": self.global_steps, "global_samples": self.global_samples}
         state = EngineState(counts, rates, dict(client_state or {}))
         checkpoints = open_folder(save_dir, chosen, self._deadline)
-        checkpoints.save(self._held(), self.optimizer, step=self.global_steps, extra={"deepspeed": state})
-        if save_latest and self._transport.is_first:
+        checkpoints.save(self._hold(), self.optimizer, step=self.global_steps, extra={"deepspeed": state})
+        if save_latest and self._rank == 0:
             note_latest(save_dir, chosen)
-        self._transport.gather_all("checkpoint saved", None)
+        self._gather_all("checkpoint saved", None)
         return True
 
     def load_checkpoint(  # noqa: PLR0917 - DeepSpeed's order
@@ -298,105 +541,46 @@ class PipelineEngine(Interpreter):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load what `save_checkpoint` has saved, the last one unless a tag is given: its folder, and the `client_state` that is in it.
+        """Load a checkpoint of `save_checkpoint`, by default the last one; return its folder and its `client_state`.
 
-        Called on every rank. Where nothing was saved yet, both are None.
+        Called on every rank. Both are None if nothing was saved yet.
         """
         if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
-        mine = str(tag) if tag is not None else choose_tag(load_dir) if self._transport.is_first else None
-        chosen = self._transport.gather_all("tag of a checkpoint", mine)[0]
+        mine = str(tag) if tag is not None else choose_tag(load_dir) if self._rank == 0 else None
+        chosen = self._gather_all("tag of a checkpoint", mine)[0]
         if chosen is None:
             return None, None
         rates = None if load_module_only or not load_lr_scheduler_states else self.lr_scheduler
         optimizer = None if load_module_only or not load_optimizer_states else self.optimizer
         state = EngineState({}, None, {}, rates)
-        loaded = open_folder(load_dir, chosen, self._deadline).load_latest(self._held(), optimizer, extra={"deepspeed": state})
+        loaded = open_folder(load_dir, chosen, self._deadline).load_latest(self._hold(), optimizer, extra={"deepspeed": state})
         if loaded is None:
             raise CheckpointError(f"there is no checkpoint under the tag {chosen!r} in {load_dir}")
         if not load_module_only:
             self.global_steps, self.global_samples = state.counts["global_steps"], state.counts["global_samples"]
         return str(loaded.path), state.client_state
 
-    def _held(self) -> Any:
-        """This stage as checkpoints take it."""
+    def _gather_all(self, name: str, value: Any) -> list[Any]:
+        """The values of all ranks of all pipelines."""
+        return self._world.gather(self._rank, name, value, self._deadline)
+
+    def _hold(self) -> Any:
+        """This stage as checkpoints read it."""
         sliced = self.grid is not None and self.grid.get_slice_parallel_world_size() > 1
-        return hold_stage(self._partition, self.stage_id, self._ties, self.grid.get_slice_parallel_rank() if sliced and self.grid else None)
-
-    # Before it runs ---------------------------------------------------------------------------------------------------
-
-    def _meet(self, make: Callable[[], Any]) -> tuple[list[list[Any]], int, list[Any]]:
-        """This stage's instructions and buffers, and what every stage is about to run."""
-        made = make()
-        commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
-        strange = next((each for step in commands for each in step if not self._knows(each)), None)
-        if strange is not None:
-            raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
-        data = None if self.data_iterator is None else self._transport.ident(self.data_iterator)
-        return (
-            commands,
-            buffers,
-            self._transport.gather_all("begin of a batch", (proofs.plain(commands), buffers, data, type(made).__name__)),
-        )
-
-    def _prepare(self, commands: list[list[Any]], count: int, everyone: list[Any], training: bool, labels: bool) -> Mail:
-        """Refuse what cannot work, the same on every rank, before any of it runs."""
-        self._check_data([data for _, _, data, _ in everyone])
-        pipeline = [everyone[rank] for rank in self._transport.pipe]
-        streams, buffers, made = ([each[part] for each in pipeline] for part in (0, 1, 3))
-        self._check_replicas(everyone)
-        names = {each.name for stream in streams for step in stream for each in step}
-        if not training and names & set(TRAINING):
-            raise ScheduleError(f"eval_batch() was given a schedule with {min(names & set(TRAINING))}: take one that only goes forward")
-        if training and self._ties.active and "ReduceTiedGrads" not in names:
-            raise ScheduleError("the stages share parameters, but the schedule has no ReduceTiedGrads: run it at the end of every stage")
-        if training and self._replicas.active and "ReduceGrads" not in names:
-            raise ScheduleError("the stages have replicas, but the schedule has no ReduceGrads: run it at the end of every stage")
-        key = (streams, buffers, count, labels)
-        if training not in self._known or self._known[training][0] != key:
-            program = self._proved(streams, count, buffers, labels, made[0])
-            mail = self._transport.mail([each for step in commands for each in step], streams, blocking=self.strict)
-            self._known[training] = (key, mail, program)
-        _, mail, self.program = self._known[training]
-        return mail
-
-    @staticmethod
-    def _check_data(data: list[Any]) -> None:
-        """Refuse an iterator that two ranks would take from in turn."""
-        given = [each for each in data if each is not None]
-        if len(set(given)) < len(given):
-            raise ScheduleError("two ranks were given one and the same iterator: each needs its own, over the data of its replica")
-
-    def _check_replicas(self, everyone: list[Any]) -> None:
-        """Refuse replicas that would run another schedule, of which one would wait for the other."""
-        rows: dict[int, Any] = {}
-        for rank, (stream, buffers, _, _) in enumerate(everyone):
-            stage = 0 if self.grid is None else self.grid.topology().get_coord(rank).pipe
-            if self._replicas.active and rows.setdefault(stage, (stream, buffers)) != (stream, buffers):
-                raise ScheduleError(
-                    f"the replicas run different instructions on stage {stage}: give all the same schedule and micro_batches"
-                )
-
-    def _proved(self, streams: list[Stream], count: int, buffers: list[int], labels: bool, name: str) -> Program | None:
-        strange = next(filter(None, map(proofs.unknown, streams)), None)
-        if strange is not None:
-            logger.info("%s is an instruction of your own: the streams run without a proof", strange)
-            _check_ends(streams)
-            return None
-        return proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=name)
+        number = self.grid.get_slice_parallel_rank() if sliced and self.grid else None
+        return hold_stage(self._partition, self.stage_id, self._parameters, number)
 
 
-def _check_ends(streams: list[Stream]) -> None:
-    """Refuse messages to stages that are not there."""
-    for stage, stream in enumerate(streams):
-        duties = Duties(stage == 0, stage == len(streams) - 1, training=True)
-        for each in (each for step in stream for each in step):
-            if duties.nowhere(each.name):
-                raise ScheduleError(f"{each} on stage {stage} cannot run: {duties.nowhere(each.name)}")
+def _as_tuple(value: Any) -> Any:
+    """Loaders give lists for tuples; layers get tuples, as in DeepSpeed."""
+    return tuple(value) if isinstance(value, list) else value
 
 
-def _mean(values: list[Any]) -> Any:
-    """The mean over the microbatches, of trees of tensors too; None where there is nothing."""
-    if not values:
-        return None
-    return pytree.tree_map(lambda *leaves: sum(leaves[1:], start=leaves[0]) / len(leaves), values[0], *values[1:])
+def _copy_inputs(value: Any, wanted: bool) -> Any:
+    """A copy that a stage may change in place; with gradients if they are wanted."""
+
+    def copy(leaf: Any) -> Any:
+        return leaf.detach().requires_grad_(wanted and leaf.is_floating_point()).clone() if isinstance(leaf, Tensor) else leaf
+
+    return pytree.tree_map(copy, value)

@@ -1,7 +1,12 @@
-"""What a stage can be told to do. An instruction keeps its keyword arguments as attributes and prints as a call."""
+"""The instructions of a stage, and the base class of schedules that yield them.
+
+An instruction keeps its keyword arguments as attributes and prints as a call.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -16,7 +21,7 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 class PipeInstruction:
-    """The base of all: `name` is that of the class, `kwargs` what it was made with."""
+    """The base class: `name` is the name of the class, `kwargs` are the arguments that it was made with."""
 
     def __init__(self, **kwargs: Any) -> None:
         self.name = type(self).__name__
@@ -41,7 +46,7 @@ class ReduceTiedGrads(PipeInstruction):
 
 
 class CommitP2P(PipeInstruction):
-    """Start the messages that were queued since the last one, and wait for them; only DualPipeV queues."""
+    """Start the messages queued since the last commit and wait for them; only DualPipeV queues messages."""
 
 
 class BufferOpInstruction(PipeInstruction):
@@ -79,3 +84,71 @@ class SendGrad(BufferOpInstruction):
 
 class RecvGrad(BufferOpInstruction):
     """Receive the gradients of the outputs from the next stage."""
+
+
+class PipeSchedule(ABC):
+    """The instructions of one stage for a batch: one list per step.
+
+    Subclasses implement `steps`. A barrier of all stages between two steps does not deadlock. Each iteration starts at the first step.
+    """
+
+    it: Iterator[Sequence[Any]] | None = None
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        super().__init__()
+        self.micro_batches = micro_batches
+        self.stages = stages
+        self.stage_id = stage_id
+        self.prev_stage = stage_id - 1
+        self.next_stage = stage_id + 1
+
+    @abstractmethod
+    def steps(self) -> Iterator[Sequence[Any]]:
+        """Yield the instructions of each step."""
+
+    def num_pipe_buffers(self) -> int:
+        """The number of buffers that the stage needs: one per microbatch unless a subclass overrides it."""
+        return self.micro_batches
+
+    @property
+    def stage(self) -> int:
+        """The stage that the instructions are for."""
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        """The number of stages."""
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The number of microbatches per batch."""
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.stages - 1
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        """The buffer of a microbatch: round-robin."""
+        assert self._valid_micro_batch(micro_batch_id), f"microbatch {micro_batch_id} of {self.micro_batches}"
+        return micro_batch_id % self.num_pipe_buffers()
+
+    def __iter__(self) -> Iterator[Sequence[Any]]:
+        self.it = None
+        return self
+
+    def __next__(self) -> Sequence[Any]:
+        if self.it is None:
+            self.it = iter(self.steps())
+        return next(self.it)

@@ -1,4 +1,4 @@
-"""The names of `deepspeed.runtime.pipe.module`: a model as a list of layers, of which every rank builds its own stage's."""
+"""The names of `deepspeed.runtime.pipe.module`: a model as a list of layers. Every rank builds the layers of its own stage."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from penstock.compat.deepspeed.instructions import call_to_str
-from penstock.compat.deepspeed.partition import partition_balanced, partition_uniform
 from penstock.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.model.partition import Part, Partition
@@ -46,10 +45,10 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that is one with all others of its key, on whichever stages they are.
+    """A layer that shares its parameters with all others of its key, on whichever stages they are.
 
-    - `forward_fn(module, inputs)`: what runs in the place of the module's forward, such as the product with an embedding's weight;
-    - `tied_weight_attr`: names of parameters that are tied where the classes of two layers with one key differ. Layers of the same
+    - `forward_fn(module, inputs)`: runs instead of the module's forward, such as the product with an embedding's weight;
+    - `tied_weight_attr`: names of the parameters that are tied if the classes of two layers with one key differ. Layers of the same
       class are tied in all their parameters.
     """
 
@@ -88,7 +87,7 @@ class PipelineModule(nn.Module):
     - `activation_checkpoint_interval`: how many layers keep their common input alone, and run again when their backward comes; 0 for
       none. `activation_checkpoint_func(function, *inputs)` does so, for blocks with parameters, or, where `checkpointable_layers` are
       given, for blocks of layers with these names of classes;
-    - `dynamic_shape`: taken for DeepSpeed's sake. Messages tell their shapes anyway.
+    - `dynamic_shape`: accepted for DeepSpeed's callers. Messages always carry their shapes.
     """
 
     def __init__(  # noqa: PLR0917 - DeepSpeed's order
@@ -316,3 +315,46 @@ def _count_parameters(layer: Any) -> int:
             with torch.random.fork_rng(devices=[]):
                 layer = layer.build()
     return sum(each.numel() for each in layer.parameters() if each.requires_grad) if isinstance(layer, nn.Module) else 0
+
+
+# Cuts, equal to those of deepspeed.runtime.utils: bounds[k] is the first layer of stage k, the last one the number of layers --
+
+
+def partition_uniform(num_items: int, num_parts: int) -> list[int]:
+    """Equal numbers of layers per stage; the first stages get one more, and surplus stages get none.
+
+    >>> partition_uniform(8, 3)
+    [0, 3, 6, 8]
+    """
+    size, more = divmod(num_items, num_parts)
+    return [part * size + min(part, more) for part in range(num_parts + 1)]
+
+
+def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
+    """Contiguous runs whose heaviest and lightest differ least, as found stage by stage; of equal cuts the latest.
+
+    >>> partition_balanced([4, 1, 1, 1, 1, 4], 3)
+    [0, 1, 5, 6]
+    """
+    count = len(weights)
+    if count <= num_parts:
+        return partition_uniform(count, num_parts)
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(weights, dtype=float))])
+    # For the first n layers: the heaviest and the lightest stage of the best cut
+    heaviest, lightest = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+    heaviest[0] = 0.0
+    starts: list[list[int]] = []
+    for _ in range(num_parts):
+        before = heaviest, lightest
+        heaviest, lightest = np.full(count + 1, np.inf), np.full(count + 1, np.inf)
+        row = [0] * (count + 1)
+        for n in range(1, count + 1):
+            last = sums[n] - sums[:n]
+            most, least = np.maximum(before[0][:n], last), np.minimum(before[1][:n], last)
+            row[n] = n - 1 - int(np.argmin((most - least)[::-1]))
+            heaviest[n], lightest[n] = most[row[n]], least[row[n]]
+        starts.append(row)
+    bounds = [count]
+    for row in reversed(starts):
+        bounds.append(row[bounds[-1]])
+    return bounds[::-1]

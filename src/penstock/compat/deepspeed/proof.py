@@ -1,7 +1,7 @@
-"""Streams of instructions proved: no deadlock, no buffer used before it is filled or filled while it is needed.
+"""Proves streams of instructions: no deadlock, no buffer used before it is filled or filled while it is needed.
 
-DeepSpeed's sends and receives block. On a line of stages, ranks that block can only wait for each other in pairs, so that
-nobody waits for ever exactly where every two neighbours run their exchanges in the same order: the verifier's `rendezvous`.
+DeepSpeed's sends and receives block. On a line of stages, ranks that block can only wait for each other in pairs, so there is no
+deadlock exactly if every two neighbours run their exchanges in the same order: the verifier's `rendezvous`.
 """
 
 from __future__ import annotations
@@ -9,26 +9,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from penstock.compat.deepspeed.blocking import stuck
-from penstock.compat.deepspeed.checklist import Duties
-from penstock.compat.deepspeed.player import CLOSING, KNOWN, TRAINING, Player
+import numpy as np
+
 from penstock.errors import PassError, ScheduleError, VerifyError
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
+from penstock.ir.steps import walk
 from penstock.passes.deepspeed import Instruction, Stream
+from penstock.passes.deepspeed_reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
 from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.proof import Proof
 from penstock.verifier.report import report
 from penstock.verifier.verify import check, verify
 
 Factory = Callable[..., Any]
-"""What makes a stage's schedule: `factory(micro_batches=8, stages=4, stage_id=0)`, as a `PipeSchedule` class does."""
+"""Makes a stage's schedule: `factory(micro_batches=8, stages=4, stage_id=0)`, as a `PipeSchedule` class does."""
+_SHOWN = 20
+"""The number of findings that a message shows."""
 
 
 def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Proof:
     """Prove a schedule of instructions for these sizes, or raise `VerifyError` with every finding.
 
-    `strict` asks for what DeepSpeed's own engine needs: exchanges that meet in order, one loss and one gradient at a time.
+    `strict` requires what DeepSpeed's own engine needs: exchanges that meet in order, one loss and one gradient at a time.
     Without it sends return at once, and every buffer has a loss and a gradient of its own.
     """
     program = to_program(factory, micro_batches=micro_batches, stages=stages, strict=strict)
@@ -36,9 +41,9 @@ def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = T
 
 
 def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Program:
-    """The instructions as a proved program, which can be simulated and drawn; see `prove`."""
+    """Make a proved program of the instructions, to be simulated and drawn; see `prove`."""
     if not callable(factory):
-        raise ScheduleError(f"it takes what makes a stage's schedule, such as a PipeSchedule class, got a {type(factory).__name__}")
+        raise ScheduleError(f"give a function that makes a stage's schedule, such as a PipeSchedule class, got a {type(factory).__name__}")
     if stages < 1:
         raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
     made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
@@ -47,7 +52,7 @@ def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: boo
 
 
 def plain(steps: Iterable[Iterable[Any]]) -> Stream:
-    """Any schedule's instructions, ours or DeepSpeed's own, as the values that the passes use."""
+    """The instructions of any schedule, ours or DeepSpeed's own, as the values that the passes use."""
     return [[Instruction(each.name, each.kwargs.get("buffer_id")) for each in step] for step in steps]
 
 
@@ -65,41 +70,74 @@ def program_of(
     labels: bool = True,
     name: str = "",
 ) -> Program:
-    """The proved program of these streams, one a stage; `labels` says whether the last stage needs any for its loss."""
-    players = _play(streams, buffers, strict, labels)
-    findings = [finding for player in players for finding in player.findings] or list(_closing(streams))
+    """The proved program of these streams, one per stage; `labels` says whether the last stage needs labels for its loss."""
+    for stage, stream in enumerate(streams):
+        strange = unknown(stream)
+        if strange is not None:
+            raise PassError(f"stage {stage}: the meaning of {strange} is not known, so its stream cannot be proved")
+    training = any(each.name in TRAINING for stream in streams for step in stream for each in step)
+    readers = _read(streams, buffers, strict, labels, training)
+    findings = [finding for reader in readers for finding in reader.findings] or list(_check_closing(streams))
     if findings:
-        raise VerifyError(findings, _said(name, streams, micro_batches, findings))
-    rows = [player.row for player in players]
-    program = Program.from_actions(rows, Placement.linear(len(rows)), microbatches=micro_batches, name=name)
+        raise VerifyError(findings, _describe(name, streams, micro_batches, findings))
+    program = _join(readers, micro_batches, name)
     semantics = _semantics(strict)
-    findings = check(program, semantics=semantics) or ([] if strict else list(stuck(program)))
+    findings = check(program, semantics=semantics) or ([] if strict else list(find_blocked(program)))
     if findings:
-        raise VerifyError(findings, f"{report(program, semantics, findings)}\n\n{_places(players, findings)}")
+        raise VerifyError(findings, f"{report(program, semantics, findings)}\n\n{_describe_places(readers, findings)}")
     return program
+
+
+def unproved_program_of(streams: Sequence[Stream], micro_batches: int, buffers: Sequence[int], *, training: bool, labels: bool) -> Program:
+    """The program of streams with instructions of unknown meaning, which are passed over.
+
+    If the other instructions make no sense by themselves, it has the microbatches in their order, all forwards first.
+    """
+    known = [[[each for each in step if each.name in KNOWN] for step in stream] for stream in streams]
+    readers = _read(known, buffers, False, labels, training)
+    findings = [finding for reader in readers for finding in reader.findings]
+    lost = next((finding for finding in findings if finding.rule == "place"), None)
+    if lost is not None:
+        raise ScheduleError(f"{lost.action} on stage {lost.rank} {lost.message.removeprefix('it ')}")
+    forwards = [sorted(action.microbatch or 0 for action in reader.row if action.kind is Kind.F) for reader in readers]
+    if not findings and all(each == list(range(micro_batches)) for each in forwards):
+        return _join(readers, micro_batches, "")
+    kinds = [(Kind.RECV_F, Kind.F, Kind.SEND_F), *([(Kind.RECV_B, Kind.B, Kind.SEND_B)] if training else [])]
+    last = len(streams) - 1
+    rows = [
+        [
+            Action(stage, kind, microbatch)
+            for phase in kinds
+            for microbatch in range(micro_batches)
+            for kind in phase
+            if not (stage == 0 and kind in (Kind.RECV_F, Kind.SEND_B)) and not (stage == last and kind in (Kind.SEND_F, Kind.RECV_B))
+        ]
+        for stage in range(len(streams))
+    ]
+    return Program.from_actions(rows, Placement.linear(len(rows)), microbatches=micro_batches)
 
 
 def _semantics(strict: bool) -> str:
     return "rendezvous" if strict else "channels"
 
 
-def _play(streams: Sequence[Stream], buffers: Sequence[int], strict: bool, labels: bool) -> list[Player]:
-    """Stage by stage, so that each knows what the one before it sends."""
-    training = any(each.name in TRAINING for stream in streams for step in stream for each in step)
-    players: list[Player] = []
+def _read(streams: Sequence[Stream], buffers: Sequence[int], strict: bool, labels: bool, training: bool) -> list[StreamReader]:
+    """Read the streams stage by stage, so that each reader knows what the previous stage sends."""
+    readers: list[StreamReader] = []
     for stage, stream in enumerate(streams):
-        strange = unknown(stream)
-        if strange is not None:
-            raise PassError(f"stage {stage}: the meaning of {strange} is not known, so that its stream cannot be proved")
         duties = Duties(stage == 0, stage == len(streams) - 1, training, labels)
-        player = Player(stage, buffers[stage], duties, players[-1].sent if players else (), strict)
-        player.play(stream)
-        players.append(player)
-    return players
+        reader = StreamReader(stage, buffers[stage], duties, readers[-1].sent if readers else (), strict)
+        reader.read_stream(stream)
+        readers.append(reader)
+    return readers
 
 
-def _closing(streams: Sequence[Stream]) -> Iterator[Finding]:
-    """Every stage closes the batch once, or none does; the tied gradients are summed by all stages together."""
+def _join(readers: Sequence[StreamReader], micro_batches: int, name: str) -> Program:
+    return Program.from_actions([reader.row for reader in readers], Placement.linear(len(readers)), microbatches=micro_batches, name=name)
+
+
+def _check_closing(streams: Sequence[Stream]) -> Iterator[Finding]:
+    """Every stage closes the batch once, or none does; all stages sum the tied gradients together."""
     for name in CLOSING:
         counts = [sum(each.name == name for step in stream for each in step) for stream in streams]
         if set(counts) not in ({0}, {1}):
@@ -110,7 +148,32 @@ def _closing(streams: Sequence[Stream]) -> Iterator[Finding]:
             yield Finding("closing", severity, stage, step, f"{name}()", message, "Run it once on every stage, at the end of its batch")
 
 
-def _said(name: str, streams: Sequence[Stream], micro_batches: int, findings: Sequence[Finding]) -> str:
+def find_blocked(program: Program) -> Iterator[Finding]:
+    """The ranks that wait for ever if receives block and sends do not, each with the receive where it stops.
+
+    The verifier's channels let a receive return at once and computation wait for the data; an instruction that receives waits itself.
+    """
+    rows, messages = program.rows, program.links.messages
+    reached = walk(rows, messages)
+    heads = rows.group_offsets[:-1] + reached.done
+    for rank in np.flatnonzero(heads < rows.group_offsets[1:]).tolist():
+        receive = int(heads[rank])  # no action of a stream has parts, so groups are entries
+        send = int(messages.before[messages.after == receive][0])
+        other, step = int(rows.rank[send]), int(rows.step[send])
+        what, place = str(rows.action_at(send)), f"step {step} of rank {other}"
+        yield Finding(
+            "deadlock",
+            Severity.HANG,
+            rank,
+            int(rows.step[receive]),
+            str(rows.action_at(receive)),
+            f"it waits for {what}, which is {place}, which has come as far as its step {int(reached.done[other])}",
+            f"Let rank {other} run {what} before what it waits for, or receive later on rank {rank}",
+            program,
+        )
+
+
+def _describe(name: str, streams: Sequence[Stream], micro_batches: int, findings: Sequence[Finding]) -> str:
     head = f"{len(findings)} finding{'s'[: len(findings) > 1]} in the instructions of {name or 'a schedule'}"
     lines = [f"{head}, {len(streams)} stages, {micro_batches} microbatches:"]
     lines += [f"{number}. {finding}" for number, finding in enumerate(findings[:_SHOWN], start=1)]
@@ -119,14 +182,11 @@ def _said(name: str, streams: Sequence[Stream], micro_batches: int, findings: Se
     return "\n".join(lines)
 
 
-_SHOWN = 20
-
-
-def _places(players: Sequence[Player], findings: Sequence[Finding]) -> str:
-    """Where the actions that findings name stand in the streams."""
+def _describe_places(readers: Sequence[StreamReader], findings: Sequence[Finding]) -> str:
+    """Where the actions of the findings stand in the streams."""
     lines = ["The streams were read as a program; where its actions stand in them:"]
     for finding in findings[:_SHOWN]:
-        places = players[finding.rank].places
+        places = readers[finding.rank].places
         if finding.step < len(places):
             step, each = places[finding.step]
             lines.append(f"  rank {finding.rank}, step {finding.step} ({finding.action}) is {each} in step {step} of the stream")

@@ -1,15 +1,14 @@
 """The names of `deepspeed.runtime.pipe.schedule`.
 
 The streams of `TrainSchedule` are those of our `1f1b`, of `InferenceSchedule` those of `inference`, of `DataParallelSchedule` those
-of `data-parallel`, and of `DualPipeVSchedule` those of `dualpipe-v` with full backwards. The first two ask their hooks in every step,
-so that a subclass changes the stream by overriding one of them. Needs no torch.
+of `data-parallel`, and of `DualPipeVSchedule` those of `dualpipe-v` with full backwards. The first two call their hooks in every step,
+so a subclass changes the stream by overriding one of them. Needs no torch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.compat.deepspeed.base import PipeSchedule
 from penstock.compat.deepspeed.dualpipe_v import DualPipeVSchedule
 from penstock.compat.deepspeed.instructions import (
     BackwardPass,
@@ -19,6 +18,7 @@ from penstock.compat.deepspeed.instructions import (
     LoadMicroBatch,
     OptimizerStep,
     PipeInstruction,
+    PipeSchedule,
     RecvActivation,
     RecvGrad,
     ReduceGrads,
@@ -75,7 +75,7 @@ class InferenceSchedule(PipeSchedule):
             yield [*([LoadMicroBatch(now % 2)] if loads else []), *exchange, *([ForwardPass(now % 2)] if runs else [])]
 
     def num_pipe_buffers(self) -> int:
-        """One that is filled while the other is used."""
+        """Two: one is filled while the other is used."""
         return 2
 
 
@@ -97,7 +97,7 @@ class TrainSchedule(PipeSchedule):
             before = now
 
     def num_pipe_buffers(self) -> int:
-        """As many as microbatches are under way at once, and at least two."""
+        """The number of microbatches in flight at once, at least two."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
     def _exchange(self, before: int, now: int, forward: bool) -> Iterator[PipeInstruction]:

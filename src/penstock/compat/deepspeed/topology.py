@@ -39,7 +39,7 @@ class ProcessTopology:
         return str(self.mapping)
 
     def world_size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return len(self._coords)
 
     def get_axis_names(self) -> list[str]:
@@ -47,7 +47,7 @@ class ProcessTopology:
         return self.axes
 
     def get_dim(self, axis: str) -> int:
-        """The size of an axis; 0 for one that is not there."""
+        """The size of an axis; 0 for an unknown axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank(self, **coord_kwargs: int) -> int:
@@ -196,11 +196,10 @@ class PipelineParallelGrid:
         return self.get_stage_id()
 
     def get_pipe_parallel_world_size(self) -> int:
-        """How many stages there are."""
+        """The number of stages."""
         return self.pipe_parallel_size
 
-    def get_pipeline_model_parallel_world_size(self) -> int:
-        return self.pipe_parallel_size
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
 
     def get_pipe_parallel_group(self) -> Any:
         """The process group of this pipeline."""
@@ -216,7 +215,7 @@ class PipelineParallelGrid:
         return self.get_data_parallel_id()
 
     def get_data_parallel_world_size(self) -> int:
-        """How many replicas of the pipeline there are."""
+        """The number of replicas of the pipeline."""
         return self.data_parallel_size
 
     def get_data_parallel_group(self) -> Any:
@@ -238,8 +237,7 @@ class PipelineParallelGrid:
     def get_slice_parallel_world_size(self) -> int:
         return self.slice_parallel_size
 
-    def get_tensor_model_parallel_world_size(self) -> int:
-        return self.slice_parallel_size
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
 
     def get_slice_parallel_group(self) -> Any:
         """The process group of this stage's slices."""

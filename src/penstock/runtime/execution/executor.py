@@ -7,7 +7,7 @@ channel a message goes to, which stage and microbatch an operation is for. A ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
@@ -61,12 +61,13 @@ class Executor:
         overlap: Overlap | None = None,
         number: int = 0,
         graphs: bool = False,
+        blocking: Collection[Kind] = (),
     ) -> None:
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
         self.registers = Registers()
-        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, pieces=data.pieces)
+        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, pieces=data.pieces, blocking=blocking)
         self.compute = StageOperations(self.links, stages, loss, statistics)
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""
@@ -85,6 +86,11 @@ class Executor:
         """The device's notes of the last run."""
 
     # Running ----------------------------------------------------------------------------------------------------------
+
+    def replace_operations(self, actions: Sequence[Action], operations: Sequence[Operation]) -> None:
+        """Run these operations from now on, which may call the program's own; reports name them by `actions`."""
+        self.actions, self.operations = tuple(actions), list(operations)
+        self.begun, self.ended = [0] * len(self.operations), [0] * len(self.operations)
 
     def run(self, step_input: Feed, observe: Callable[[int], None] | None = None) -> Share:
         """Run all operations once; `observe` is called with the number of each action after it has run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +31,20 @@ class Links:
     """
 
     def __init__(
-        self, program: Program, rank: int, group: Group, registers: Registers, *, deadline: float, number: int, pieces: Pieces | None
+        self,
+        program: Program,
+        rank: int,
+        group: Group,
+        registers: Registers,
+        *,
+        deadline: float,
+        number: int,
+        pieces: Pieces | None,
+        blocking: Collection[Kind] = (),
     ) -> None:
         self.program, self.rank, self.group, self.registers, self.deadline = program, rank, group, registers, deadline
+        self.blocking = blocking
+        """The kinds of sends that wait for their receive, and of receives that wait for their message."""
         self.pieces = pieces
         """Takes DTensors apart to send them, if the pipeline has a device mesh."""
         self.number = zlib.crc32(program.rows.codes.tobytes(), number)
@@ -123,10 +134,28 @@ class Links:
         return send
 
     def receive(self, action: Action) -> Operation:
-        """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken."""
+        """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken, unless the kind blocks."""
         content, other, microbatch = _edge_of(action)
-        register = self.registers.number("received", content, other, action.stage, microbatch)
-        return self._inbox(self._rank_of(other, microbatch), content).expect(register)
+        values, register = self.registers.values, self._received_register(action)
+        inbox = self._inbox(self._rank_of(other, microbatch), content)
+        post = inbox.expect(register)
+        if action.kind not in self.blocking:
+            return post
+
+        def receive() -> None:
+            post()
+            inbox.pull(values, register)
+
+        return receive
+
+    def swap_received(self, one: Action, other: Action) -> None:
+        """Exchange the values that two receives have received, if any: each was meant for the other microbatch."""
+        values, first, second = self.registers.values, self._received_register(one), self._received_register(other)
+        values[first], values[second] = values[second], values[first]
+
+    def _received_register(self, action: Action) -> int:
+        content, other, microbatch = _edge_of(action)
+        return self.registers.number("received", content, other, action.stage, microbatch)
 
     def _inbox(self, source: int, content: str) -> Inbox:
         route = (source, self.rank, content)
@@ -139,6 +168,7 @@ class Links:
         if route not in self.outboxes:
             buffers = self.program.buffers
             slots = self.program.microbatches * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
+            slots = 0 if kind in self.blocking else slots
             self.outboxes[route] = self.group.outbox(route, slots, self.number, self.deadline)
         return self.outboxes[route]
 

@@ -94,6 +94,7 @@ class Exchange:
                 self.group.connection.recv([frame], source, self.tag + 1).wait(timeout)
             self._post(source)
         except (RuntimeError, AttributeError, KeyError) as error:  # the latter two: the connection was closed meanwhile
+            work = None  # the raised error keeps this frame, and the work would keep the connection open
             self.group.lost(source, f"all ranks to reach {name!r}", error)
         activity.waits = None
         return ctypes.string_at(frame.data_ptr(), length)

@@ -130,6 +130,7 @@ class FramedOutbox(Outbox):
             _, work, held = self.flight.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
+            work = held = None  # the raised error keeps this frame, and the work would keep the connection open
             self.group.lost(self.target, self._what, error)
         if isinstance(held, Slot) and held.size <= KEPT and held is not self._hello:
             self._keep(held)
@@ -212,6 +213,7 @@ class FramedInbox(Inbox):
             work, frame = self.posted.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:
+            work = None  # the raised error keeps this frame, and the work would keep the connection open
             self.group.lost(self.source, self.name, error)
         activity.waits = None
         return frame

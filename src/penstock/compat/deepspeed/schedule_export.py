@@ -1,4 +1,4 @@
-"""Our schedules for DeepSpeed's engine."""
+"""`as_deepspeed`: our schedules as `PipeSchedule` classes for DeepSpeed's engine."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _THEIRS = "deepspeed.runtime.pipe.schedule"
 
 
 def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **options: Any) -> type[Any]:
-    """A schedule with one stage a rank as a `PipeSchedule` class, proved for DeepSpeed's engine when it is first made for a size.
+    """Make a `PipeSchedule` class of a schedule with one stage per rank, proved for DeepSpeed's engine when first used for a size.
 
     - `schedule`: a schedule or program, or a registered name, which fits any number of stages; further options by keyword;
-    - `module`: whose `PipeSchedule` and instructions to use. DeepSpeed's own where it has been imported, since its engine
-      takes no others; else ours.
+    - `module`: the module whose `PipeSchedule` and instructions are used. Defaults to DeepSpeed's own if it has been imported, because
+      its engine takes no others; else ours.
 
     Split backwards become full ones. DeepSpeed's last stage keeps one loss: there each backward runs right after its
     forward, whatever the order of the schedule; the other stages keep theirs.
@@ -39,7 +39,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
     >>> [each for step in made for each in step][-4:]
     [BackwardPass(buffer_id=1), ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
     """
-    name = _checked(schedule, options)
+    name = _check_schedule(schedule, options)
     home = module or sys.modules.get(_THEIRS) or ours
 
     known: dict[tuple[int, int], Sequence[Stream]] = {}  # no lru_cache, so that the class can be sent to other processes
@@ -49,12 +49,12 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
             if isinstance(schedule, str):
                 table: Table = by_name(schedule, stages, micro_batches, **options)
             else:
-                table = _sized(schedule, micro_batches, stages)
-            known[micro_batches, stages] = _proved(table)
+                table = _fit_sizes(schedule, micro_batches, stages)
+            known[micro_batches, stages] = _prove_streams(table)
         return known[micro_batches, stages]
 
     def stream(self: Any) -> Stream:
-        return _of_stage(proved(self.micro_batches, self.stages), self.stage_id)
+        return _pick_stage(proved(self.micro_batches, self.stages), self.stage_id)
 
     def steps(self: Any) -> Iterator[list[Any]]:
         """The stage's instructions."""
@@ -62,18 +62,18 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
             yield [getattr(home, each.name)(**({} if each.buffer_id is None else {"buffer_id": each.buffer_id})) for each in step]
 
     def num_pipe_buffers(self: Any) -> int:
-        """As many as the stream uses."""
+        """The number of buffers that the stream uses."""
         return _num_buffers(stream(self))
 
     if isinstance(schedule, Table):
         proved(schedule.microbatches, schedule.ranks)
-    said = f"Penstock's {name} as DeepSpeed's instructions."
-    parts = {"__doc__": said, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
+    text = f"Penstock's {name} as DeepSpeed's instructions."
+    parts = {"__doc__": text, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
     return type(f"{''.join(part.capitalize() for part in name.split('-'))}Schedule", (home.PipeSchedule,), parts)
 
 
-def _checked(schedule: Any, options: dict[str, Any]) -> str:
-    """The schedule's name, once it is clear that it can be said in instructions."""
+def _check_schedule(schedule: Any, options: dict[str, Any]) -> str:
+    """Check that the schedule can be expressed in instructions; its name."""
     if isinstance(schedule, str):
         made = algorithm(schedule)
         chunks = options.get("chunks", made.layout.chunks)
@@ -94,8 +94,8 @@ def _checked(schedule: Any, options: dict[str, Any]) -> str:
     return schedule.name or "written"
 
 
-def _sized(table: Table, micro_batches: int, stages: int) -> Table:
-    """The schedule for these sizes, if it is or can be made for them."""
+def _fit_sizes(table: Table, micro_batches: int, stages: int) -> Table:
+    """The schedule for these sizes, made again if it can be."""
     if table.ranks != stages:
         raise ScheduleError(f"{table!r} has {table.ranks} ranks, but the engine has {stages} stages: make it for {stages} ranks")
     if table.microbatches == micro_batches:
@@ -109,8 +109,8 @@ def _sized(table: Table, micro_batches: int, stages: int) -> Table:
     return again(micro_batches)
 
 
-def _proved(table: Table) -> Sequence[Stream]:
-    """The streams of every stage, for an engine that has one loss and one gradient, and sends that block."""
+def _prove_streams(table: Table) -> Sequence[Stream]:
+    """The streams of all stages, proved for an engine with one loss, one gradient and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
     found = streams(_one_loss(merged) if table.training else merged)
     program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
@@ -118,7 +118,7 @@ def _proved(table: Table) -> Sequence[Stream]:
 
 
 def _one_loss(schedule: Schedule) -> Schedule:
-    """The same with each backward of the last rank right after its forward, where it can run: only the gradient's way back waits."""
+    """The same with each backward of the last rank right after its forward, where it can always run."""
     rows = [schedule.row(rank) for rank in range(schedule.ranks)]
     last = Rows.join([rows[-1]])
     forward = {microbatch: at for at, microbatch in enumerate(last.microbatch.tolist()) if last.kind[at] == Kind.F}
@@ -127,7 +127,7 @@ def _one_loss(schedule: Schedule) -> Schedule:
     return Schedule.from_rows(Rows.join(rows), schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name)
 
 
-def _of_stage(found: Sequence[Stream], stage_id: int) -> Stream:
+def _pick_stage(found: Sequence[Stream], stage_id: int) -> Stream:
     """One stage's stream."""
     if not 0 <= stage_id < len(found):
         raise ScheduleError(f"stage_id {stage_id}: there are {len(found)} stages, 0 to {len(found) - 1}")
@@ -135,5 +135,5 @@ def _of_stage(found: Sequence[Stream], stage_id: int) -> Stream:
 
 
 def _num_buffers(stream: Stream) -> int:
-    """How many buffers a stream uses, and at least one."""
+    """The number of buffers that a stream uses, at least one."""
     return 1 + max((each.buffer_id for step in stream for each in step if each.buffer_id is not None), default=0)
