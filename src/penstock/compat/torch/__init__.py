@@ -16,8 +16,8 @@ from penstock.compat.torch._installed import check_version
 check_version(_torch.__version__)
 
 from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
-from penstock.compat.torch._runtime import as_torch
-from penstock.compat.torch._single import _ScheduleForwardOnly
+from penstock.compat.torch.schedule_classes.runtime import as_torch
+from penstock.compat.torch.schedule_classes.single import _ScheduleForwardOnly
 from penstock.compat.torch.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,

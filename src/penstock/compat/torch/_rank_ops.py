@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable
 
-from penstock.compat.torch._actions import (
+from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -15,7 +15,7 @@ from penstock.compat.torch._actions import (
     _Action,
     _ComputationType,
 )
-from penstock.compat.torch._orders import Order, Spaced
+from penstock.compat.torch.orders.tables import Order, Spaced
 
 
 def _get_warmup_ops(

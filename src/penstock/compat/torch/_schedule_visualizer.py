@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from penstock.compat.torch._actions import _Action, _ComputationType
-from penstock.compat.torch._base import _PipelineSchedule
-from penstock.compat.torch._checks import _homes
-from penstock.compat.torch._orders import Order, pack_rows, unpack_rows
-from penstock.compat.torch._runtime import _PipelineScheduleRuntime
+from penstock.compat.torch.orders.actions import _Action, _ComputationType
+from penstock.compat.torch.orders.tables import Order, pack_rows, unpack_rows
+from penstock.compat.torch.orders.validation import _homes
+from penstock.compat.torch.schedule_classes.base import _PipelineSchedule
+from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
 from penstock.compat.torch.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,

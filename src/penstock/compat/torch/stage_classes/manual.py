@@ -15,9 +15,6 @@ from torch.distributed.pipelining import stage as _torch_stage
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
 from torch.distributed.tensor import DTensor
 
-from penstock.compat.torch._frames import ACTIVATIONS, GRADIENTS, Frames, Peer
-from penstock.compat.torch._halves import Grads
-from penstock.compat.torch._stage_base import _PipelineStageBase
 from penstock.compat.torch._utils import (
     InferenceMode,
     _DTensorMeta,
@@ -26,6 +23,9 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
+from penstock.compat.torch.stage_classes.base import _PipelineStageBase
+from penstock.compat.torch.stage_classes.messages import ACTIVATIONS, GRADIENTS, Frames, Peer
+from penstock.compat.torch.stage_classes.split_backward import Grads
 from penstock.runtime.tensors.dtensor import arrived, is_gathering
 
 

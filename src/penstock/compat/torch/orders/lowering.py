@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.compat.torch._actions import (
+from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -22,7 +22,7 @@ from penstock.compat.torch._actions import (
     parts_of,
     unpack,
 )
-from penstock.compat.torch._orders import (
+from penstock.compat.torch.orders.tables import (
     Actions,
     Order,
     Row,

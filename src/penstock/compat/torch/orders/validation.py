@@ -11,8 +11,8 @@ import json
 
 import numpy as np
 
-from penstock.compat.torch._actions import _COMPUTE, _Action, parts_of
-from penstock.compat.torch._orders import (
+from penstock.compat.torch.orders.actions import _COMPUTE, _Action, parts_of
+from penstock.compat.torch.orders.tables import (
     Order,
     Spaced,
     StageToRank,

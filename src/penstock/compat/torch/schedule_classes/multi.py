@@ -8,15 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from penstock.compat.torch._actions import _Action
-from penstock.compat.torch._base import LossFunction, _PipelineSchedule, takes, unless_none
-from penstock.compat.torch._checks import _validate_schedule
 from penstock.compat.torch._debug import schedule_log
-from penstock.compat.torch._orders import Actions, Order, Spaced, _format_pipeline_order, read_csv, write_csv
-from penstock.compat.torch._passes import _add_reduce_grad, _add_send_recv
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
-from penstock.compat.torch._walk import Feed, Walk
 from penstock.compat.torch.microbatch import TensorChunkSpec
+from penstock.compat.torch.orders.actions import _Action
+from penstock.compat.torch.orders.lowering import _add_reduce_grad, _add_send_recv
+from penstock.compat.torch.orders.tables import Actions, Order, Spaced, _format_pipeline_order, read_csv, write_csv
+from penstock.compat.torch.orders.validation import _validate_schedule
+from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule, takes, unless_none
+from penstock.compat.torch.schedule_classes.runner import Feed, Walk
 
 Format = Literal["compute_only", "compute_comms"]
 

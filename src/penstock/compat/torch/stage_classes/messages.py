@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor
 
-from penstock.compat.torch._p2p import Op, _wait_batch_p2p
 from penstock.compat.torch._utils import PipeliningMetadataError
+from penstock.compat.torch.schedule_classes.p2p import Op, _wait_batch_p2p
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.message_format import NUMBER, OVERFLOW, PROGRAM, SENT, TRAILER, Form, empty, pack_new, trailer, unpack_new
 

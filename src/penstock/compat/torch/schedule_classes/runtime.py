@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from penstock.compat.torch._actions import (
+from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.orders.actions import (
     _COMPUTE,
     BACKWARD_INPUT,
     FORWARD,
@@ -22,10 +23,8 @@ from penstock.compat.torch._actions import (
     _ComputationType,
     parts_of,
 )
-from penstock.compat.torch._checks import _simulate_comms_compute
-from penstock.compat.torch._debug import schedule_log
-from penstock.compat.torch._multi import Format, PipelineScheduleMulti
-from penstock.compat.torch._orders import (
+from penstock.compat.torch.orders.lowering import _defer_recv_ops
+from penstock.compat.torch.orders.tables import (
     Actions,
     Order,
     Spaced,
@@ -36,7 +35,8 @@ from penstock.compat.torch._orders import (
     unpack_rows,
     write_csv,
 )
-from penstock.compat.torch._passes import _defer_recv_ops
+from penstock.compat.torch.orders.validation import _simulate_comms_compute
+from penstock.compat.torch.schedule_classes.multi import Format, PipelineScheduleMulti
 from penstock.errors import ScheduleError, VerifyError
 from penstock.ir.csv_form import refuse_for_torch
 from penstock.ir.placement import Placement
@@ -51,7 +51,7 @@ from penstock.verifier.report import report
 from penstock.verifier.verify import check
 
 if TYPE_CHECKING:
-    from penstock.compat.torch._base import _PipelineSchedule
+    from penstock.compat.torch.schedule_classes.base import _PipelineSchedule
 
 _ACTIVE_STAGES = 3
 """How many stages of a rank are unsharded at once, as in torch."""

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as _torch_schedules
 from torch.utils._pytree import tree_leaves
 
-from penstock.compat.torch._actions import _Action, _get_profiler_function_name
 from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch.microbatch import _ALONG_BATCH, TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from penstock.compat.torch.orders.actions import _Action, _get_profiler_function_name
 from penstock.compat.torch.stage import PipelineStage
 from penstock.errors import ScheduleError
 from penstock.runtime.batch.loss import Loss

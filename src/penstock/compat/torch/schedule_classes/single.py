@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from penstock.compat.torch._actions import FORWARD, FULL_BACKWARD, _Action
-from penstock.compat.torch._base import LossFunction, _PipelineSchedule, takes, unless_none
 from penstock.compat.torch._debug import schedule_log
-from penstock.compat.torch._orders import Spaced
-from penstock.compat.torch._walk import Feed, Walk
-from penstock.compat.torch._zoo import single_order, single_program
 from penstock.compat.torch.microbatch import TensorChunkSpec
+from penstock.compat.torch.orders.actions import FORWARD, FULL_BACKWARD, _Action
+from penstock.compat.torch.orders.generation import single_order, single_program
+from penstock.compat.torch.orders.tables import Spaced
+from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule, takes, unless_none
+from penstock.compat.torch.schedule_classes.runner import Feed, Walk
 
 
 class PipelineScheduleSingle(_PipelineSchedule):

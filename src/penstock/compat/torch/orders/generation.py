@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from penstock.compat.torch._actions import _Action, unpack
-from penstock.compat.torch._orders import Actions, Spaced, unpack_rows
+from penstock.compat.torch.orders.actions import _Action, unpack
+from penstock.compat.torch.orders.tables import Actions, Spaced, unpack_rows
 from penstock.ir.program import Program
 from penstock.passes.lower import lower
 from penstock.passes.reduce_grad import ReduceGrad

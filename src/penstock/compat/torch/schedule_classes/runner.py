@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from penstock.compat.torch._actions import (
+from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -32,10 +33,9 @@ from penstock.compat.torch._actions import (
     _Action,
     parts_of,
 )
-from penstock.compat.torch._debug import schedule_log
 
 if TYPE_CHECKING:
-    from penstock.compat.torch._base import _PipelineSchedule
+    from penstock.compat.torch.schedule_classes.base import _PipelineSchedule
 
 Operation = Callable[["Walk"], None]
 """Takes the walk as its argument rather than keeping it, so that a schedule goes as soon as nobody has it any more."""
@@ -284,7 +284,7 @@ def _idle_gathers(actions: Sequence[_Action], functions: Container[Any]) -> set[
 
 
 def _custom(action: _Action, function: Callable[..., Any]) -> Operation:
-    from penstock.compat.torch._runtime import _PipelineContext
+    from penstock.compat.torch.schedule_classes.runtime import _PipelineContext
 
     def custom(walk: Walk) -> None:
         feed = walk.feed

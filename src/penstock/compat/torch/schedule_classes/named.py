@@ -9,13 +9,11 @@ from typing import Any
 from torch import nn
 from torch._dynamo import OptimizedModule
 
-from penstock.compat.torch._actions import _Action
-from penstock.compat.torch._base import LossFunction
-from penstock.compat.torch._orders import Spaced
 from penstock.compat.torch._rank_ops import add_bubbles
-from penstock.compat.torch._runtime import _PipelineScheduleRuntime
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
-from penstock.compat.torch._zoo import (
+from penstock.compat.torch.microbatch import TensorChunkSpec
+from penstock.compat.torch.orders.actions import _Action
+from penstock.compat.torch.orders.generation import (
     dualpipe_v_order,
     interleaved_1f1b_order,
     interleaved_zb_order,
@@ -23,7 +21,9 @@ from penstock.compat.torch._zoo import (
     rounds_of,
     zbv_order,
 )
-from penstock.compat.torch.microbatch import TensorChunkSpec
+from penstock.compat.torch.orders.tables import Spaced
+from penstock.compat.torch.schedule_classes.base import LossFunction
+from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
 
 
 class _Ruled(_PipelineScheduleRuntime):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from penstock.compat.torch._actions import _Action, pack, unpack
+from penstock.compat.torch.orders.actions import _Action, pack, unpack
 from penstock.ir import codes
 from penstock.ir.csv_form import write_whole
 from penstock.ir.kind import Kind

@@ -18,8 +18,8 @@ from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.compat.torch._debug import map_debug_info, stage_log
-from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
+from penstock.compat.torch.stage_classes.split_backward import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.errors import StageCallError
 from penstock.runtime.tensors.dtensor import arrived
 
