@@ -124,7 +124,7 @@ def test_no_forward_ahead_of_time(name: str) -> None:
 
 def test_agreeing_on_shapes_as_torch_does_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """On devices whose tensors do not go through frames, a forward ahead of time is needed."""
-    monkeypatch.setattr(OURS.stage.PipelineStage, "_use_frames", lambda self, count, training: False)
+    monkeypatch.setattr(OURS.stage.PipelineStage, "use_messages", lambda self, count, training: False)
     modules = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)]
     x, y = data()
     wanted = loop(modules, x, y, 4)

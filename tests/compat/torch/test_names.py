@@ -10,7 +10,7 @@ import pytest
 
 import penstock.compat.torch as ours
 from compat.torch.both import BOTH, LOOPED, MODULES, ON_A_V, OURS, SINGLE, TORCH, mock_stages
-from penstock.compat.torch._installed import check_version
+from penstock.compat.torch import check_version
 
 FUNCTIONS = {
     "schedules": [

@@ -200,8 +200,8 @@ def test_as_torch_by_name_and_what_it_refuses() -> None:
         assert texts(found.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
     one = mock_stages(2, 1)
     for table, stages, match in (  # type: ignore[assignment]
-        ("1f1b", one, "give n_microbatches="),
-        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*make the schedule for 2 ranks"),
+        ("1f1b", one, "pass n_microbatches="),
+        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*generate the schedule for 2 ranks"),
         (ps.schedule("zbv", 2, 4), one, "has 2 ranks and 4 stages.*num_stages=4"),
         (ps.schedule("1f1b", 2, 4), one[0], r"write \[stage\]"),
         (3, one, "takes a Schedule, a Program or the name"),

@@ -277,12 +277,12 @@ def test_agreeing_on_shapes_as_torch_does(workers: Workers) -> None:
 
 
 def _without_frames(name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> Outcome:
-    kept = OURS.stage.PipelineStage._use_frames
-    OURS.stage.PipelineStage._use_frames = lambda self, count, training: False
+    kept = OURS.stage.PipelineStage.use_messages
+    OURS.stage.PipelineStage.use_messages = lambda self, count, training: False
     try:
         return train(OURS, name, modules, [(x, y), (x, y)], 4, {})
     finally:
-        OURS.stage.PipelineStage._use_frames = kept
+        OURS.stage.PipelineStage.use_messages = kept
 
 
 def counted(modules: list[nn.Module], x: Tensor, y: Tensor) -> dict[str, int]:
@@ -391,14 +391,14 @@ def ending_in_a_collective(name: str, modules: list[nn.Module], x: Tensor, y: Te
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         module.register_forward_hook(lambda module, args, output: unwaited.append(isinstance(output, AsyncCollectiveTensor)))
     held = stages(OURS, mine, here, len(modules), group=mesh["pp"].get_group())
-    kept = OURS.stage.PipelineStage._use_frames
+    kept = OURS.stage.PipelineStage.use_messages
     if not frames:
-        OURS.stage.PipelineStage._use_frames = lambda self, count, training: False
+        OURS.stage.PipelineStage.use_messages = lambda self, count, training: False
     try:
         made = schedule(OURS, name, held, 4, loss_fn=functional.mse_loss)
         out, losses = feed(made, here, len(modules), x, y)
     finally:
-        OURS.stage.PipelineStage._use_frames = kept
+        OURS.stage.PipelineStage.use_messages = kept
     return Outcome(out, losses, [grad.full_tensor() for grad in grads(mine)]), all(unwaited)  # type: ignore[union-attr]
 
 

@@ -119,7 +119,7 @@ def test_a_step_that_is_given_up_half_way(workers: Workers, rank: int, call: int
     seen = both[1][0]
     assert "failed to run forward" in both[rank][0][1]
     assert isinstance(seen[1], str)
-    assert rank or "expected microbatch 1 of stage 0 in step 2, but what came is of stage 0 in step 3" in seen[1]
+    assert rank or "expected microbatch 1 of stage 0 in step 2, but received a message of stage 0 in step 3" in seen[1]
     for k in (0, 2, 3):
         assert_same(seen[k], loop(modules, *batches[k], 2).losses)
 
@@ -129,7 +129,7 @@ def out_of_step(modules: list[nn.Module], x: Tensor) -> str:
     stage = stages(OURS, [modules[rank]], [rank], 2)[0]
     made = schedule(OURS, "ScheduleGPipe", [stage], 1)
     made.step(*([x] if rank == 0 else []))
-    stage._frames.steps -= rank  # as if the other rank had given up a step half-way
+    stage._messages.step -= rank  # as if the other rank had given up a step half-way
     try:
         made.step(*([x] if rank == 0 else []))
     except RuntimeError as error:
@@ -139,4 +139,4 @@ def out_of_step(modules: list[nn.Module], x: Tensor) -> str:
 
 def test_messages_of_another_step_are_refused(workers: Workers) -> None:
     _, said = workers.run(out_of_step, (blocks(2), data(8)[0]), ranks=2)
-    assert "in step 1, but what came is of stage 0 in step 2" in said
+    assert "in step 1, but received a message of stage 0 in step 2" in said

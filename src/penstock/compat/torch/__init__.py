@@ -1,17 +1,29 @@
-"""`torch.distributed.pipelining` over our parts: `from penstock.compat.torch import PipelineStage, Schedule1F1B`. Needs torch."""
+"""A drop-in for `torch.distributed.pipelining`: `from penstock.compat.torch import PipelineStage, Schedule1F1B`. Needs torch.
 
-# ruff: noqa: E402 - what is imported needs the right torch
+Modules with torch's names (`schedules`, `stage`, `microbatch`, `_backward`, `_IR`, ...) have torch's names in them. A batch comes in
+through a schedule of `schedule_classes`, which runs its rank's order, built and proved in `orders`, on the stages of
+`stage_classes`. These three rooms are ours; import from the modules above.
+"""
+
+# ruff: noqa: E402 - the version of torch is checked before the other modules are imported
 
 from __future__ import annotations
+
+from penstock.errors import MissingExtraError
 
 try:
     import torch as _torch
 except ImportError as error:
-    from penstock.errors import MissingExtraError
-
     raise MissingExtraError("penstock.compat.torch", "torch", "torch") from error
 
-from penstock.compat.torch._installed import check_version
+_LEAST = (2, 13)
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch whose pipelining package differs from the one that this package builds on."""
+    if tuple(map(int, version.split(".")[:2])) < _LEAST:
+        raise MissingExtraError("penstock.compat.torch", f"torch {_LEAST[0]}.{_LEAST[1]} or later (there is {version})", "torch")
+
 
 check_version(_torch.__version__)
 

@@ -1,4 +1,4 @@
-"""Modules of a traced graph put back into their tree: torch's own."""
+"""Torch's own function that puts the modules of a traced graph back into their tree."""
 
 from torch.distributed.pipelining._unflatten import _outline_submodules
 

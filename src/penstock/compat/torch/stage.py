@@ -1,4 +1,4 @@
-"""Every name of torch's `stage`. The graph of a traced stage is torch's own, inherited as it is."""
+"""All names of `torch.distributed.pipelining.stage`. A traced stage inherits its graph from torch."""
 
 from __future__ import annotations
 
@@ -39,5 +39,5 @@ class _PipelineStage(_PipelineStageBase, _torch_stage._PipelineStage):
 def build_stage(
     stage_module: nn.Module, stage_index: int, pipe_info: PipeInfo, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> _PipelineStage:
-    """A stage of a traced model, for a schedule to run."""
+    """Build a stage of a traced model, for a schedule to run."""
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group)

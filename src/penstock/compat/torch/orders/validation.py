@@ -1,8 +1,8 @@
-"""Torch's validator and dry run: our verifier and our walk over torch's orders.
+"""Torch's validator and dry run, by our verifier and our step walk.
 
-`_validate_schedule` proves all that the verifier proves of a schedule, which is more than torch looks at: microbatches beyond the
-count, repeated actions and orders in which ranks wait for each other are refused too. Its error is torch's and begins with
-torch's words where torch has any, then comes the verifier's report.
+`_validate_schedule` proves everything that the verifier proves of a schedule, which is more than torch checks: microbatches beyond
+the count, repeated actions and orders in which ranks wait for each other are refused too. It raises torch's error type. The
+message begins with torch's own words if torch would refuse the order as well; the verifier's report follows.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import json
 
 import numpy as np
 
-from penstock.compat.torch.orders.actions import _COMPUTE, _Action, parts_of
+from penstock.compat.torch.orders.actions import COMPUTE_TYPES, _Action, split_action
 from penstock.compat.torch.orders.tables import (
     Order,
     Spaced,
     StageToRank,
     _format_pipeline_order,
+    build_placement,
+    build_program,
     pack_rows,
-    placed_by,
-    start_program,
     unpack_rows,
 )
 from penstock.ir import codes
@@ -38,68 +38,68 @@ _RUNNING = {Kind.B: ("Full Backward", "Forward"), Kind.I: ("Backward Input", "Fo
 
 
 def _validate_schedule(actions: Order, pp_group_size: int, num_stages: int, num_microbatches: int) -> dict[int, int]:
-    """The rank of each stage, once the order is proved; `AssertionError` with everything that is wrong where it cannot be."""
+    """Prove an order and return the rank of each stage; an `AssertionError` lists everything that is wrong."""
     if len(actions) != pp_group_size:
         raise AssertionError(f"Schedule has incorrect number of ranks - expected {pp_group_size}, actual {len(actions)}")
     for rank in range(pp_group_size):
         if rank not in actions:
             raise AssertionError(f"Schedule is missing actions for rank {rank}")
-    _refuse_strangers(actions)
-    where = _homes(actions)
-    placement = Placement.custom([where.get(stage, 0) for stage in range(num_stages)], ranks=pp_group_size)
+    _refuse_foreign_objects(actions)
+    rank_of_stage = find_stage_ranks(actions)
+    placement = Placement.custom([rank_of_stage.get(stage, 0) for stage in range(num_stages)], ranks=pp_group_size)
     rows = pack_rows(actions)
     rows = rows.keep(rows.is_kind(*COMPUTE))
-    apart = Rows(rows.codes & ~codes.JOIN, rows.offsets)  # the parts of an overlap run one after the other in torch
-    schedule = Schedule.from_rows(apart, placement, num_microbatches)
-    findings, words = check(schedule), _torch_words(schedule, actions)
-    if findings or words:
-        found = f"{report(schedule, 'channels', findings)}\n\n" if findings else ""
-        raise AssertionError(f"{words}{found}{_format_pipeline_order(actions)}")
-    return where
+    separate = Rows(rows.codes & ~codes.JOIN, rows.offsets)  # torch runs the parts of an overlap one after the other
+    schedule = Schedule.from_rows(separate, placement, num_microbatches)
+    findings, torch_message = check(schedule), _describe_torch_error(schedule, actions)
+    if findings or torch_message:
+        verifier_report = f"{report(schedule, 'channels', findings)}\n\n" if findings else ""
+        raise AssertionError(f"{torch_message}{verifier_report}{_format_pipeline_order(actions)}")
+    return rank_of_stage
 
 
-def _refuse_strangers(actions: Order) -> None:
+def _refuse_foreign_objects(actions: Order) -> None:
     for rank, row in actions.items():
         for step, action in enumerate(row):
             if action is not None and not hasattr(action, "computation_type"):
                 raise AssertionError(f"Rank {rank}, step {step}: Got an invalid action: {action}, expected instance of _Action")
 
 
-def _homes(actions: Order) -> dict[int, int]:
-    """The rank that each stage's actions are on."""
-    where: dict[int, int] = {}
+def find_stage_ranks(actions: Order) -> dict[int, int]:
+    """Find the rank that runs each stage; a stage on two ranks is refused."""
+    rank_of_stage: dict[int, int] = {}
     for rank, row in actions.items():
         for step, action in enumerate(row):
             for part in (action,) if action is None or action.sub_actions is None else action.sub_actions:
-                if part is not None and where.setdefault(part.stage_index, rank) != rank:
-                    both = f"rank {rank} and rank {where[part.stage_index]}"
+                if part is not None and rank_of_stage.setdefault(part.stage_index, rank) != rank:
+                    both = f"rank {rank} and rank {rank_of_stage[part.stage_index]}"
                     raise AssertionError(f"Rank {rank}, step {step}: Stage {part.stage_index} is assigned to both {both}")
-    return where
+    return rank_of_stage
 
 
-def _torch_words(schedule: Schedule, actions: Order) -> str:
-    """What torch would say first, if it would say anything."""
+def _describe_torch_error(schedule: Schedule, actions: Order) -> str:
+    """Return the message that torch would raise; empty if torch would accept the order."""
     rows, (before, after), missing = schedule.rows, schedule.links.local, schedule.links.missing
     late = rows.group[before] >= rows.group[after]
-    own = rows.stage[before] == rows.stage[after]
-    wrong = np.append(after[late & own], missing.after[codes.stage_of(missing.code) == rows.stage[missing.after]])
+    same_stage = rows.stage[before] == rows.stage[after]
+    wrong = np.append(after[late & same_stage], missing.after[codes.stage_of(missing.code) == rows.stage[missing.after]])
     if len(wrong):
         entry = int(wrong.min())
-        what, first = _RUNNING[Kind(int(rows.kind[entry]))]
+        running, first = _RUNNING[Kind(int(rows.kind[entry]))]
         return (
-            f"Rank {rows.rank[entry]}, step {_steps(actions)[entry]}: Running {what} for stage {rows.stage[entry]}, "
+            f"Rank {rows.rank[entry]}, step {_number_steps(actions)[entry]}: Running {running} for stage {rows.stage[entry]}, "
             f"microbatch {rows.microbatch[entry]} without first running {first}\n\n"
         )
-    return _torch_counts(schedule)
+    return _describe_wrong_counts(schedule)
 
 
-def _steps(actions: Order) -> list[int]:
-    """The step of each compute action as torch counts them, idle slots and all."""
-    placed = [(step, action) for rank in range(len(actions)) for step, action in enumerate(actions[rank]) if action is not None]
-    return [step for step, action in placed for part in parts_of(action) if part.is_compute_op]
+def _number_steps(actions: Order) -> list[int]:
+    """Return the step of each compute action, counted as torch does, with idle slots."""
+    steps = [(step, action) for rank in range(len(actions)) for step, action in enumerate(actions[rank]) if action is not None]
+    return [step for step, action in steps for part in split_action(action) if part.is_compute_op]
 
 
-def _torch_counts(schedule: Schedule) -> str:
+def _describe_wrong_counts(schedule: Schedule) -> str:
     rows, count = schedule.rows, schedule.microbatches
     for stage in range(schedule.stages):
         f, b, i, w = (len(np.unique(rows.microbatch[rows.is_kind(kind) & (rows.stage == stage)])) for kind in COMPUTE)
@@ -116,36 +116,37 @@ def _torch_counts(schedule: Schedule) -> str:
 
 
 def _simulate_comms_compute(pipeline_order: Order, stage_to_rank: StageToRank, num_stages: int) -> Spaced:
-    """Each action in the first step in which it can run if every action takes one; a receive may run in the step of its send."""
+    """Place each action in the first step in which it can run, if every action takes one step; a receive may share the step of its send."""
     rows = pack_rows(pipeline_order)
-    program = start_program(rows, placed_by(stage_to_rank, num_stages, len(rows)), lowered=True)
+    program = build_program(rows, build_placement(stage_to_rank, num_stages, len(rows)), lowered=True)
     local, messages = program.links.local, program.links.messages
     waits = Needs(*(np.concatenate(pair) for pair in zip(local, messages, strict=True)))
     lag = np.append(np.ones(len(local.before)), np.zeros(len(messages.before))).astype(np.int64)
     walked = walk(rows, waits, lag)
-    stuck = _unsent(program)
-    if stuck or not walked.complete:
-        raise ValueError(f"Schedule is not progressing{stuck}:\n{_format_pipeline_order(pipeline_order)}")
+    reason = _describe_missing_input(program)
+    if reason or not walked.complete:
+        raise ValueError(f"Schedule is not progressing{reason}:\n{_format_pipeline_order(pipeline_order)}")
     bounds = rows.group_offsets.tolist()
-    made = unpack_rows(rows)
-    return {rank: _spread(made[rank], walked.step[bounds[rank] : bounds[rank + 1]].tolist()) for rank in sorted(pipeline_order)}
+    actions = unpack_rows(rows)
+    return {rank: _spread(actions[rank], walked.step[bounds[rank] : bounds[rank + 1]].tolist()) for rank in sorted(pipeline_order)}
 
 
-def _unsent(program: Program) -> str:
-    """The first action that waits for what never comes: a message, or what a message would carry."""
+def _describe_missing_input(program: Program) -> str:
+    """Describe the first action that waits for a message, or for a value behind a message, that never comes; empty if none does."""
     rows, missing = program.rows, program.links.missing
-    own = (codes.stage_of(missing.code) == rows.stage[missing.after]) & rows.is_kind(*COMPUTE)[missing.after]
-    alone = codes.kind_of(missing.code) <= Kind.W  # a stage's own forward, which torch does not ask for either
-    found = missing.after[~(own & alone)]
+    same_stage = (codes.stage_of(missing.code) == rows.stage[missing.after]) & rows.is_kind(*COMPUTE)[missing.after]
+    compute = codes.kind_of(missing.code) <= Kind.W  # torch does not ask for a stage's own forward either
+    waiting = missing.after[~(same_stage & compute)]
     receives = np.flatnonzero(rows.is_kind(Kind.RECV_F, Kind.RECV_B))
-    found = np.append(found, receives[~np.isin(receives, program.links.messages.after)])
-    if not len(found):
+    waiting = np.append(waiting, receives[~np.isin(receives, program.links.messages.after)])
+    if not len(waiting):
         return ""
-    entry = int(found.min())
-    return f": {rows.part_at(entry)} on rank {rows.rank[entry]} waits for what never comes"
+    entry = int(waiting.min())
+    return f": the input of {rows.part_at(entry)} on rank {rows.rank[entry]} never arrives"
 
 
 def _spread(actions: list[_Action], steps: list[int]) -> list[_Action | None]:
+    """Place actions at their steps, with idle slots between them."""
     spaced: list[_Action | None] = []
     for action, step in zip(actions, steps, strict=True):
         spaced += [None] * (step - len(spaced))
@@ -154,11 +155,11 @@ def _spread(actions: list[_Action], steps: list[int]) -> list[_Action | None]:
 
 
 def _dump_chrometrace(schedule: Order, filename: str) -> None:
-    """The order as a trace for chrome://tracing or Perfetto: a process a rank, a step a microsecond."""
+    """Write an order as a trace for chrome://tracing or Perfetto: one process per rank, one microsecond per step."""
     events = [
         {
             "name": str(action),
-            "cat": "computation" if action.computation_type in _COMPUTE else "communication",
+            "cat": "computation" if action.computation_type in COMPUTE_TYPES else "communication",
             "ph": "X",
             "pid": rank,
             "tid": rank,

@@ -1,10 +1,9 @@
-"""Schedules of one stage a rank."""
+"""Schedules of one stage per rank."""
 
 # ruff: noqa: PLR0917 - torch's own signatures
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import torch
@@ -12,14 +11,15 @@ import torch
 from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders.actions import FORWARD, FULL_BACKWARD, _Action
-from penstock.compat.torch.orders.generation import single_order, single_program
+from penstock.compat.torch.orders.generation import generate_single_order, generate_single_program
 from penstock.compat.torch.orders.tables import Spaced
-from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule, takes, unless_none
-from penstock.compat.torch.schedule_classes.runner import Feed, Walk
+from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule
+from penstock.compat.torch.schedule_classes.p2p import start_by_peer
+from penstock.compat.torch.schedule_classes.runner import StepInputs
 
 
 class PipelineScheduleSingle(_PipelineSchedule):
-    """A schedule of one stage a rank; subclasses say what a step is in `_step_microbatches`.
+    """A schedule of one stage per rank; subclasses run a step in `_step_microbatches`.
 
     `scale_grads` divides gradients by the number of microbatches, for loss functions that take a mean.
     """
@@ -39,8 +39,6 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self._num_stages: int = stage.num_stages
         self._stage_forward_initialized = False
         self._stage_backward_initialized = False
-        self.backward_counter: Counter[int] = Counter()
-        self._walks: dict[bool, Walk] = {}
         self.pipeline_order: Spaced | None = self._get_pipeline_order()
 
     def _initialize_stage(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: dict[str, Any] | None = None) -> None:
@@ -48,31 +46,20 @@ class PipelineScheduleSingle(_PipelineSchedule):
             [self._stage], args, kwargs, target, self._stage_forward_initialized, self._stage_backward_initialized, loss_kwargs=loss_kwargs
         )
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run one step on a whole batch; on the last stage the outputs, merged."""
-        return self._run_step([self._stage], (args, kwargs, target, losses), return_outputs, loss_kwargs)
+    def _list_stages(self) -> list[Any]:
+        return [self._stage]
 
     def _get_pipeline_order(self) -> Spaced | None:
-        """The order of every rank, where it is known."""
+        """Return the order of every rank, if it is known."""
         return None
 
-    def _start_p2p(self, ops: Any, desc: str) -> list[Any]:
-        """Messages to several ranks, as where an output skips stages, are started rank by rank."""
-        from penstock.compat.torch import schedules
-
-        return [work for works in schedules._sorted_batch_p2p(ops, desc=desc).values() for work in works]
+    def start_messages(self, ops: Any, desc: str) -> list[Any]:
+        """Start messages peer by peer: outputs that skip stages go to several ranks."""
+        return start_by_peer(ops, desc)
 
 
-class _Named(PipelineScheduleSingle):
-    """One of our schedules of one stage a rank."""
+class _GeneratedSingle(PipelineScheduleSingle):
+    """One of our schedules of one stage per rank."""
 
     _name: str
 
@@ -86,34 +73,23 @@ class _Named(PipelineScheduleSingle):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> None:
         args, kwargs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        target = target_mbs[0] if target_mbs is not None and takes(self._initialize_stage, "target") else None
-        self._initialize_stage(args[0], kwargs[0], **unless_none(target=target, loss_kwargs=loss_kwargs))
-        self.backward_counter.clear()
-        self._walk().run(Feed(self, args, kwargs, target_mbs, losses, return_outputs, loss_kwargs))
+        actions = generate_single_program(self._name, self._num_stages, self._n_microbatches)[self._stage.stage_index]
+        inputs = StepInputs(self, args, kwargs, target_mbs, losses, return_outputs, loss_kwargs)
+        self._run_order(actions, self._initialize_stage, inputs)
         self._update_losses(self._stage, losses)
 
-    def _walk(self) -> Walk:
-        found = self._walks.get(self._has_backward)
-        actions = self._actions() if found is None else found.given
-        if found is None or not found.fits(self, [self._stage], actions):
-            found = self._walks[self._has_backward] = Walk(self, [self._stage], actions)
-        return found
-
-    def _actions(self) -> list[_Action]:
-        return single_program(self._name, self._num_stages, self._n_microbatches)[self._stage.stage_index]
-
     def _get_pipeline_order(self) -> Spaced | None:
-        return single_order(self._name, self._num_stages, self._n_microbatches)
+        return generate_single_order(self._name, self._num_stages, self._n_microbatches)
 
 
-class _Phased(_Named):
-    """Forwards, then backwards: in logs and in the profiler by the microbatch alone, as torch has them."""
+class _Phased(_GeneratedSingle):
+    """Forwards, then backwards. Logs and profiler ranges name the microbatch alone, as in torch."""
 
-    def _range_name(self, action: _Action) -> str:
+    def name_range(self, action: _Action) -> str:
         phase = {FORWARD: "Forward", FULL_BACKWARD: "Backward"}.get(action.computation_type)
-        return super()._range_name(action) if phase is None else f"{phase} {action.microbatch_index}"
+        return super().name_range(action) if phase is None else f"{phase} {action.microbatch_index}"
 
-    def _log_action(self, place: int, action: _Action, done: bool) -> None:
+    def log_action(self, position: int, action: _Action, done: bool) -> None:
         phase = {FORWARD: "Forwarded", FULL_BACKWARD: "Backwarded"}.get(action.computation_type)
         if done and phase is not None:
             schedule_log.debug("[%s] %s microbatch %s", action.stage_index, phase, action.microbatch_index)
@@ -125,14 +101,14 @@ class ScheduleGPipe(_Phased):
     _name = "gpipe"
 
 
-class Schedule1F1B(_Named):
-    """One forward and one backward in turn. Any number of microbatches."""
+class Schedule1F1B(_GeneratedSingle):
+    """One forward and one backward in turn. Takes any number of microbatches."""
 
     _name = "1f1b"
 
 
 class _ScheduleForwardOnly(_Phased):
-    """Forwards alone."""
+    """Forwards only."""
 
     _name = "inference"
 
@@ -151,7 +127,7 @@ class _ScheduleForwardOnly(_Phased):
             super()._step_microbatches(arg_mbs, kwarg_mbs, return_outputs=return_outputs)
 
     def _maybe_compute_loss(self, *args: Any, **kwargs: Any) -> None:
-        """There is none here."""
+        """Compute nothing: there is no loss."""
 
     def _get_pipeline_order(self) -> Spaced | None:
         return None
