@@ -48,6 +48,53 @@ def test_what_each_counts_follows_the_first_tensor_of_a_target() -> None:
     assert_same(outcome.grads, [2 * grad for grad in whole_batch(modules, x, y) if grad is not None])
 
 
+def mean_square(output: Tensor) -> Tensor:
+    """A loss of the output alone, which takes a mean."""
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("size", [10, 6])
+@pytest.mark.parametrize("name", ALL)
+def test_uneven_microbatches_without_a_target_count_by_the_rows_of_the_arguments(name: str, size: int) -> None:
+    modules, (x, _) = blocks(chunks_of(name)), data(size)
+    outcome = run(OURS, name, modules, x, None, 4, loss_fn=mean_square)
+    assert_same(outcome.grads, whole_batch(modules, x, None, lambda output, _: mean_square(output)))
+
+
+def test_rows_of_the_arguments_follow_the_chunk_specification() -> None:
+    """The first argument is repeated, the second is split along its second dimension."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, factor: Tensor, x: Tensor) -> Tensor:
+            return self.linear(factor * x).transpose(0, 1)  # type: ignore[no-any-return]
+
+    module, factor, x = Scaled(), torch.full((3, 1, 6), 0.5), torch.randn(3, 10, 6)
+    held = copy.deepcopy(module)
+    microbatch = OURS.microbatch
+    spec = (microbatch._Replicate(), microbatch.TensorChunkSpec(1))
+    made = OURS.schedules.ScheduleGPipe(stages(OURS, [held])[0], 4, loss_fn=mean_square, args_chunk_spec=spec)
+    made.step(factor, x)
+    mean_square(module(factor, x)).backward()
+    assert_same(grads([held]), grads([module]))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "spec", "rows"),
+    [
+        ([(torch.ones(3, 2),), (torch.ones(2, 2),)], None, [3, 2]),
+        ([(1, torch.tensor(2), {"x": torch.ones(3)}), (1, torch.tensor(2), {"x": torch.ones(2)})], None, [3, 2]),
+        ([("text",), ("text",)], None, None),
+        ([(), ()], None, None),
+    ],
+)
+def test_rows_of_microbatches(chunks: list[Any], spec: Any, rows: list[int] | None) -> None:
+    assert OURS.microbatch.count_rows(chunks, spec) == rows
+
+
 def summed(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target, reduction="sum")
 

@@ -82,6 +82,38 @@ def test_uneven_microbatches_and_changing_batches(workers: Workers, name: str) -
     assert_same(found.grads, summed)
 
 
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train_without_target(name: str, modules: list[nn.Module], batches: list[Tensor]) -> list[Outcome]:
+    """Steps whose loss takes the output alone, so that only the first rank is given anything; gradients from zero each time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = held_by(name, rank, ranks)
+    mine = [modules[k] for k in here]
+    made = schedule(OURS, name, stages(OURS, mine, here, len(modules)), 4, loss_fn=mean_square)
+    outcomes = []
+    for x in batches:
+        for module in mine:
+            module.zero_grad()
+        made.step(*([x] if rank == 0 else []))
+        outcomes.append(Outcome(grads=copy.deepcopy(grads(mine))))
+    return outcomes
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("Schedule1F1B", 3), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleZBVZeroBubble", 2)])
+def test_uneven_microbatches_without_a_target(workers: Workers, name: str, ranks: int) -> None:
+    """The last rank learns from the first how many rows each microbatch has; the reference is the model on the whole batch."""
+    total = ranks if name in SINGLE else 2 * ranks
+    modules = blocks(total)
+    batches = [data(size)[0] for size in (10, 8, 7)]
+    by_rank = workers.run(train_without_target, (name, modules, batches), ranks=ranks)
+    for k, x in enumerate(batches):
+        whole = copy.deepcopy(modules)
+        mean_square(nn.Sequential(*whole)(x)).backward()
+        assert_same(together([outcomes[k] for outcomes in by_rank], name, ranks, total).grads, grads(whole))
+
+
 def evaluate(package: Package, name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> tuple[Any, list[Tensor], list[Any]]:
     """Evaluation before and after a step; the gradients in between are the step's."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
