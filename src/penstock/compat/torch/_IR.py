@@ -10,42 +10,17 @@ import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.pipelining import _IR as _torch_ir  # noqa: N811 - torch's name
-from torch.distributed.pipelining._IR import (
-    LossWrapper,
-    MultiUseParameterConfig,
-    PipeSequential,
-    PipeSplitWrapper,
-    SplitPoint,
-    TrivialLossWrapper,
-    _modify_graph_op_device,
-    _move_placeholders_to_front,
-    annotate_split_points,
-    get_submod_name,
-    pipe_split,
-)
 from torch.distributed.pipelining._IR import Pipe as _TorchPipe
+from torch.distributed.pipelining._IR import SplitPoint, _modify_graph_op_device, pipe_split
 from torch.distributed.pipelining._IR import pipeline as _trace
 
 from penstock.compat.torch.stage import _PipelineStage
 
-__all__ = [
-    "LossWrapper",
-    "MultiUseParameterConfig",
-    "Pipe",
-    "PipeSequential",
-    "PipeSplitWrapper",
-    "SplitPoint",
-    "TrivialLossWrapper",
-    "_move_placeholders_to_front",
-    "annotate_split_points",
-    "get_submod_name",
-    "pipe_split",
-    "pipeline",
-]
+__all__ = ["Pipe", "SplitPoint", "pipe_split", "pipeline"]
 
 
 def __getattr__(name: str) -> Any:
-    """Look up helpers of torch that are not defined here."""
+    """Look up torch's names that are not defined here."""
     return getattr(_torch_ir, name)
 
 

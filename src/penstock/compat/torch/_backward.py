@@ -13,24 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
-from torch.distributed.pipelining._backward import construct_reverse_graph, get_param_groups, reverse_closure
+from torch.distributed.pipelining import _backward as _torch_backward
 from torch.nn import Parameter
 
 from penstock.compat.torch._debug import map_debug_info
-
-__all__ = [
-    "construct_reverse_graph",
-    "get_param_groups",
-    "reverse_closure",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
-]
 
 Grads = tuple[Tensor | None, ...]
 Group = dict[str, Any]
 """`params`: the accumulators of parameters that are reached together. `intermediates`: the nodes on the path to the inputs from which
 they are reached. `grads`: the gradients that arrived at each of those in the backward for the input."""
+
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_backward, name)
 
 
 def describe_failure(what: str, outputs: Any, grads: Any, inputs: Any) -> RuntimeError:

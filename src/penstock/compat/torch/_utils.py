@@ -2,61 +2,16 @@
 
 from __future__ import annotations
 
-from torch.distributed.pipelining._utils import (
-    GetMeshCallback,
-    InferenceMode,
-    MeshCacheKey,
-    PipeInfo,
-    PipeliningMetadataError,
-    TensorMeta,
-    _derive_grad_metas,
-    _DTensorMeta,
-    _make_tensor_from_meta,
-    _MeshCache,
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    _StageMeta,
-    _TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
-    flatten_args,
-    flatten_args_detach,
-    to_local_if_dtensor,
-    validate_and_normalize_to_tuple,
-    validate_metadata,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
-)
+from typing import Any
+
+from torch.distributed.pipelining import _utils as _torch_utils
 
 from penstock.ir.placement import Placement
 
-__all__ = [
-    "GetMeshCallback",
-    "InferenceMode",
-    "MeshCacheKey",
-    "PipeInfo",
-    "PipeliningMetadataError",
-    "TensorMeta",
-    "_DTensorMeta",
-    "_MeshCache",
-    "_StageBackwardMeta",
-    "_StageForwardMeta",
-    "_StageMeta",
-    "_TensorMeta",
-    "_derive_grad_metas",
-    "_make_tensor_from_meta",
-    "extract_tensor_meta",
-    "extract_tensor_metas",
-    "flatten_args",
-    "flatten_args_detach",
-    "generate_rank_to_stage_mapping",
-    "generate_stage_to_rank_mapping",
-    "to_local_if_dtensor",
-    "validate_and_normalize_to_tuple",
-    "validate_metadata",
-    "validate_static_arg_grad_correspondence",
-    "validate_tensors_metadata",
-]
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_utils, name)
 
 
 def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:

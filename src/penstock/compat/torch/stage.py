@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import stage as _torch_stage
+from torch.distributed.pipelining._utils import InferenceMode, PipeInfo, PipeliningMetadataError, _DTensorMeta, _StageMeta, _TensorMeta
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
 
 from penstock.compat.torch._backward import stage_backward, stage_backward_input, stage_backward_weight
-from penstock.compat.torch._utils import InferenceMode, PipeInfo, PipeliningMetadataError, _DTensorMeta, _StageMeta, _TensorMeta
 from penstock.compat.torch.stage_classes.base import _PipelineStageBase
 from penstock.compat.torch.stage_classes.manual import PipelineStage
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.pipelining import stage as _torch_stage
+from torch.distributed.pipelining._utils import flatten_args
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.compat.torch._backward import Grads
 from penstock.compat.torch._debug import map_debug_info, stage_log
-from penstock.compat.torch._utils import flatten_args
 from penstock.compat.torch.stage_classes.data_parallel import EarlierGradients, average_replicas, synchronize_on_last
 from penstock.compat.torch.stage_classes.messages import BatchShare
 from penstock.compat.torch.stage_classes.split_backward import StageBackward

@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import stage as _torch_stage
-from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
-from torch.distributed.tensor import DTensor
-
-from penstock.compat.torch._backward import Grads
-from penstock.compat.torch._utils import (
+from torch.distributed.pipelining._utils import (
     InferenceMode,
     _DTensorMeta,
     extract_tensor_meta,
@@ -24,6 +20,10 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
+from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
+from torch.distributed.tensor import DTensor
+
+from penstock.compat.torch._backward import Grads
 from penstock.compat.torch.stage_classes.base import _PipelineStageBase
 from penstock.compat.torch.stage_classes.messages import ACTIVATIONS, GRADIENTS, BatchShare, Neighbour, StageMessages
 from penstock.runtime.tensors.dtensor import arrived, is_gathering
