@@ -223,7 +223,7 @@ def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor 
     return torch.add(lhs, rhs)
 
 
-# The groups of a graph -------------------------------------------------------------------------------------------------
+# The groups of a graph ------------------------------------------------------------------------------------------------
 
 
 def _get_grad_fn_or_grad_acc(t: Tensor) -> Node | None:

@@ -67,7 +67,7 @@ def build_placement(stage_to_rank: StageToRank, stages: int, ranks: int) -> Plac
     return Placement.custom(rank_of_stage, ranks=max(ranks, *(rank + 1 for rank in rank_of_stage)))
 
 
-# Files and text ------------------------------------------------------------------------------------------------------
+# Files and text -------------------------------------------------------------------------------------------------------
 
 
 def read_csv(filename: str) -> Spaced:

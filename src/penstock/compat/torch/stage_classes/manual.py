@@ -207,7 +207,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
                 infos.append(_RecvInfo(name, source, tensor.detach(), meta or extract_tensor_meta(tensor)))
         return tuple(infos)
 
-    # Between stages of one rank ----------------------------------------------------------------------------------------------------
+    # Between stages of one rank ---------------------------------------------------------------------------------------
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         grads = super().get_local_bwd_output(mb_index)  # type: ignore[no-untyped-call]
