@@ -19,26 +19,26 @@ from penstock.compat.torch.orders.actions import (
     _Action,
     _ComputationType,
 )
-from penstock.compat.torch.orders.tables import Actions, Order, Spaced, unpack_rows
+from penstock.compat.torch.orders.tables import DenseOrder, Order, SpacedOrder, unpack_rows
 from penstock.ir.program import Program
 from penstock.passes.lower import lower
 from penstock.passes.reduce_grad import ReduceGrad
 from penstock.schedules.registry import schedule
 
 
-def generate_single_order(name: str, ranks: int, microbatches: int) -> Spaced:
+def generate_single_order(name: str, ranks: int, microbatches: int) -> SpacedOrder:
     """Generate an order of one stage per rank: without idle slots and messages, with REDUCE_GRAD."""
     program = ReduceGrad().apply(Program.start(schedule(name, ranks, microbatches)))
     return {rank: list(row) for rank, row in unpack_rows(program.rows).items()}
 
 
 @lru_cache(maxsize=8)
-def generate_single_program(name: str, ranks: int, microbatches: int) -> Actions:
+def generate_single_program(name: str, ranks: int, microbatches: int) -> DenseOrder:
     """Generate the same order with its messages."""
     return unpack_rows(lower(schedule(name, ranks, microbatches)).rows)
 
 
-def _generate_rows(name: str, ranks: int, chunks: int, microbatches: int) -> Actions:
+def _generate_rows(name: str, ranks: int, chunks: int, microbatches: int) -> DenseOrder:
     if microbatches < 1:
         raise AssertionError(f"a schedule needs at least one microbatch, got {microbatches}")  # torch's error type
     return unpack_rows(schedule(name, ranks, microbatches, chunks=chunks).rows)
@@ -50,16 +50,16 @@ def count_rounds(ranks: int, microbatches: int) -> tuple[int, int]:
     return rounds, microbatches // rounds
 
 
-def generate_looped_bfs(ranks: int, chunks: int, microbatches: int) -> Spaced:
-    order: Spaced = {}
+def generate_looped_bfs(ranks: int, chunks: int, microbatches: int) -> SpacedOrder:
+    order: SpacedOrder = {}
     for rank, row in _generate_rows("looped-bfs", ranks, chunks, microbatches).items():
         order[rank] = _add_idle_slots(row, rank, chunks * microbatches, 2 * (ranks - 1 - rank))
     return order
 
 
-def generate_interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Spaced:
+def generate_interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> SpacedOrder:
     """Idle until the first microbatch arrives, until the first backward can start, and before each backward of the drain."""
-    order: Spaced = {}
+    order: SpacedOrder = {}
     for rank, row in _generate_rows("interleaved-1f1b", ranks, chunks, microbatches).items():
         warm_up = _count_warm_up(rank, ranks, chunks, microbatches, multiply_factor=2)
         gap = chunks * ranks + 2 * (ranks - 1 - rank) - warm_up - rank
@@ -69,24 +69,24 @@ def generate_interleaved_1f1b(ranks: int, chunks: int, microbatches: int) -> Spa
     return order
 
 
-def generate_interleaved_zb(ranks: int, chunks: int, microbatches: int) -> Spaced:
+def generate_interleaved_zb(ranks: int, chunks: int, microbatches: int) -> SpacedOrder:
     """Idle at the start and after the warm-up; `add_bubbles` adds the slots in which a forward would come too early."""
-    order: Spaced = {}
+    order: SpacedOrder = {}
     for rank, row in _generate_rows("interleaved-zb", ranks, chunks, microbatches).items():
         warm_up = _count_warm_up(rank, ranks, chunks, microbatches, multiply_factor=1)
         order[rank] = _add_idle_slots(row, rank, warm_up, ranks - rank - 1 if warm_up else 0)
     return order
 
 
-def generate_zbv(ranks: int, microbatches: int) -> Spaced:
+def generate_zbv(ranks: int, microbatches: int) -> SpacedOrder:
     """Generate ZBV for at least `2 * ranks - 1` microbatches, and leave idle the slots of microbatches beyond the real count."""
-    order: Spaced = {}
+    order: SpacedOrder = {}
     for rank, row in _generate_rows("zbv", ranks, 2, max(2 * ranks - 1, microbatches)).items():
         order[rank] = [*[None] * rank, *(action if (action.microbatch_index or 0) < microbatches else None for action in row)]
     return order
 
 
-def generate_dualpipe_v(ranks: int, microbatches: int) -> Spaced:
+def generate_dualpipe_v(ranks: int, microbatches: int) -> SpacedOrder:
     return {rank: list(row) for rank, row in _generate_rows("dualpipe-v", ranks, 2, microbatches).items()}
 
 
@@ -161,12 +161,12 @@ def _get_1f1b_rank_ops(
     return row
 
 
-def add_bubbles(order: Order, stages: int) -> Spaced:
+def add_bubbles(order: Order, stages: int) -> SpacedOrder:
     """Add an idle slot wherever a forward or a full backward would run before its input exists, in slots of equal length.
 
     If every remaining action waits for an input that no action produces, the rest is added unchanged.
     """
-    spaced: Spaced = {rank: [] for rank in order}
+    spaced: SpacedOrder = {rank: [] for rank in order}
     position = dict.fromkeys(order, 0)
     done: set[tuple[int, _ComputationType, int | None] | None] = {None}
     while unfinished := [rank for rank in order if position[rank] < len(order[rank])]:

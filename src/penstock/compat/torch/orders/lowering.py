@@ -23,7 +23,7 @@ from penstock.compat.torch.orders.actions import (
     unpack,
 )
 from penstock.compat.torch.orders.tables import (
-    Actions,
+    DenseOrder,
     Order,
     Row,
     StageToRank,
@@ -48,7 +48,7 @@ _ACTIVE_STAGES = 3
 """How many stages of a rank are unsharded at once, as in torch."""
 
 
-def lower_order(order: Order, placement: Placement) -> Actions:
+def lower_order(order: Order, placement: Placement) -> DenseOrder:
     """Lower a compute order as `_PipelineScheduleRuntime` does: sharding, reductions, then messages."""
     rows = pack_rows(order)
     at_once = max((len(split_action(action)) for row in order.values() for action in row if action is not None), default=1)
@@ -83,7 +83,7 @@ def _merge_bw(compute_actions: Row) -> list[_Action]:
     return list(unpack(MergeBackward().apply(build_row_program(compute_actions)).row(0).tolist()))
 
 
-def _add_send_recv(compute_actions: Order, stage_to_rank: StageToRank, num_stages: int) -> Actions:
+def _add_send_recv(compute_actions: Order, stage_to_rank: StageToRank, num_stages: int) -> DenseOrder:
     """Add each send behind the action whose result it sends, and its receive in the same turn when ranks take turns.
 
     An idle slot counts as a turn.
@@ -103,7 +103,7 @@ def _add_send_recv(compute_actions: Order, stage_to_rank: StageToRank, num_stage
 _RECEIVE_FOR = {FORWARD: RECV_F, FULL_BACKWARD: RECV_B, BACKWARD_INPUT: RECV_B}
 
 
-def _defer_recv_ops(actions: Order, stage_to_rank: StageToRank) -> Actions:
+def _defer_recv_ops(actions: Order, stage_to_rank: StageToRank) -> DenseOrder:
     """Move each receive to right before its use; but before a send to a higher rank, put all receives from that rank first."""
     return {rank: _defer_receives(rank, row, stage_to_rank) for rank, row in actions.items()}
 

@@ -17,8 +17,11 @@ from penstock.ir.rows import Ints, Rows
 
 Row = Sequence[_Action | None]
 Order = Mapping[int, Row]
-Actions = dict[int, list[_Action]]
-Spaced = dict[int, list[_Action | None]]
+"""An order as an argument: for each rank its row, with or without idle slots."""
+DenseOrder = dict[int, list[_Action]]
+"""An order without idle slots."""
+SpacedOrder = dict[int, list[_Action | None]]
+"""An order with idle slots."""
 StageToRank = Callable[[int], int]
 
 
@@ -38,7 +41,7 @@ def pack_rows(order: Order, idle: int | None = None) -> Rows:
     return Rows.join([pack_row(order.get(rank, ()), idle) for rank in range(max(order, default=-1) + 1)])
 
 
-def unpack_rows(rows: Rows) -> Actions:
+def unpack_rows(rows: Rows) -> DenseOrder:
     """Unpack rows into an order."""
     return {rank: list(unpack(rows.row(rank).tolist())) for rank in range(len(rows))}
 
@@ -70,7 +73,7 @@ def build_placement(stage_to_rank: StageToRank, stages: int, ranks: int) -> Plac
 # Files and text -------------------------------------------------------------------------------------------------------
 
 
-def read_csv(filename: str) -> Spaced:
+def read_csv(filename: str) -> SpacedOrder:
     """Read an order with its idle slots from a CSV file."""
     with open(filename, newline="", encoding="utf-8") as file:
         return {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(csv.reader(file))}

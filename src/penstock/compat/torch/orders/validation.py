@@ -14,7 +14,7 @@ import numpy as np
 from penstock.compat.torch.orders.actions import COMPUTE_TYPES, _Action, split_action
 from penstock.compat.torch.orders.tables import (
     Order,
-    Spaced,
+    SpacedOrder,
     StageToRank,
     _format_pipeline_order,
     build_placement,
@@ -115,7 +115,7 @@ def _describe_wrong_counts(schedule: Schedule) -> str:
 # Dry run --------------------------------------------------------------------------------------------------------------
 
 
-def _simulate_comms_compute(pipeline_order: Order, stage_to_rank: StageToRank, num_stages: int) -> Spaced:
+def _simulate_comms_compute(pipeline_order: Order, stage_to_rank: StageToRank, num_stages: int) -> SpacedOrder:
     """Place each action in the first step in which it can run, if every action takes one step; a receive may share the step of its send."""
     rows = pack_rows(pipeline_order)
     program = build_program(rows, build_placement(stage_to_rank, num_stages, len(rows)), lowered=True)

@@ -12,7 +12,7 @@ from penstock.compat.torch._utils import generate_stage_to_rank_mapping
 from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders.actions import _Action
 from penstock.compat.torch.orders.lowering import _add_reduce_grad, _add_send_recv
-from penstock.compat.torch.orders.tables import Actions, Order, Spaced, _format_pipeline_order, read_csv, write_csv
+from penstock.compat.torch.orders.tables import DenseOrder, Order, SpacedOrder, _format_pipeline_order, read_csv, write_csv
 from penstock.compat.torch.orders.validation import _validate_schedule
 from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule
 from penstock.compat.torch.schedule_classes.p2p import start_batch
@@ -49,9 +49,9 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self._stages_backward_initialized = False
         has_loss = loss_fn is not None
         self._should_compute_loss = lambda stage: stage.is_last and has_loss
-        self.pipeline_order: Spaced = {}
+        self.pipeline_order: SpacedOrder = {}
         self._backward_requires_autograd = self._needs_autograd = backward_requires_autograd
-        self._lowered: tuple[Spaced, Actions] | None = None
+        self._lowered: tuple[SpacedOrder, DenseOrder] | None = None
         if use_full_backward is not None:
             schedule_log.warning("'use_full_backward' is no longer supported and has no effect: leave it out")
 

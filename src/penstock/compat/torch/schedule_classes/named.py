@@ -22,7 +22,7 @@ from penstock.compat.torch.orders.generation import (
     generate_looped_bfs,
     generate_zbv,
 )
-from penstock.compat.torch.orders.tables import Spaced
+from penstock.compat.torch.orders.tables import SpacedOrder
 from penstock.compat.torch.schedule_classes.base import LossFunction
 from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
 
@@ -68,14 +68,14 @@ class _GeneratedMulti(_PipelineScheduleRuntime):
         self._prepare_schedule_with_comms(self.pipeline_order)
 
     @abstractmethod
-    def _generate_order(self) -> Spaced:
+    def _generate_order(self) -> SpacedOrder:
         """Generate the order of all ranks; refuse counts that the schedule cannot have."""
 
     def _calculate_single_rank_operations(self, rank: int) -> list[_Action | None]:
         """Return the row of a rank, with idle slots."""
         return list(self._generated[rank])
 
-    def _add_bubbles_to_actions(self, num_stages_global: int) -> Spaced:
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> SpacedOrder:
         """Return the order with further idle slots, if the schedule has any."""
         return self.pipeline_order
 
@@ -105,7 +105,7 @@ class ScheduleLoopedBFS(_GeneratedMulti):
             defer_pp_recv=defer_pp_recv,
         )
 
-    def _generate_order(self) -> Spaced:
+    def _generate_order(self) -> SpacedOrder:
         return generate_looped_bfs(self.pp_group_size, self.n_local_stages, self._n_microbatches)
 
 
@@ -114,7 +114,7 @@ class ScheduleInterleaved1F1B(_GeneratedMulti):
 
     _splits_backward = False
 
-    def _generate_order(self) -> Spaced:
+    def _generate_order(self) -> SpacedOrder:
         self.number_of_rounds, self.microbatches_per_round = count_rounds(self.pp_group_size, self._n_microbatches)
         return generate_interleaved_1f1b(self.pp_group_size, self.n_local_stages, self._n_microbatches)
 
@@ -122,11 +122,11 @@ class ScheduleInterleaved1F1B(_GeneratedMulti):
 class ScheduleInterleavedZeroBubble(_GeneratedMulti):
     """The interleaved schedule with a split backward, whose weight half fills the drain. Takes any number of microbatches."""
 
-    def _generate_order(self) -> Spaced:
+    def _generate_order(self) -> SpacedOrder:
         self.number_of_rounds, self.microbatches_per_round = count_rounds(self.pp_group_size, self._n_microbatches)
         return generate_interleaved_zb(self.pp_group_size, self.n_local_stages, self._n_microbatches)
 
-    def _add_bubbles_to_actions(self, num_stages_global: int) -> Spaced:
+    def _add_bubbles_to_actions(self, num_stages_global: int) -> SpacedOrder:
         """Return the order with an idle slot wherever a forward would run before its input exists."""
         return add_bubbles(self.pipeline_order, num_stages_global)
 
@@ -134,7 +134,7 @@ class ScheduleInterleavedZeroBubble(_GeneratedMulti):
 class _VShaped(_GeneratedMulti):
     """Two stages per rank: one on the way down the V, one on the way up."""
 
-    def _generate_order(self) -> Spaced:
+    def _generate_order(self) -> SpacedOrder:
         if self.n_local_stages != 2:
             raise ValueError(f"{type(self).__name__} requires exactly 2 stages per rank, but got {self.n_local_stages}.")
         self.num_stages = self._num_stages
@@ -142,21 +142,21 @@ class _VShaped(_GeneratedMulti):
         return self._generate_v()
 
     @abstractmethod
-    def _generate_v(self) -> Spaced:
+    def _generate_v(self) -> SpacedOrder:
         """Generate the order of all ranks."""
 
 
 class ScheduleZBVZeroBubble(_VShaped):
     """Zero bubble on a V."""
 
-    def _generate_v(self) -> Spaced:
+    def _generate_v(self) -> SpacedOrder:
         return generate_zbv(self.pp_group_size, self._n_microbatches)
 
 
 class ScheduleDualPipeV(_VShaped):
     """A forward of one half of the V together with a backward of the other. Needs at least as many microbatches as stages, as in torch."""
 
-    def _generate_v(self) -> Spaced:
+    def _generate_v(self) -> SpacedOrder:
         if self._n_microbatches < self._num_stages:
             raise ValueError(
                 "DualPipeV requires at least as many microbatches as stages, but got "

@@ -24,9 +24,9 @@ from penstock.compat.torch.orders.actions import (
 )
 from penstock.compat.torch.orders.lowering import _defer_recv_ops, lower_order
 from penstock.compat.torch.orders.tables import (
-    Actions,
+    DenseOrder,
     Order,
-    Spaced,
+    SpacedOrder,
     _format_pipeline_order,
     pack_rows,
     read_csv,
@@ -61,8 +61,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self._defer_pp_recv: bool = kwargs.pop("defer_pp_recv", False)
         super().__init__(*args, **kwargs)
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
-        self._proved: Actions | None = None
-        self._trained: Actions | None = None
+        self._proved: DenseOrder | None = None
+        self._trained: DenseOrder | None = None
         """The proved order of the last training step, which was searched for missing actions."""
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
@@ -114,14 +114,14 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             raise AssertionError("Must initialize compute_comms schedule before dump_csv")
         write_csv(cast(Order, order), filename)
 
-    def _simulate(self) -> Spaced:
+    def _simulate(self) -> SpacedOrder:
         """Place the order in steps, as if every action took one."""
         return _simulate_comms_compute(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     def _list_actions(self) -> list[_Action]:
-        order: Actions | None = getattr(self, "pipeline_order_with_comms", None)
+        order: DenseOrder | None = getattr(self, "pipeline_order_with_comms", None)
         if order is None:
             raise AssertionError("Must call _prepare_schedule_with_comms() before calling _step_microbatches()")
         if order != self._proved:
@@ -135,7 +135,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         self.unsharded_stages.clear()
         return order[self.rank]
 
-    def _prove(self, order: Actions) -> None:
+    def _prove(self, order: DenseOrder) -> None:
         """Refuse an order that would hang or lose work; if only this rank's row is known, one that leaves out microbatches. An empty
         order is accepted and does nothing."""
         if not any(order.values()):

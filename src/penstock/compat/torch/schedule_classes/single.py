@@ -12,7 +12,7 @@ from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders.actions import FORWARD, FULL_BACKWARD, _Action
 from penstock.compat.torch.orders.generation import generate_single_order, generate_single_program
-from penstock.compat.torch.orders.tables import Spaced
+from penstock.compat.torch.orders.tables import SpacedOrder
 from penstock.compat.torch.schedule_classes.base import LossFunction, _PipelineSchedule
 from penstock.compat.torch.schedule_classes.p2p import start_by_peer
 from penstock.compat.torch.schedule_classes.runner import StepInputs
@@ -39,7 +39,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self._num_stages: int = stage.num_stages
         self._stage_forward_initialized = False
         self._stage_backward_initialized = False
-        self.pipeline_order: Spaced | None = self._get_pipeline_order()
+        self.pipeline_order: SpacedOrder | None = self._get_pipeline_order()
 
     def _initialize_stage(self, args: Any, kwargs: Any, target: Any = None, loss_kwargs: dict[str, Any] | None = None) -> None:
         self._stage_forward_initialized, self._stage_backward_initialized = self._initialize_pp_stages(
@@ -49,7 +49,7 @@ class PipelineScheduleSingle(_PipelineSchedule):
     def _list_stages(self) -> list[Any]:
         return [self._stage]
 
-    def _get_pipeline_order(self) -> Spaced | None:
+    def _get_pipeline_order(self) -> SpacedOrder | None:
         """Return the order of every rank, if it is known."""
         return None
 
@@ -78,7 +78,7 @@ class _GeneratedSingle(PipelineScheduleSingle):
         self._run_order(actions, self._initialize_stage, inputs)
         self._update_losses(self._stage, losses)
 
-    def _get_pipeline_order(self) -> Spaced | None:
+    def _get_pipeline_order(self) -> SpacedOrder | None:
         return generate_single_order(self._name, self._num_stages, self._n_microbatches)
 
 
@@ -129,5 +129,5 @@ class _ScheduleForwardOnly(_Phased):
     def _maybe_compute_loss(self, *args: Any, **kwargs: Any) -> None:
         """Compute nothing: there is no loss."""
 
-    def _get_pipeline_order(self) -> Spaced | None:
+    def _get_pipeline_order(self) -> SpacedOrder | None:
         return None
