@@ -199,6 +199,10 @@ def split_args_kwargs_into_chunks(
 
 def count_rows(chunks: Sequence[Any], chunk_spec: Any = None) -> list[int] | None:
     """Count the rows of each microbatch: the size of its first split tensor along the split dimension; `None` if nothing is split."""
+    if chunk_spec is None:  # the usual case, without a walk over trees
+        tensors = [chunk[0] if isinstance(chunk, tuple) and chunk else chunk for chunk in chunks]
+        if all(type(tensor) is Tensor and tensor.dim() for tensor in tensors):
+            return [len(tensor) for tensor in tensors]
     specs = tree_leaves(tree_map(_default_spec, chunks[0], is_leaf=_is_mask) if chunk_spec is None else chunk_spec)
     for place, (value, spec) in enumerate(zip(tree_leaves(chunks[0], is_leaf=_is_mask), specs, strict=False)):
         if isinstance(value, Tensor) and value.dim() and isinstance(spec, TensorChunkSpec):
