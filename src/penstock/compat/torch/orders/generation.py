@@ -1,6 +1,6 @@
 """The orders of torch's schedules: ours, with the idle slots that torch writes between the actions.
 
-`_get_warmup_ops` and `_get_1f1b_rank_ops` are torch's helpers for programs that build rows themselves; no order here needs them.
+`_get_1f1b_rank_ops` is torch's helper for programs that build rows themselves; no order here needs it.
 """
 
 # ruff: noqa: PLR0917 - torch's own signatures
