@@ -35,12 +35,12 @@ SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
 
 
 def mock_stages(ranks: int, chunks: int) -> list[Any]:
-    """Stages that have only what a schedule's constructor asks for."""
+    """Build stages with only the attributes that a schedule's constructor reads."""
     return [SimpleNamespace(group_rank=0, group_size=ranks, num_stages=ranks * chunks, submod=None) for _ in range(chunks)]
 
 
 def made(package: Package, name: str, ranks: int, chunks: int, microbatches: int, **options: Any) -> Any:
-    """A schedule on such stages, or the type of the error that it refuses the counts with."""
+    """Build a schedule on mock stages, or return the type of the error that refuses the counts."""
     stages = mock_stages(ranks, chunks)
     try:
         return getattr(package.schedules, name)(stages[0] if name in SINGLE else stages, microbatches, **options)
@@ -49,7 +49,7 @@ def made(package: Package, name: str, ranks: int, chunks: int, microbatches: int
 
 
 def parse(package: Package, *rows: str) -> dict[int, list[Any]]:
-    """An order from text: a string a rank, actions apart by spaces, a dot for an idle slot."""
+    """Parse an order from one string per rank: actions separated by spaces, a dot for an idle slot."""
     action = package.schedules._Action.from_str
     return {rank: [action("" if cell == "." else cell) for cell in row.split()] for rank, row in enumerate(rows)}
 

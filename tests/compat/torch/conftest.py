@@ -12,7 +12,7 @@ from threads import one_thread  # noqa: F401 - a fixture
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A group of this process alone: all stages of a pipeline are on it."""
+    """A process group of this process only, which holds all stages."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Small models cut into stages, run by either package, and by the plain loop over microbatches."""
+"""Small models split into stages, run by either package and by a plain loop over microbatches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def data(size: int = 12, width: int = WIDTH) -> tuple[Tensor, Tensor]:
 def stages(
     package: Package, modules: Sequence[nn.Module], indices: Sequence[int] | None = None, total: int | None = None, **kw: Any
 ) -> list[Any]:
-    """A stage for each module: all there are, or those of these numbers of so many."""
+    """Build one stage per module: all stages of the pipeline, or those with these indices out of `total`."""
     which = range(len(modules)) if indices is None else indices
     made = package.top.PipelineStage
     return [made(module, k, total or len(modules), torch.device("cpu"), **kw) for k, module in zip(which, modules, strict=True)]
@@ -41,12 +41,12 @@ def schedule(package: Package, name: str, held: list[Any], count: int, **options
 
 
 def chunks_of(name: str) -> int:
-    """How many stages a rank of one holds."""
+    """Return how many stages the only rank of a pipeline holds."""
     return 1 if name in SINGLE else 2 if name in ON_A_V else 3
 
 
 def held_by(name: str, rank: int, ranks: int) -> list[int]:
-    """The stages of a rank."""
+    """Return the indices of a rank's stages."""
     if name in ON_A_V:
         return [rank, 2 * ranks - 1 - rank]
     return [rank] if name in SINGLE or name == "_ScheduleForwardOnly" else [rank, rank + ranks]
@@ -54,7 +54,7 @@ def held_by(name: str, rank: int, ranks: int) -> list[int]:
 
 @dataclass
 class Outcome:
-    """What a step leaves behind."""
+    """The results of a step."""
 
     output: Any = None
     losses: list[Tensor] = field(default_factory=list)
@@ -76,7 +76,7 @@ def run(
     step: Any = None,
     **options: Any,
 ) -> Outcome:
-    """Steps of a copy of the modules, all stages on this rank."""
+    """Run steps on a copy of the modules, with all stages on this rank."""
     modules = copy.deepcopy(list(modules))
     made = schedule(package, name, stages(package, modules), count, **{"loss_fn": nn.functional.mse_loss, **options})
     found = Outcome()
@@ -94,7 +94,7 @@ def loop(
     scale: bool = True,
     loss_fn: Callable[..., Any] = nn.functional.mse_loss,
 ) -> Outcome:
-    """The unpipelined model over the same microbatches; scaled, each counts by its rows."""
+    """Run the unpipelined model over the same microbatches; with `scale`, each counts by its rows."""
     modules = copy.deepcopy(list(modules))
     found, outputs = Outcome(), []
     for piece, wanted in zip(torch.tensor_split(x, count), torch.tensor_split(target, count), strict=True):
@@ -112,7 +112,7 @@ def loop(
 
 
 def assert_same(found: Any, wanted: Any, *, exact: bool = False) -> None:
-    """Equal trees of tensors, to the last bit or nearly."""
+    """Compare trees of tensors: bitwise if `exact`, else within tolerances."""
     if isinstance(wanted, Outcome):
         for mine, theirs in ((found.output, wanted.output), (found.losses, wanted.losses), (found.grads, wanted.grads)):
             assert_same(mine, theirs, exact=exact)

@@ -16,7 +16,7 @@ from compat.torch.both import BOTH, OURS, TORCH, Package
 
 
 class Tied(nn.Module):
-    """One weight used twice, a parameter used beside the way, a second output, and a plain residual."""
+    """One weight used twice, a parameter off the path to the input, a second output, and a residual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def models() -> Iterator[nn.Module]:
 
 
 def both_halves(package: Package, module: nn.Module, x: Tensor, retain: bool = False) -> tuple[Any, list[Any], list[Any]]:
-    """The gradients of the input, and those of the weights before and after the second half."""
+    """Return the gradients of the input, and those of the weights before and after the second half."""
     loss = module(x).square().sum()
     backward = package._backward
     grads, groups = backward.stage_backward_input((loss,), None, [x], module.parameters())
@@ -48,11 +48,11 @@ def both_halves(package: Package, module: nn.Module, x: Tensor, retain: bool = F
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_in_two(which: int) -> None:
+def test_split_backward_equals_autograd(which: int) -> None:
     module = list(models())[which]
     x = torch.randn(2, 3, 4)
     found = []
-    for package in [OURS] if isinstance(module, Tied) else BOTH:  # torch frees what a tied weight's other use needs
+    for package in [OURS] if isinstance(module, Tied) else BOTH:  # torch frees the graph that a tied weight's other use needs
         mine, value = copy.deepcopy(module), x.clone().requires_grad_()
         grads, between, after = both_halves(package, mine, value)
         assert between == [None] * len(between)
@@ -67,8 +67,8 @@ def test_in_two(which: int) -> None:
 
 
 @pytest.mark.parametrize("which", range(5))
-def test_the_groups_are_torch_s(which: int) -> None:
-    """The same parameters together, reached from the same nodes."""
+def test_parameter_groups_equal_torch(which: int) -> None:
+    """The same parameters form a group, reached from the same nodes."""
     module, x = list(models())[which], torch.randn(2, 3, 4, requires_grad=True)
     names = {id(p): name for name, p in module.named_parameters()}
     found = []
@@ -86,7 +86,7 @@ def test_the_groups_are_torch_s(which: int) -> None:
     assert found[1] == found[0]
 
 
-def test_gradients_add_up_over_microbatches() -> None:
+def test_gradients_accumulate_over_microbatches() -> None:
     for package in BOTH:
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         alone = copy.deepcopy(module)
@@ -97,8 +97,8 @@ def test_gradients_add_up_over_microbatches() -> None:
         torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
 
 
-def test_what_the_second_half_gives_back() -> None:
-    """The gradients from before it, in the order of the weights."""
+def test_backward_weight_returns_earlier_gradients() -> None:
+    """The earlier gradients, in the order of the weights."""
     for package in BOTH:
         module, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
         for parameter in module.parameters():
@@ -110,8 +110,8 @@ def test_what_the_second_half_gives_back() -> None:
         assert all("intermediates" not in group and "grads" not in group for group in groups)
 
 
-def test_gradients_that_did_not_come() -> None:
-    """What arrived at an intermediate may be nothing."""
+def test_missing_gradients_at_intermediates() -> None:
+    """No gradient may have arrived at an intermediate."""
     for package in BOTH:
         module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
         _, groups = package._backward.stage_backward_input((module(x).sum(),), None, [x], module.parameters())
@@ -122,11 +122,11 @@ def test_gradients_that_did_not_come() -> None:
         assert sum(p.grad is None for p in module.parameters()) == 2
 
 
-# What torch loses -----------------------------------------------------------------------------------------------------
+# Gradients torch loses ------------------------------------------------------------------------------------------------
 
 
 class Side(nn.Module):
-    """A parameter that feeds only an output which does not depend on the input."""
+    """A parameter that feeds only an output that does not depend on the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class Side(nn.Module):
         return self.linear(x), self.free.exp()
 
 
-def test_outputs_that_do_not_depend_on_the_input() -> None:
+def test_outputs_independent_of_the_input() -> None:
     module, x = Side(), torch.randn(3, 4, requires_grad=True)
     seeds = (torch.randn(3, 4), torch.randn(3))
     _, groups = OURS._backward.stage_backward_input(module(x), seeds, [x], module.parameters())
@@ -147,7 +147,7 @@ def test_outputs_that_do_not_depend_on_the_input() -> None:
     torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
 
 
-def test_inputs_that_want_no_gradient() -> None:
+def test_inputs_without_gradient() -> None:
     module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.randn(3, 4)
     grads, groups = OURS._backward.stage_backward_input((module(x).sum(),), None, [x], module.parameters())
     assert grads == (None,)
@@ -174,7 +174,7 @@ def test_outputs_that_are_views() -> None:
     st.lists(st.tuples(st.sampled_from(["linear", "tied", "add", "scale", "split"]), st.booleans()), min_size=1, max_size=8), st.booleans()
 )
 def test_random_graphs(plan: list[tuple[str, bool]], wants: bool) -> None:
-    """Both halves together are the whole, whatever the graph."""
+    """Both halves together equal the full backward, for any graph."""
     torch.manual_seed(len(plan))
     tied = nn.Linear(4, 4)
     own = nn.ModuleList([nn.Linear(4, 4) for _ in plan])
@@ -215,10 +215,10 @@ def test_random_graphs(plan: list[tuple[str, bool]], wants: bool) -> None:
             torch.testing.assert_close(torch.zeros_like(wanted) if mine is None else mine, wanted, rtol=1e-4, atol=1e-5)
 
 
-# The whole ------------------------------------------------------------------------------------------------------------
+# Full backward --------------------------------------------------------------------------------------------------------
 
 
-def test_the_whole() -> None:
+def test_full_backward_equals_autograd() -> None:
     for package in BOTH:
         module, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.randn(3, 4, requires_grad=True)
         alone, value = copy.deepcopy(module), x.detach().clone().requires_grad_()
@@ -232,7 +232,7 @@ def test_the_whole() -> None:
         torch.testing.assert_close([p.grad for p in module.parameters()], [p.grad for p in alone.parameters()])
 
 
-def test_some_outputs_alone() -> None:
+def test_full_backward_from_some_outputs() -> None:
     for package in BOTH:
         x = torch.ones(2, requires_grad=True)
         outputs = [(x * 2).sum(), (x * 5).sum()]
@@ -256,7 +256,7 @@ def test_errors(case: str) -> None:
         OURS._backward.stage_backward_input((x * 1,), (torch.ones(3),), [x], iter(()))
 
 
-def test_sums_of_what_is_there() -> None:
+def test_null_coalesce_accumulate() -> None:
     for package in BOTH:
         add, one = package._backward._null_coalesce_accumulate, torch.ones(2)
         assert add(None, one) is one

@@ -1,4 +1,4 @@
-"""What torch's own tests of a stage's backward ask for, of both packages."""
+"""The behaviour that torch's own tests of a stage's backward require, on both packages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def model() -> nn.Module:
 
 
 def of_autograd(module: nn.Module, xs: list[Tensor]) -> tuple[list[Tensor], list[Any]]:
-    """Outputs' gradients come from a sum of squares: the inputs' and the parameters' gradients."""
+    """Return the gradients of the inputs and the parameters for a sum of squares of the output."""
     alone, inputs = copy.deepcopy(module), [x.clone().requires_grad_() for x in xs]
     for x in inputs:
         alone(x).square().sum().backward()
@@ -73,7 +73,7 @@ def test_inputs_without_gradients(package: Package) -> None:
 
 
 @both
-def test_chosen_outputs(package: Package) -> None:
+def test_selected_outputs(package: Package) -> None:
     value = torch.randn(3, requires_grad=True)
     ends, starts = (value * 2, value.detach(), value * 3), (torch.ones(3), None, torch.ones(3))
     (found,) = package._backward.stage_backward(ends, starts, [value], outputs_with_grads_idxs=[0, 2])
@@ -82,7 +82,7 @@ def test_chosen_outputs(package: Package) -> None:
 
 @both
 def test_stage_backward_input(package: Package) -> None:
-    """The inputs' gradients, and none of the weights'."""
+    """Gradients of the inputs, and none of the weights."""
     module, x = model(), torch.randn(4, 6)
     value = x.clone().requires_grad_()
     found, groups = package._backward.stage_backward_input([module(value).square().sum()], None, [value], module.parameters())
@@ -112,8 +112,8 @@ def test_stage_backward_weight(package: Package) -> None:
 
 @both
 @pytest.mark.parametrize("late", [False, True])
-def test_weights_of_several_microbatches(package: Package, late: bool) -> None:
-    """Each right behind its input's, or all of them at the end."""
+def test_backward_weight_of_several_microbatches(package: Package, late: bool) -> None:
+    """Each right after its backward for the input, or all at the end."""
     module, xs = model(), [torch.randn(4, 6) for _ in range(10)]
     waiting = []
     for x in xs:
@@ -149,7 +149,7 @@ def test_a_stage_without_weights(package: Package) -> None:
 
 
 @both
-def test_a_failure_tells_what_was_there(package: Package) -> None:
+def test_a_failure_describes_the_values(package: Package) -> None:
     with pytest.raises(RuntimeError, match=r"Failed to run stage backward[\s\S]*Stage output") as error:
         package._backward.stage_backward((torch.ones(2, requires_grad=True) * 2,), (torch.ones(2), torch.ones(2)), [])
     assert error.value.__cause__ is not None

@@ -1,4 +1,4 @@
-"""What torch's own tests of splitting and merging ask for, of both packages."""
+"""The behaviour that torch's own tests of splitting and merging require, on both packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_split_and_merge(package: Package, chunks: int) -> None:
 
 
 @both
-def test_specified_dimensions(package: Package) -> None:
+def test_chunk_spec_dimensions(package: Package) -> None:
     spec, whole = package.microbatch.TensorChunkSpec, package.microbatch._Replicate
     x, y = torch.randn(6, 8), torch.randn(4, 6)
     pieces, named = package.microbatch.split_args_kwargs_into_chunks((x, 5), {"y": y}, 2, (spec(1), whole()), {"y": spec(0)})
@@ -44,7 +44,7 @@ def test_specified_dimensions(package: Package) -> None:
 
 
 @both
-def test_specifications_from_trees(package: Package) -> None:
+def test_chunk_specs_from_trees(package: Package) -> None:
     spec = package.microbatch.TensorChunkSpec
     assert [each.split_dim for each in spec.from_tuple((0, 1))] == [0, 1]
     assert {name: each.split_dim for name, each in spec.from_dict({"a": 0, "b": 2}).items()} == {"a": 0, "b": 2}
@@ -53,8 +53,8 @@ def test_specifications_from_trees(package: Package) -> None:
 
 
 @both
-def test_specified_steps(package: Package) -> None:
-    """A schedule splits by the specification that it was made with."""
+def test_a_schedule_splits_by_its_chunk_spec(package: Package) -> None:
+    """A schedule splits by the chunk specification passed to its constructor."""
     inner = nn.Linear(6, 6)
 
     class Turned(nn.Module):
@@ -96,7 +96,7 @@ def test_reducers(package: Package) -> None:
 
 
 @both
-def test_nothing_to_split(package: Package) -> None:
+def test_no_arguments(package: Package) -> None:
     assert package.microbatch.split_args_kwargs_into_chunks((), None, 3) == ([()] * 3, [{}] * 3)
     pieces, named = package.microbatch.split_args_kwargs_into_chunks((), {"k": torch.ones(6)}, 3)
     assert pieces == [()] * 3
@@ -104,7 +104,7 @@ def test_nothing_to_split(package: Package) -> None:
 
 
 @both
-def test_chunks_that_do_not_match(package: Package) -> None:
+def test_chunks_that_do_not_match_the_spec(package: Package) -> None:
     with pytest.raises(ValueError, match="did not match chunk spec"):
         package.microbatch.merge_chunks([(torch.ones(1), torch.ones(1))], (package.microbatch.TensorChunkSpec(0),))
     with pytest.raises(AssertionError):
@@ -114,7 +114,7 @@ def test_chunks_that_do_not_match(package: Package) -> None:
 @both
 @pytest.mark.parametrize("split", [True, False])
 def test_block_masks(package: Package, split: bool) -> None:
-    """Of a mask for each of the batch each microbatch gets its part; of one for all of it, each gets it whole."""
+    """A mask with a batch dimension is split; one that holds for the whole batch is repeated."""
 
     def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
         return q >= kv
@@ -127,7 +127,7 @@ def test_block_masks(package: Package, split: bool) -> None:
 
 
 @both
-def test_outputs_of_a_step_are_merged_as_specified(package: Package) -> None:
+def test_outputs_are_merged_by_the_spec(package: Package) -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
 

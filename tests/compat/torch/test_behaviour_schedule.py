@@ -1,4 +1,4 @@
-"""What torch's own tests of schedules, orders and lowering ask for, of both packages."""
+"""The behaviour that torch's own tests of schedules, orders and lowering require, on both packages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_classes_by_name(package: Package, name: str) -> None:
 
 
 @both
-def test_unknown_classes(package: Package) -> None:
+def test_unknown_class_names(package: Package) -> None:
     with pytest.raises(ValueError, match="Unknown schedule name"):
         package.schedules.get_schedule_class("ScheduleThatDoesNotExist")
 
@@ -64,7 +64,7 @@ def test_compiled_stages_are_refused(package: Package, name: str) -> None:
 @both
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.usefixtures("fake")
-def test_one_stage_on_a_fake_group(package: Package, name: str) -> None:
+def test_one_stage_on_a_fake_process_group(package: Package, name: str) -> None:
     modules, (x, y) = blocks(1), data(8)
     held, losses = copy.deepcopy(modules), list[Tensor]()
     step = schedule(package, name, stages(package, held), 2, loss_fn=nn.MSELoss(reduction="sum"), scale_grads=False)
@@ -123,7 +123,7 @@ def test_weights_that_change_between_steps(package: Package, name: str) -> None:
 @both
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
 @pytest.mark.usefixtures("fake")
-def test_arguments_of_the_loss(package: Package, name: str) -> None:
+def test_loss_kwargs(package: Package, name: str) -> None:
     def loss_fn(output: Tensor, target: Tensor, factor: float = 1.0) -> Tensor:
         return factor * functional.mse_loss(output, target)
 
@@ -134,7 +134,7 @@ def test_arguments_of_the_loss(package: Package, name: str) -> None:
     assert_same(grads(held), [3 * grad for grad in loop(modules, x, y, 4).grads if grad is not None])
 
 
-# Orders by hand -------------------------------------------------------------------------------------------------------
+# Handwritten orders ---------------------------------------------------------------------------------------------------
 
 BY_HAND = {
     "v": "0F0 0F1 1F0 1F1 1I0 1W0 1I1 1W1 0B0 0B1",
@@ -149,7 +149,7 @@ BY_HAND = {
 @both
 @pytest.mark.parametrize("order", BY_HAND)
 @pytest.mark.usefixtures("fake")
-def test_gradients_of_orders_by_hand(package: Package, order: str) -> None:
+def test_gradients_of_handwritten_orders(package: Package, order: str) -> None:
     modules, (x, y) = blocks(2), data(8)
     held, losses = copy.deepcopy(modules), list[Tensor]()
     step = package.schedules._PipelineScheduleRuntime(stages(package, held), 2, loss_fn=functional.mse_loss, scale_grads=False)
@@ -205,7 +205,7 @@ def test_custom_functions_for_messages_are_refused(package: Package) -> None:
             step.register_custom_function(getattr(package.schedules, kind), lambda action, ctx: None)
 
 
-# Plans ----------------------------------------------------------------------------------------------------------------
+# Orders ---------------------------------------------------------------------------------------------------------------
 
 
 @both
@@ -223,7 +223,7 @@ def test_orders_of_interleaved_schedules(package: Package, name: str, chunks: in
 @both
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
 @pytest.mark.parametrize(("ranks", "count"), [(4, 2), (4, 3), (4, 10), (2, 5), (8, 4), (4, 16)])
-def test_orders_of_flexible_counts(package: Package, name: str, ranks: int, count: int) -> None:
+def test_orders_of_flexible_microbatch_counts(package: Package, name: str, ranks: int, count: int) -> None:
     step = made(package, name, ranks, 2, count)
     if isinstance(step, type):
         assert package is BOTH[0]  # torch refuses the count
@@ -234,7 +234,7 @@ def test_orders_of_flexible_counts(package: Package, name: str, ranks: int, coun
 @both
 @pytest.mark.parametrize("name", ON_A_V)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 12), (3, 6), (8, 16)])
-def test_orders_on_a_v(package: Package, name: str, ranks: int, count: int) -> None:
+def test_orders_of_v_schedules(package: Package, name: str, ranks: int, count: int) -> None:
     step = made(package, name, ranks, 2, count)
     where = package.schedules._validate_schedule(step.pipeline_order, ranks, 2 * ranks, count)
     assert where == {stage: min(stage, 2 * ranks - 1 - stage) for stage in range(2 * ranks)}
@@ -242,13 +242,13 @@ def test_orders_on_a_v(package: Package, name: str, ranks: int, count: int) -> N
 
 @both
 @pytest.mark.parametrize("name", ON_A_V)
-def test_a_v_needs_two_stages_per_rank(package: Package, name: str) -> None:
+def test_v_schedules_need_two_stages_per_rank(package: Package, name: str) -> None:
     with pytest.raises(ValueError, match="2 stages per rank"):
         getattr(package.schedules, name)(mock_stages(2, 3), 8)
 
 
 @both
-def test_stages_and_ranks(package: Package) -> None:
+def test_stage_to_rank_mappings(package: Package) -> None:
     stage_to_rank = package._utils.generate_stage_to_rank_mapping
     assert stage_to_rank(2, 4) == {0: 0, 1: 1, 2: 0, 3: 1}
     assert stage_to_rank(2, 4, style="v") == {0: 0, 1: 1, 2: 1, 3: 0}
@@ -316,7 +316,7 @@ def test_invalid_orders(package: Package, rows: tuple[str, ...], ranks: int, sta
         ("0RECV_B0", (0, "RECV_B", 0)),
     ],
 )
-def test_texts_of_actions(package: Package, text: str, fields: tuple[Any, ...]) -> None:
+def test_text_of_actions(package: Package, text: str, fields: tuple[Any, ...]) -> None:
     action = package.schedules._Action.from_str(text)
     stage, kind, microbatch = fields
     assert action == package.schedules._Action(stage, getattr(package.schedules._ComputationType, kind), microbatch)
@@ -325,7 +325,7 @@ def test_texts_of_actions(package: Package, text: str, fields: tuple[Any, ...]) 
 
 
 @both
-def test_texts_of_overlaps(package: Package) -> None:
+def test_text_of_overlaps(package: Package) -> None:
     text = "(1F1;0B0)OVERLAP_F_B"
     action = package.schedules._Action.from_str(text)
     assert repr(action) == text
@@ -335,7 +335,7 @@ def test_texts_of_overlaps(package: Package) -> None:
 
 @both
 @pytest.mark.parametrize("text", ["x", "F1", "1Q0", "1"])
-def test_texts_that_are_no_actions(package: Package, text: str) -> None:
+def test_invalid_action_text(package: Package, text: str) -> None:
     with pytest.raises(RuntimeError, match="Invalid action string"):
         package.schedules._Action.from_str(text)
 
@@ -352,7 +352,7 @@ def test_texts_that_are_no_actions(package: Package, text: str) -> None:
         ("", ""),
     ],
 )
-def test_unsharding(package: Package, row: str, wanted: str) -> None:
+def test_unshard_and_reshard(package: Package, row: str, wanted: str) -> None:
     found = package.schedules._add_unshard_reshard(parse(package, row)[0])
     assert sorted(map(str, found)) == sorted(wanted.split())
     compute = [str(action) for action in found if action.is_compute_op]
@@ -374,7 +374,7 @@ def test_unsharding(package: Package, row: str, wanted: str) -> None:
         ("0F0 0F1 0F2 0I0 0W0 0I1 0W1 0I2 0W2", "0F0 0F1 0F2 0B0 0B1 0B2"),
     ],
 )
-def test_merging_backwards(package: Package, row: str, wanted: str) -> None:
+def test_merge_backward(package: Package, row: str, wanted: str) -> None:
     assert [str(action) for action in package.schedules._merge_bw(parse(package, row)[0])] == wanted.split()
 
 
@@ -396,7 +396,7 @@ def test_merging_backwards(package: Package, row: str, wanted: str) -> None:
         ),
     ],
 )
-def test_messages(package: Package, rows: tuple[str, ...], wanted: tuple[str, ...]) -> None:
+def test_send_and_receive(package: Package, rows: tuple[str, ...], wanted: tuple[str, ...]) -> None:
     found = package.schedules._add_send_recv(parse(package, *rows), stage_to_rank=lambda stage: stage, num_stages=len(rows))
     for rank, row in texts(found).items():
         assert sorted(map(str, row)) == sorted(wanted[rank].split())
@@ -406,7 +406,7 @@ def test_messages(package: Package, rows: tuple[str, ...], wanted: tuple[str, ..
 
 
 @both
-def test_messages_between_stages_of_one_rank_are_none(package: Package) -> None:
+def test_no_messages_between_stages_of_one_rank(package: Package) -> None:
     rows = parse(package, "0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0")
     found = texts(package.schedules._add_send_recv(rows, stage_to_rank=lambda stage: [0, 1, 1, 0][stage], num_stages=4))
     assert not any(each in found[1] for each in ("1SEND_F0", "2RECV_F0", "2SEND_B0", "1RECV_B0"))
@@ -415,7 +415,7 @@ def test_messages_between_stages_of_one_rank_are_none(package: Package) -> None:
 
 @both
 @pytest.mark.parametrize("name", [*LOOPED, "ScheduleZBVZeroBubble"])
-def test_lowered_orders_run_dry(package: Package, name: str) -> None:
+def test_dry_run_of_lowered_orders(package: Package, name: str) -> None:
     step = made(package, name, 4, 2, 8)
     compute = {rank: [action for action in row if action is not None] for rank, row in step.pipeline_order.items()}
     where = step.stage_index_to_group_rank
@@ -426,7 +426,7 @@ def test_lowered_orders_run_dry(package: Package, name: str) -> None:
 
 @both
 @pytest.mark.parametrize("count", [1, 2])
-def test_reductions(package: Package, count: int) -> None:
+def test_reduce_grad(package: Package, count: int) -> None:
     row = "0F0 0F1 0B0 0B1" if count == 2 else "0F0 0I0 0W0"
     found = [str(action) for action in package.schedules._add_reduce_grad(parse(package, row)[0], count)]
     assert found == [*row.split(), "0REDUCE_GRAD"]
@@ -434,7 +434,7 @@ def test_reductions(package: Package, count: int) -> None:
 
 @both
 @pytest.mark.parametrize("name", ["ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-def test_late_receives(package: Package, name: str) -> None:
+def test_deferred_receives(package: Package, name: str) -> None:
     early, late = made(package, name, 2, 2, 4), made(package, name, 2, 2, 4, defer_pp_recv=True)
     for rank in range(2):
         one, other = texts(early.pipeline_order_with_comms)[rank], texts(late.pipeline_order_with_comms)[rank]
@@ -444,7 +444,7 @@ def test_late_receives(package: Package, name: str) -> None:
 
 @both
 @pytest.mark.parametrize("format_", ["compute_only", "compute_comms"])
-def test_files(package: Package, format_: str, tmp_path: Path) -> None:
+def test_csv_files(package: Package, format_: str, tmp_path: Path) -> None:
     step = made(package, "ScheduleInterleaved1F1B", 2, 2, 4)
     step._dump_csv(tmp_path / "order.csv", format=format_)
     other = package.schedules._PipelineScheduleRuntime(mock_stages(2, 2), 4)
@@ -453,7 +453,7 @@ def test_files(package: Package, format_: str, tmp_path: Path) -> None:
 
 
 @both
-def test_formats_that_are_none(package: Package, tmp_path: Path) -> None:
+def test_unknown_formats(package: Package, tmp_path: Path) -> None:
     step = package.schedules._PipelineScheduleRuntime(mock_stages(1, 1), 1)
     with pytest.raises(NotImplementedError):
         step._prepare_schedule_with_comms(parse(package, "0F0 0B0"), format="words")
@@ -462,7 +462,7 @@ def test_formats_that_are_none(package: Package, tmp_path: Path) -> None:
 
 
 @both
-def test_the_table_of_an_order(package: Package) -> None:
+def test_formatted_order(package: Package) -> None:
     table = package.schedules._format_pipeline_order(parse(package, "0F0 . 0B0", ". 1F0 1B0"), error_step_number=1)
     lines = table.splitlines()
     assert lines[0].split() == ["Rank", "0", "Rank", "1"]
@@ -475,7 +475,7 @@ def test_the_table_of_an_order(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("fake")
-def test_what_a_step_takes(package: Package) -> None:
+def test_checks_of_step_inputs(package: Package) -> None:
     x, y = data(8)
     step = schedule(package, "ScheduleGPipe", stages(package, blocks(1)), 4, loss_fn=functional.mse_loss)
     with pytest.raises(TypeError, match="losses must be a list"):
@@ -510,8 +510,8 @@ def test_losses_of_microbatches(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("fake")
-def test_stages_far_apart_are_refused(package: Package) -> None:
-    """A schedule of several stages per rank has messages between neighbours alone."""
+def test_non_adjacent_stages_are_refused(package: Package) -> None:
+    """A schedule of several stages per rank sends messages only between adjacent stages."""
     held = stages(package, blocks(3))
     step = package.schedules.PipelineScheduleMulti(held, 2)
     for k, stage in enumerate(held):
@@ -522,8 +522,8 @@ def test_stages_far_apart_are_refused(package: Package) -> None:
 
 
 @both
-def test_mock_stages_of_programs(package: Package) -> None:
-    """A stage that a program derives without the constructor of its base has what a schedule's constructor asks for."""
+def test_mock_stages(package: Package) -> None:
+    """A subclass of a stage that skips the base constructor has all attributes that a schedule's constructor reads."""
 
     class Mock(package.stage._PipelineStageBase):  # type: ignore[misc,name-defined]
         def __init__(self, **attributes: Any) -> None:

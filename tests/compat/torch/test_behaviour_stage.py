@@ -1,4 +1,4 @@
-"""What torch's own tests of stages ask for, of both packages."""
+"""The behaviour that torch's own tests of stages require, on both packages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(params=["gloo", "fake"])
 def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
-    """A group of one process, over gloo or over torch's fake backend."""
+    """A process group of one, with gloo or torch's fake backend."""
     store: Any = dist.HashStore() if request.param == "gloo" else FakeStore()
     dist.init_process_group(request.param, store=store, rank=0, world_size=1)
     yield
@@ -57,7 +57,7 @@ class Named(nn.Module):
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_manual(package: Package) -> None:
+def test_manual_stage(package: Package) -> None:
     modules, (x, y) = blocks(1), data(8)
     held = copy.deepcopy(modules)
     stage = package.top.PipelineStage(held[0], 0, 1, CPU)
@@ -72,7 +72,7 @@ def test_manual(package: Package) -> None:
 @both
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.filterwarnings("ignore")
-def test_tracer(package: Package) -> None:
+def test_traced_stage(package: Package) -> None:
     modules, (x, y) = blocks(1), data(8)
     pipe = package.top.pipeline(copy.deepcopy(modules[0]), (x[:2],))
     stage = pipe.build_stage(0, CPU)
@@ -100,7 +100,7 @@ def test_keyword_arguments(package: Package, traced: bool) -> None:
 @both
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("shapes", [{}, {"input": True}, {"input": True, "output": True}])
-def test_shapes_that_are_given(package: Package, shapes: dict[str, bool]) -> None:
+def test_static_shapes(package: Package, shapes: dict[str, bool]) -> None:
     modules, (x, y) = blocks(2), data(8)
     held = copy.deepcopy(modules)
 
@@ -116,8 +116,8 @@ def test_shapes_that_are_given(package: Package, shapes: dict[str, bool]) -> Non
 @both
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"])
-def test_the_users_backward_for_the_weights(package: Package, name: str) -> None:
-    """`dw_builder` is asked once per microbatch and stage, and what it gives is run once."""
+def test_dw_builder(package: Package, name: str) -> None:
+    """`dw_builder` is called once per microbatch and stage, and its result runs once."""
     asked, ran = [0], [0]
 
     def build() -> Any:
@@ -140,8 +140,8 @@ def test_the_users_backward_for_the_weights(package: Package, name: str) -> None
 @both
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("kept", [True, False])
-def test_memory_of_outputs(package: Package, kept: bool) -> None:
-    """Outputs are kept for the caller only if it wants them."""
+def test_outputs_are_kept_on_request(package: Package, kept: bool) -> None:
+    """Outputs are kept only if the caller asks for them."""
     alive: list[Any] = []
 
     class Watching(nn.Module):
@@ -181,7 +181,7 @@ def test_outputs_are_cleared_by_the_next_step(package: Package) -> None:
 
 
 def by_hand(package: Package, module: nn.Module, x: Tensor) -> Any:
-    """A stage that knows its shapes, set up for two microbatches."""
+    """Build a stage with static shapes, set up for two microbatches."""
     stage = package.top.PipelineStage(module, 0, 1, CPU, x, x.clone().requires_grad_())
     stage.has_backward = True
     stage._inference_mode = package._utils.InferenceMode.STATIC
@@ -192,7 +192,7 @@ def by_hand(package: Package, module: nn.Module, x: Tensor) -> Any:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_a_stage_driven_by_hand(package: Package) -> None:
+def test_driving_a_stage_by_hand(package: Package) -> None:
     modules, (x, y) = blocks(1), data(8)
     held = copy.deepcopy(modules)
     stage = by_hand(package, held[0], x[:4])
@@ -207,7 +207,7 @@ def test_a_stage_driven_by_hand(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_a_split_backward_by_hand(package: Package) -> None:
+def test_driving_a_split_backward_by_hand(package: Package) -> None:
     modules, (x, y) = blocks(1), data(8)
     held = copy.deepcopy(modules)
     stage = by_hand(package, held[0], x[:4])
@@ -221,7 +221,7 @@ def test_a_split_backward_by_hand(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_the_weights_before_the_inputs(package: Package) -> None:
+def test_backward_weight_before_backward_input_is_refused(package: Package) -> None:
     (stage,) = stages(package, blocks(1))
     stage.has_backward = True
     with pytest.raises(AssertionError, match="without first calling `backward_one_chunk"):
@@ -230,7 +230,7 @@ def test_the_weights_before_the_inputs(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_no_backward_where_there_is_none(package: Package) -> None:
+def test_backward_without_has_backward_does_nothing(package: Package) -> None:
     (stage,) = stages(package, blocks(1))
     stage.has_backward = False
     stage.forward_one_chunk(0, (torch.ones(2, 6),))
@@ -242,7 +242,7 @@ def test_no_backward_where_there_is_none(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_stages_that_share_a_rank_pass_values_on(package: Package) -> None:
+def test_local_values_between_stages_of_one_rank(package: Package) -> None:
     modules, (x, y) = blocks(2), data(4)
     held = copy.deepcopy(modules)
     first, second = (
@@ -250,7 +250,7 @@ def test_stages_that_share_a_rank_pass_values_on(package: Package) -> None:
         for k, module in enumerate(held)
     )
     made = schedule(package, "ScheduleInterleaved1F1B", [first, second], 1, loss_fn=functional.mse_loss)
-    made.step(x, target=y)  # which sets them up
+    made.step(x, target=y)  # sets up the stages
     for module in held:
         module.zero_grad()
     for stage in (first, second):
@@ -265,7 +265,7 @@ def test_stages_that_share_a_rank_pass_values_on(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_values_passed_on_must_be_what_they_are(package: Package) -> None:
+def test_local_values_are_checked(package: Package) -> None:
     (first, second) = stages(package, blocks(2))
     first.has_backward = second.has_backward = True
     with pytest.raises(AssertionError, match=r"[Ee]xpected tuple"):
@@ -279,7 +279,7 @@ def test_values_passed_on_must_be_what_they_are(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("middle_of_three")
-def test_places(package: Package) -> None:
+def test_first_and_last_stage(package: Package) -> None:
     for k, (first, last) in enumerate([(True, False), (False, False), (False, True)]):
         stage = package.top.PipelineStage(nn.Linear(6, 6), k, 3, CPU)
         assert (stage.is_first, stage.is_last, stage.group_rank, stage.group_size) == (first, last, 1, 3)
@@ -289,8 +289,8 @@ def test_places(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("middle_of_three")
-def test_messages_to_neighbours(package: Package) -> None:
-    """Of a stage in the middle: receives from below and from above, and sends to both."""
+def test_messages_of_a_middle_stage(package: Package) -> None:
+    """A middle stage receives from both neighbours and sends to both."""
     x = torch.zeros(2, 6, requires_grad=True)
     stage = package.top.PipelineStage(nn.Linear(6, 6), 1, 3, CPU, x, x, output_grads=torch.zeros(2, 6), input_grads=torch.zeros(2, 6))
     stage.has_backward = True
@@ -316,7 +316,7 @@ def test_messages_to_neighbours(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("middle_of_three")
-def test_stages_that_cannot_be(package: Package) -> None:
+def test_invalid_stages(package: Package) -> None:
     with pytest.raises(ValueError, match="out of range"):
         package.top.PipelineStage(nn.Linear(6, 6), 3, 3, CPU)
     with pytest.raises(RuntimeError, match="cannot be larger"):
@@ -324,7 +324,7 @@ def test_stages_that_cannot_be(package: Package) -> None:
 
 
 @both
-def test_descriptions_of_receives(package: Package) -> None:
+def test_recv_info(package: Package) -> None:
     meta = package._utils.extract_tensor_meta(torch.ones(2, 3))
     info = package.stage._RecvInfo("a", 1, torch.ones(2, 3), meta)
     assert (info.input_name, info.source, info.is_root_arg) == ("a", 1, False)
@@ -334,7 +334,7 @@ def test_descriptions_of_receives(package: Package) -> None:
 
 
 @both
-def test_outputs_as_tuples(package: Package) -> None:
+def test_normalized_outputs(package: Package) -> None:
     normal = package.stage._normalize_model_output_as_tuple
     x = torch.ones(1)
     assert normal(x) == (x,)
@@ -343,7 +343,7 @@ def test_outputs_as_tuples(package: Package) -> None:
 
 
 @both
-def test_descriptions_of_tensors(package: Package) -> None:
+def test_tensor_metadata(package: Package) -> None:
     utils = package._utils
     meta = utils._TensorMeta.from_tensor(torch.ones(2, 3, requires_grad=True))
     assert (tuple(meta.shape), meta.dtype, meta.requires_grad) == ((2, 3), torch.float32, True)
@@ -355,14 +355,14 @@ def test_descriptions_of_tensors(package: Package) -> None:
 
 
 @both
-def test_arguments_flat(package: Package) -> None:
+def test_flattened_arguments(package: Package) -> None:
     x = torch.ones(2, requires_grad=True) * 2
     assert package._utils.flatten_args(((x, 1), {"a": [x]})) == [x, 1, x]
     flat = package._utils.flatten_args((x, 1), detach=True)
     assert flat[1][0].grad_fn is None if isinstance(flat, tuple) else flat[0].grad_fn is None
 
 
-# Metadata that does not fit --------------------------------------------------------------------------------------------
+# Metadata that does not match -----------------------------------------------------------------------------------------
 
 
 @both
@@ -392,7 +392,7 @@ def test_a_module_that_fails(package: Package) -> None:
 @both
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("module", [nn.Identity(), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), nn.Dropout(0.0)])
-def test_modules_of_all_sorts(package: Package, module: nn.Module) -> None:
+def test_various_modules(package: Package, module: nn.Module) -> None:
     (x, y), held = data(8), copy.deepcopy(module)
     made = schedule(package, "ScheduleGPipe", stages(package, [held]), 2, loss_fn=functional.mse_loss)
     out = made.step(x.requires_grad_(), target=y)
@@ -426,7 +426,7 @@ def test_sharded_activations(package: Package, placement: Any) -> None:
 
 @both
 @pytest.mark.usefixtures("one_rank")
-def test_what_a_stage_knows_after_a_step(package: Package) -> None:
+def test_stage_metadata_after_a_step(package: Package) -> None:
     x, y = data(8)
     first, last = held = stages(package, blocks(2))
     step = schedule(package, "ScheduleInterleaved1F1B", held, 4, loss_fn=functional.mse_loss)

@@ -1,4 +1,4 @@
-"""What torch's own tests of traced pipelines ask for (pipes, unflattened modules, transformers), of both packages."""
+"""The behaviour that torch's own tests of traced pipelines (pipes, unflattened modules, transformers) require, on both packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class Splitting(nn.Module):
-    """Marks its cuts itself; a parameter is used on both sides of one, and a value skips a stage."""
+    """Marks its own splits; a parameter is used on both sides of one, and a value skips a stage."""
 
     def __init__(self, package: Package) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def names_of(pipe: Any) -> set[str]:
 
 
 @both
-def test_a_model_that_marks_its_cuts(package: Package) -> None:
+def test_pipe_split_in_the_model(package: Package) -> None:
     model, x, y = Splitting(package), torch.randn(4, 6), torch.randn(4, 6)
     pipe = package.top.pipeline(model, mb_args=(x, y))
     assert pipe.num_stages == 3
@@ -67,7 +67,7 @@ def test_a_model_that_marks_its_cuts(package: Package) -> None:
 
 @both
 @pytest.mark.parametrize("place", ["BEGINNING", "END"])
-def test_cuts_by_name(package: Package, place: str) -> None:
+def test_split_spec(package: Package, place: str) -> None:
     model, x, y = Chain(4), torch.randn(4, 6), torch.randn(4, 6)
     where = getattr(package.top.SplitPoint, place)
     at = range(1, 4) if place == "BEGINNING" else range(3)
@@ -80,7 +80,7 @@ def test_cuts_by_name(package: Package, place: str) -> None:
 
 
 @both
-def test_a_policy_that_cuts(package: Package) -> None:
+def test_split_policy(package: Package) -> None:
     def policy(graph: Any) -> Any:
         for node in list(graph.graph.nodes):
             if node.op == "call_function" and "tanh" in str(node.target):
@@ -96,14 +96,14 @@ def test_a_policy_that_cuts(package: Package) -> None:
 
 
 @both
-def test_keyword_arguments_of_a_trace(package: Package) -> None:
+def test_keyword_arguments(package: Package) -> None:
     model, x, y = Chain(2), torch.randn(4, 6), torch.randn(4, 6)
     pipe = package.top.pipeline(model, mb_args=(x,), mb_kwargs={"y": y}, split_spec={"blocks.1": package.top.SplitPoint.BEGINNING})
     assert_same(pipe(x, y=y)[0], model(x, y))
 
 
 @both
-def test_a_model_that_is_not_cut(package: Package) -> None:
+def test_a_model_without_splits(package: Package) -> None:
     model, x = Chain(2), torch.randn(4, 6)
     pipe = package.top.Pipe.from_tracing(model, (x,))
     assert pipe.num_stages == 1
@@ -112,13 +112,13 @@ def test_a_model_that_is_not_cut(package: Package) -> None:
 
 
 @both
-def test_a_name_that_is_not_there(package: Package) -> None:
+def test_an_unknown_name_in_the_split_spec(package: Package) -> None:
     with pytest.raises(AttributeError):
         package.top.pipeline(Chain(2), (torch.ones(2, 6),), split_spec={"blocks.7": package.top.SplitPoint.END})
 
 
 @both
-def test_cuts_leave_the_model_as_it_was(package: Package) -> None:
+def test_splitting_leaves_the_model_unchanged(package: Package) -> None:
     model, x = Chain(2), torch.randn(4, 6)
     before = copy.deepcopy(model.state_dict())
     package.top.pipeline(model, (x,), split_spec={"blocks.1": package.top.SplitPoint.BEGINNING})
@@ -129,7 +129,7 @@ def test_cuts_leave_the_model_as_it_was(package: Package) -> None:
 
 
 class Nested(nn.Module):
-    """Modules within modules."""
+    """Nested modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Nested(nn.Module):
 
 
 @both
-def test_stages_keep_the_tree_of_modules(package: Package) -> None:
+def test_stages_keep_the_module_tree(package: Package) -> None:
     model, x = Nested(), torch.randn(4, 6)
     pipe = package.top.pipeline(model, (x,), split_spec={"outer.b": package.top.SplitPoint.BEGINNING})
     first, second = (pipe.get_stage_module(k) for k in range(2))
@@ -156,7 +156,7 @@ def test_stages_keep_the_tree_of_modules(package: Package) -> None:
 
 
 @both
-def test_parameters_of_stages_are_the_models(package: Package) -> None:
+def test_stages_share_the_parameters_of_the_model(package: Package) -> None:
     model, x = Nested(), torch.randn(4, 6)
     pipe = package.top.pipeline(model, (x,), split_spec={"outer.b": package.top.SplitPoint.BEGINNING})
     for k in range(2):
@@ -183,7 +183,7 @@ class Layers(nn.Module):
 
 
 @both
-def test_a_transformer_cut_between_layers(package: Package) -> None:
+def test_a_transformer_split_between_layers(package: Package) -> None:
     model, tokens = Layers(4), torch.randint(0, 11, (2, 5))
     model.train()
     pipe = package.top.pipeline(model, (tokens,), split_spec={f"layers.{k}": package.top.SplitPoint.BEGINNING for k in (1, 2, 3)})
@@ -215,7 +215,7 @@ def test_a_traced_transformer_trains(package: Package) -> None:
 
 @both
 @pytest.mark.usefixtures("alone")
-def test_a_pipe_s_stages_are_built_twice_alike(package: Package) -> None:
+def test_building_a_stage_twice(package: Package) -> None:
     model, x = Chain(2), torch.randn(4, 6)
     pipe = package.top.pipeline(model, (x,), split_spec={"blocks.1": package.top.SplitPoint.BEGINNING})
     for k in range(2):

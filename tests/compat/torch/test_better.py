@@ -1,4 +1,4 @@
-"""Where torch is plainly wrong, ours is right: each case with what torch does."""
+"""Cases that torch gets wrong: each test shows that ours is correct and what torch does."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def two_loss(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
     return functional.mse_loss(output[0] * output[1], target)
 
 
-def test_a_parameter_beside_the_way() -> None:
+def test_a_parameter_of_a_second_output() -> None:
     modules, (x, y) = [TwoOut(), TwoOut()], data()
     whole = copy.deepcopy(modules)
     for piece, wanted in zip(x.tensor_split(4), y.tensor_split(4), strict=True):
@@ -60,7 +60,7 @@ def test_a_parameter_beside_the_way() -> None:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_evaluation_leaves_gradients_alone(name: str) -> None:
+def test_evaluation_leaves_gradients_unchanged(name: str) -> None:
     modules, (x, y) = blocks(chunks_of(name)), data()
     held, losses = copy.deepcopy(modules), list[Tensor]()
     made = schedule(OURS, name, stages(OURS, held), 4, loss_fn=functional.mse_loss)
@@ -84,7 +84,7 @@ def test_torch_divides_gradients_in_evaluation() -> None:
 
 
 @pytest.mark.parametrize("name", ON_A_V)
-def test_evaluation_where_adjacent_stages_share_a_rank(name: str) -> None:
+def test_evaluation_with_adjacent_stages_on_one_rank(name: str) -> None:
     modules, (x, y) = blocks(2), data()
     assert_same(schedule(OURS, name, stages(OURS, copy.deepcopy(modules)), 4).eval(x), loop(modules, x, y, 4).output)
     made = schedule(TORCH, name, stages(TORCH, copy.deepcopy(modules)), 4, loss_fn=functional.mse_loss)
@@ -99,8 +99,8 @@ def test_two_steps_add_up(name: str) -> None:
     assert_same(run(OURS, name, modules, x, y, 4, steps=2).grads, twice)
 
 
-def test_gradients_keep_their_memory() -> None:
-    """Who holds on to a gradient, as optimizers do, sees the sum in it."""
+def test_gradients_are_accumulated_in_place() -> None:
+    """A reference to a gradient, as optimizers keep it, sees the sum."""
     modules, (x, y) = blocks(1), data()
     held = copy.deepcopy(modules)
     made = schedule(OURS, "Schedule1F1B", stages(OURS, held), 4, loss_fn=functional.mse_loss)
@@ -111,7 +111,7 @@ def test_gradients_keep_their_memory() -> None:
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
-def test_no_forward_ahead_of_time(name: str) -> None:
+def test_no_forward_before_the_first_step(name: str) -> None:
     counts = []
     for package in BOTH:
         modules = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(chunks_of(name))]
@@ -122,9 +122,9 @@ def test_no_forward_ahead_of_time(name: str) -> None:
     assert counts == [[5] * len(counts[0]), [4] * len(counts[0])]
 
 
-def test_agreeing_on_shapes_as_torch_does_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On devices whose tensors do not go through frames, a forward ahead of time is needed."""
-    monkeypatch.setattr(OURS.stage.PipelineStage, "_use_frames", lambda self, count, training: False)
+def test_shape_inference_restores_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices without messages need an extra forward to infer shapes."""
+    monkeypatch.setattr(OURS.stage.PipelineStage, "use_messages", lambda self, count, training: False)
     modules = [nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)]
     x, y = data()
     wanted = loop(modules, x, y, 4)
@@ -155,7 +155,7 @@ def test_torch_permutes_outputs() -> None:
     assert_same(theirs, torch.cat([wanted[8:], wanted[:8]]))
 
 
-def test_a_failed_step_leaves_nothing_behind() -> None:
+def test_a_failed_step_leaves_the_stages_clean() -> None:
     class Moody(nn.Module):
         angry = False
         calls: int | None = None
@@ -201,7 +201,7 @@ def pair_loss(output: Tensor, target: Any) -> Tensor:
     return functional.mse_loss(output, target["y"]) * target["w"].mean()
 
 
-def test_targets_of_other_kinds() -> None:
+def test_trees_as_targets() -> None:
     modules, (x, y) = blocks(2), data()
     tree = {"y": y, "w": torch.rand(12)}
     found = run(OURS, "ScheduleInterleaved1F1B", modules, x, tree, 4, loss_fn=pair_loss)
@@ -216,7 +216,7 @@ def test_targets_of_other_kinds() -> None:
     assert_same(alone.grads, loop(modules[:1], x, y, 4, loss_fn=lambda out, _: out.square().mean()).grads)
 
 
-def test_a_loss_that_is_given_no_target() -> None:
+def test_a_loss_without_a_target() -> None:
     modules, (x, _) = blocks(1), data()
     made = schedule(OURS, "ScheduleGPipe", stages(OURS, modules), 4, loss_fn=functional.mse_loss)
     with pytest.raises(TypeError, match="pass target="):
@@ -260,7 +260,7 @@ def test_hooks_run_once_and_see_the_whole_gradient(name: str) -> None:
 # Proofs ---------------------------------------------------------------------------------------------------------------
 
 
-def test_an_order_that_would_hang_or_lose_work_is_refused_before_it_runs() -> None:
+def test_orders_that_hang_or_lose_work_are_refused() -> None:
     ran = []
 
     class Noting(nn.Linear):
@@ -285,7 +285,7 @@ def test_an_order_that_would_hang_or_lose_work_is_refused_before_it_runs() -> No
         (2, "0F0 1F0 1B0 0B0 0F2 1F2 1B2 0B2"),
     ],
 )
-def test_an_order_for_other_microbatches_than_a_step_has_is_refused(count: int, row: str) -> None:
+def test_orders_with_a_wrong_microbatch_count_are_refused(count: int, row: str) -> None:
     modules, (x, y) = blocks(2), data()
     made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, modules), count, loss_fn=functional.mse_loss)
     made.pipeline_order_with_comms = parse(OURS, row)
@@ -294,14 +294,14 @@ def test_an_order_for_other_microbatches_than_a_step_has_is_refused(count: int, 
     assert grads(modules) == [None] * len(grads(modules))
 
 
-def test_an_order_of_forwards_alone_evaluates() -> None:
+def test_a_forward_only_order_evaluates() -> None:
     modules, (x, y) = blocks(2), data()
     made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, modules), 2, loss_fn=functional.mse_loss)
     made.pipeline_order_with_comms = parse(OURS, "0F0 1F0 0F1 1F1")
     assert_same(made.eval(x, target=y), loop(modules, x, y, 2).output)
 
 
-def test_a_row_by_itself_that_leaves_microbatches_out_is_refused() -> None:
+def test_a_single_row_with_missing_microbatches_is_refused() -> None:
     held = stages(OURS, blocks(1), [0], 2)
     made = OURS.schedules._PipelineScheduleRuntime(held, 2, loss_fn=functional.mse_loss)
     made.pp_group_size = 2
@@ -310,14 +310,14 @@ def test_a_row_by_itself_that_leaves_microbatches_out_is_refused() -> None:
         made.step(data()[0])
 
 
-def test_stages_that_a_rank_does_not_hold() -> None:
+def test_an_order_with_stages_of_another_rank_is_refused() -> None:
     made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, blocks(1), [0], 2), 1, loss_fn=functional.mse_loss)
     made.pipeline_order_with_comms = parse(OURS, "0F0 1F0 1B0 0B0")
     with pytest.raises(ValueError, match="holds only stages 0"):
         made.step(*data()[:1], target=data()[1])
 
 
-def test_an_order_that_was_never_set() -> None:
+def test_a_missing_order_is_refused() -> None:
     made = OURS.schedules._PipelineScheduleRuntime(stages(OURS, blocks(1)), 1, loss_fn=functional.mse_loss)
     with pytest.raises(AssertionError, match="Must call _prepare_schedule_with_comms"):
         made.step(*data()[:1], target=data()[1])
@@ -325,11 +325,11 @@ def test_an_order_that_was_never_set() -> None:
         made._dump_csv("nowhere.csv")
 
 
-# Waste ----------------------------------------------------------------------------------------------------------------
+# Efficiency -----------------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(nn.Module):
-    """A block whose inside is computed again in the backward."""
+    """A block that is recomputed in the backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +343,7 @@ class Checkpointed(nn.Module):
         return torch.utils.checkpoint.checkpoint(self.count, x, use_reentrant=False)  # type: ignore[no-any-return]
 
 
-def test_checkpoints_are_computed_again_once() -> None:
+def test_checkpoints_are_recomputed_once() -> None:
     modules, (x, y) = [Checkpointed(), Checkpointed()], data()
     held = copy.deepcopy(modules)
     schedule(OURS, "ScheduleInterleavedZeroBubble", stages(OURS, held), 4, loss_fn=functional.mse_loss).step(x, target=y)
@@ -352,7 +352,7 @@ def test_checkpoints_are_computed_again_once() -> None:
 
 
 @pytest.mark.parametrize("name", LOOPED)
-def test_a_step_holds_nothing_when_it_is_over(name: str) -> None:
+def test_a_step_frees_its_memory(name: str) -> None:
     modules, (x, y) = blocks(3), data()
     held = stages(OURS, modules)
     made = schedule(OURS, name, held, 4, loss_fn=functional.mse_loss)
@@ -366,8 +366,8 @@ def test_a_step_holds_nothing_when_it_is_over(name: str) -> None:
             assert not any(stage.grad_recv_info.values())
 
 
-def test_nothing_is_kept_alive_by_itself() -> None:
-    """A schedule and its stages go when the last to have them lets go, without the garbage collector."""
+def test_no_reference_cycles() -> None:
+    """A schedule and its stages are freed with their last reference, without the garbage collector."""
     modules, (x, y) = blocks(2), data()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""What programs build on: overrides, orders of their own, helpers by name, logs and ranges of the profiler. Each as torch has it."""
+"""Extension points that programs use as in torch: overrides, own orders, helpers by name, logs and profiler ranges."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ ALL = [*SINGLE, *LOOPED, *ON_A_V]
 
 @pytest.mark.usefixtures("alone")
 class TestOverrides:
-    """Subclasses whose methods have the parameters that torch's had in earlier versions."""
+    """Subclasses whose methods have the parameters of earlier torch versions."""
 
     @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
-    def test_methods_without_later_parameters(self, name: str) -> None:
+    def test_overrides_with_fewer_parameters(self, name: str) -> None:
         called = []
 
         class Older(getattr(OURS.schedules, name)):  # type: ignore[misc]
@@ -66,7 +66,7 @@ class TestOverrides:
 
     @both
     @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
-    def test_stages_that_prepare_something_of_their_own(self, package: Package, name: str) -> None:
+    def test_overridden_preparations(self, package: Package, name: str) -> None:
         prepared = []
 
         class Own(package.top.PipelineStage):  # type: ignore[misc,name-defined]
@@ -91,7 +91,7 @@ class TestOverrides:
         there, back = range(total), reversed(range(total))
         assert prepared == [("forward", k, 4, True) for k in there] + [("backward", k, 4, True) for k in back]
 
-    def test_a_stage_of_before_there_was_a_backward_to_prepare_for(self) -> None:
+    def test_an_overridden_preparation_without_has_backward(self) -> None:
         seen = []
 
         class Own(OURS.top.PipelineStage):  # type: ignore[misc,name-defined]
@@ -106,7 +106,7 @@ class TestOverrides:
 
 @both
 def test_messages_of_several_groups_in_one_batch(package: Package) -> None:
-    """Of sends or receives alone each goes to its own group; a mixed batch is one batch per group here."""
+    """Batches of only sends or only receives start one by one in their groups; ours starts a mixed batch as one batch per group."""
     sent = mock.Mock(side_effect=lambda tensor, **named: named["group"])
     batch = mock.Mock(side_effect=lambda ops: [op.group for op in ops])
     schedules = package.schedules
@@ -137,14 +137,14 @@ class TestOrders:
 
     @both
     @pytest.mark.filterwarnings("ignore:the order has no backward")
-    def test_an_order_of_nothing_does_nothing(self, package: Package) -> None:
+    def test_an_empty_order_does_nothing(self, package: Package) -> None:
         modules, (x, y) = blocks(2), data()
         assert self.runtime(package, modules, "").step(x, target=y, return_outputs=False) is None
         assert grads(modules) == [None] * 8
 
     @both
     @pytest.mark.filterwarnings("ignore:the order has no backward")
-    def test_an_order_of_forwards_alone_runs_them(self, package: Package) -> None:
+    def test_a_forward_only_order(self, package: Package) -> None:
         modules, (x, y) = blocks(2), data()
         losses: list[Tensor] = []
         out = self.runtime(package, modules, "0F0 1F0 0F1 1F1").step(x, target=y, losses=losses)
@@ -152,7 +152,7 @@ class TestOrders:
         assert_same([out, losses], [wanted.output, wanted.losses])
         assert grads(modules) == [None] * 8
 
-    def test_a_training_step_without_backwards_is_warned_of(self) -> None:
+    def test_training_without_backwards_warns(self) -> None:
         modules, (x, y) = blocks(2), data()
         held = self.runtime(OURS, modules, "0F0 1F0 0F1 1F1")
         held.eval(x)
@@ -160,8 +160,8 @@ class TestOrders:
             held.step(x, target=y)
 
     @both
-    def test_a_subclass_with_rows_of_its_own(self, package: Package) -> None:
-        """The helpers by which torch builds its interleaved rows, in the hands of a program."""
+    def test_a_subclass_that_builds_its_rows(self, package: Package) -> None:
+        """A program uses torch's helpers for interleaved rows."""
         schedules = package.schedules
 
         class Own(schedules.ScheduleInterleavedZeroBubble):  # type: ignore[misc,name-defined]
@@ -228,14 +228,14 @@ def test_bubbles(rows: tuple[str, ...]) -> None:
     assert spaced[1] == spaced[0]
 
 
-def test_bubbles_end_where_torch_s_do_not() -> None:
-    """Torch never returns if no action makes an input."""
+def test_bubbles_with_a_missing_input() -> None:
+    """Torch never returns if no action produces an input."""
     held = made(OURS, "ScheduleInterleavedZeroBubble", 2, 2, 2)
     held.pipeline_order = parse(OURS, "0F0 2F1", "1F0")
     assert texts(held._add_bubbles_to_actions(4)) == {0: ["0F0", None, "2F1"], 1: [None, "1F0"]}
 
 
-def test_small_names() -> None:
+def test_small_helpers() -> None:
     theirs, mine = TORCH.schedules, OURS.schedules
     assert mine._TARGET_CHUNK_SPEC.split_dim == theirs._TARGET_CHUNK_SPEC.split_dim == 0
     for kind in mine._ComputationType:
@@ -246,7 +246,7 @@ def test_small_names() -> None:
 
 
 @both
-def test_placeholders_in_front(package: Package) -> None:
+def test_move_placeholders_to_front(package: Package) -> None:
     graph = fx.Graph()
     first = graph.placeholder("first")
     middle = graph.call_function(torch.neg, (first,))
@@ -257,11 +257,11 @@ def test_placeholders_in_front(package: Package) -> None:
     assert sorted(node.name for node in list(graph.nodes)[:2]) == ["first", "second"]
 
 
-# What a step says of itself -------------------------------------------------------------------------------------------
+# Logs and profiler ranges ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("alone")
-class TestRanges:
+class TestProfilerRanges:
     def names(self, package: Package, name: str) -> list[str]:
         modules, (x, y) = blocks(chunks_of(name)), data()
         held = schedule(package, name, stages(package, modules), 4, loss_fn=functional.mse_loss)
@@ -273,7 +273,7 @@ class TestRanges:
 
     @pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
     def test_several_stages_per_rank(self, name: str) -> None:
-        """Every action of the order, in its order, those that have nothing to do too."""
+        """Every action of the order appears in order, also those with nothing to do."""
         assert self.names(OURS, name) == self.names(TORCH, name)
 
     def test_gpipe(self) -> None:
@@ -296,7 +296,7 @@ class Broken(nn.Module):
 
 
 @pytest.mark.usefixtures("alone")
-class TestTablesOfErrors:
+class TestErrorTables:
     def said(self, package: Package, caplog: pytest.LogCaptureFixture, build: Any) -> list[str]:
         modules, (x, y) = [blocks(1)[0], Broken()], data()
         known = [package.top.PipelineStage(module, k, 2, torch.device("cpu"), x[:3], x[:3]) for k, module in enumerate(modules)]
@@ -340,8 +340,8 @@ for made, count in ((ScheduleGPipe, 1), (ScheduleInterleaved1F1B, 2)):
 LINES = ("Using Schedule", "warded microbatch", "warded chunk", "running time_step")
 
 
-def test_lines_of_the_log() -> None:
-    """`TORCH_LOGS=+pp` shows what each step does, in torch's words and order."""
+def test_log_lines() -> None:
+    """`TORCH_LOGS=+pp` shows the same lines in the same order as torch."""
     said = []
     for package in BOTH:
         environment = {**os.environ, "TORCH_LOGS": "+pp"}

@@ -1,4 +1,4 @@
-"""Losses and what they count for: uneven microbatches, losses that a program keeps itself, orders that leave reductions out."""
+"""Losses and their weights: uneven microbatches, losses that a program keeps itself, orders without reductions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def whole_batch(modules: list[nn.Module], x: Tensor, y: Any, loss_fn: Any = functional.mse_loss) -> list[Tensor | None]:
-    """The gradients of the model on the batch as it is."""
+    """Return the gradients of the unpipelined model on the whole batch."""
     held = copy.deepcopy(modules)
     loss_fn(nn.Sequential(*held)(x), y).backward()
     return grads(held)
@@ -35,10 +35,10 @@ def test_uneven_microbatches_count_by_their_rows(name: str, size: int) -> None:
     modules, (x, y) = blocks(chunks_of(name)), data(size)
     outcome = run(OURS, name, modules, x, y, 4)
     assert_same(outcome.grads, whole_batch(modules, x, y))
-    assert_same(outcome.losses, loop(modules, x, y, 4).losses)  # as they are
+    assert_same(outcome.losses, loop(modules, x, y, 4).losses)  # unweighted
 
 
-def test_what_each_counts_follows_the_first_tensor_of_a_target() -> None:
+def test_rows_are_those_of_the_first_target_tensor() -> None:
     modules, (x, y) = blocks(1), data(10)
 
     def loss_fn(output: Tensor, target: dict[str, Any]) -> Tensor:
@@ -48,13 +48,60 @@ def test_what_each_counts_follows_the_first_tensor_of_a_target() -> None:
     assert_same(outcome.grads, [2 * grad for grad in whole_batch(modules, x, y) if grad is not None])
 
 
+def mean_square(output: Tensor) -> Tensor:
+    """A loss of the output alone, which takes a mean."""
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("size", [10, 6])
+@pytest.mark.parametrize("name", ALL)
+def test_uneven_microbatches_without_a_target_count_by_the_rows_of_the_arguments(name: str, size: int) -> None:
+    modules, (x, _) = blocks(chunks_of(name)), data(size)
+    outcome = run(OURS, name, modules, x, None, 4, loss_fn=mean_square)
+    assert_same(outcome.grads, whole_batch(modules, x, None, lambda output, _: mean_square(output)))
+
+
+def test_rows_of_the_arguments_follow_the_chunk_specification() -> None:
+    """The first argument is repeated, the second is split along its second dimension."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, factor: Tensor, x: Tensor) -> Tensor:
+            return self.linear(factor * x).transpose(0, 1)  # type: ignore[no-any-return]
+
+    module, factor, x = Scaled(), torch.full((3, 1, 6), 0.5), torch.randn(3, 10, 6)
+    held = copy.deepcopy(module)
+    microbatch = OURS.microbatch
+    spec = (microbatch._Replicate(), microbatch.TensorChunkSpec(1))
+    made = OURS.schedules.ScheduleGPipe(stages(OURS, [held])[0], 4, loss_fn=mean_square, args_chunk_spec=spec)
+    made.step(factor, x)
+    mean_square(module(factor, x)).backward()
+    assert_same(grads([held]), grads([module]))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "spec", "rows"),
+    [
+        ([(torch.ones(3, 2),), (torch.ones(2, 2),)], None, [3, 2]),
+        ([(1, torch.tensor(2), {"x": torch.ones(3)}), (1, torch.tensor(2), {"x": torch.ones(2)})], None, [3, 2]),
+        ([("text",), ("text",)], None, None),
+        ([(), ()], None, None),
+    ],
+)
+def test_rows_of_microbatches(chunks: list[Any], spec: Any, rows: list[int] | None) -> None:
+    assert OURS.microbatch.count_rows(chunks, spec) == rows
+
+
 def summed(output: Tensor, target: Tensor) -> Tensor:
     return functional.mse_loss(output, target, reduction="sum")
 
 
 @pytest.mark.parametrize("loss_fn", [nn.MSELoss(reduction="sum"), summed])
-def test_sums_are_added_as_they_are(loss_fn: Any) -> None:
-    """With `scale_grads=False` always; with it too, if the function says that it takes a sum."""
+def test_sum_losses_are_not_weighted(loss_fn: Any) -> None:
+    """Always with `scale_grads=False`; with `scale_grads=True` if the loss function has `reduction="sum"`."""
     modules, (x, y) = blocks(1), data(10)
     wanted = whole_batch(modules, x, y, summed)
     assert_same(run(OURS, "Schedule1F1B", modules, x, y, 4, loss_fn=loss_fn, scale_grads=False).grads, wanted)
@@ -63,8 +110,8 @@ def test_sums_are_added_as_they_are(loss_fn: Any) -> None:
         assert_same(found, [grad / 4 for grad in wanted if grad is not None])
 
 
-def test_even_microbatches_are_not_multiplied() -> None:
-    """The loss that goes backward is the very tensor that the function gave."""
+def test_even_microbatches_are_not_weighted() -> None:
+    """The backward starts from the same tensor that the loss function returned."""
     modules, (x, y) = blocks(1), data(8)
     made = schedule(OURS, "ScheduleGPipe", stages(OURS, modules), 4, loss_fn=functional.mse_loss)
     seen = []
@@ -80,7 +127,7 @@ def test_even_microbatches_are_not_multiplied() -> None:
     assert seen == [True] * 4
 
 
-# Losses of the user's -------------------------------------------------------------------------------------------------
+# Losses kept by programs ----------------------------------------------------------------------------------------------
 
 
 def with_own_forward(package: Package, name: str, modules: list[nn.Module], x: Tensor, y: Tensor, odd_only: bool) -> list[Any]:
@@ -106,22 +153,22 @@ def with_own_forward(package: Package, name: str, modules: list[nn.Module], x: T
 
 @pytest.mark.parametrize("odd_only", [False, True])
 @pytest.mark.parametrize("package", BOTH, ids=repr)
-def test_losses_that_a_custom_function_appends(package: Package, odd_only: bool) -> None:
+def test_losses_appended_by_a_custom_function(package: Package, odd_only: bool) -> None:
     modules, (x, y) = blocks(2), data()
     wanted = loop(modules, x, y, 4)
     found = with_own_forward(package, "ScheduleInterleaved1F1B", modules, x, y, odd_only)
     assert_same(found, [wanted.output, wanted.losses, wanted.grads])
 
 
-def test_losses_that_a_custom_function_appends_count_by_their_rows() -> None:
+def test_losses_appended_by_a_custom_function_count_by_their_rows() -> None:
     modules, (x, y) = blocks(2), data(10)
     found = with_own_forward(OURS, "ScheduleInterleaved1F1B", modules, x, y, odd_only=False)
     assert_same(found[2], whole_batch(modules, x, y))
 
 
 @pytest.mark.parametrize("package", BOTH, ids=repr)
-def test_a_loss_that_a_subclass_replaces(package: Package) -> None:
-    """What is in the list counts, not what was put there first."""
+def test_a_loss_replaced_by_a_subclass(package: Package) -> None:
+    """The loss in the list counts, not the one computed first."""
     modules, (x, y) = blocks(1), data()
     wanted = loop(modules, x, y, 4)
 
@@ -139,7 +186,7 @@ def test_a_loss_that_a_subclass_replaces(package: Package) -> None:
 # Orders without reductions --------------------------------------------------------------------------------------------
 
 
-def test_an_order_without_reductions_is_warned_of() -> None:
+def test_an_order_without_reductions_warns() -> None:
     modules, (x, y) = blocks(2), data()
     rows = "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
 
@@ -157,13 +204,13 @@ def test_an_order_without_reductions_is_warned_of() -> None:
     quiet = [scaled, made(False), made(True, rows + " 0REDUCE_GRAD 1REDUCE_GRAD"), made(True, "0F0 1F0 1B0 0B0", 1)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for each in quiet:  # the first was warned of once
+        for each in quiet:  # the first has warned once already
             each.step(x, target=y)
     with pytest.warns(UserWarning, match="no REDUCE_GRAD for stage 1:"):
         made(True, rows + " 0REDUCE_GRAD").step(x, target=y)
 
 
-def test_a_star_import_leaves_the_names_of_programs_alone() -> None:
+def test_a_star_import_does_not_overwrite_names() -> None:
     names: dict[str, Any] = {"F": functional, "B": 1, "I": 2, "W": 3, "dist": 4, "torch": torch}
     before = dict(names)
     exec("from penstock.compat.torch.schedules import *", names)
@@ -171,7 +218,7 @@ def test_a_star_import_leaves_the_names_of_programs_alone() -> None:
     assert {"Schedule1F1B", "get_schedule_class"} <= set(names)
 
 
-# Steps of the user's --------------------------------------------------------------------------------------------------
+# Steps of programs ----------------------------------------------------------------------------------------------------
 
 
 class ByHand(OURS.schedules.PipelineScheduleSingle):  # type: ignore[misc,name-defined]
@@ -190,7 +237,7 @@ class ByHand(OURS.schedules.PipelineScheduleSingle):  # type: ignore[misc,name-d
 
 
 class Wrapped(OURS.schedules.ScheduleGPipe):  # type: ignore[misc,name-defined]
-    """Adds something around a step of ours."""
+    """Wraps one of our steps."""
 
     def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
         super()._step_microbatches(*args, **kwargs)

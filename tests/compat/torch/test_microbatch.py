@@ -21,7 +21,7 @@ WHOLE = "whole"
 
 @st.composite
 def trees(draw: st.DrawFn, depth: int = 2) -> Any:
-    """A tree of (shape, dimension to split) for tensors and (value, None) for what is no tensor."""
+    """A tree of (shape, dimension to split) for tensors and (value, None) for other values."""
     if depth and draw(st.booleans()):
         kind = draw(st.sampled_from(["list", "tuple", "dict"]))
         parts = draw(st.lists(trees(depth=depth - 1), min_size=1, max_size=3))
@@ -85,7 +85,7 @@ def _latest(_: Any, value: Any) -> Any:
 
 @settings(max_examples=80)
 @given(trees(), st.integers(1, 4))
-def test_merging_is_the_reverse(tree: Any, chunks: int) -> None:
+def test_merging_undoes_splitting(tree: Any, chunks: int) -> None:
     value = mapped(tree, lambda leaf: leaf.value)
     merged = []
     for package in BOTH:
@@ -93,7 +93,7 @@ def test_merging_is_the_reverse(tree: Any, chunks: int) -> None:
         pieces, _ = package.microbatch.split_args_kwargs_into_chunks((value,), None, chunks, (spec,))
 
         def keep(leaf: Leaf, package: Package = package) -> Any:
-            if isinstance(leaf.value, Tensor) and leaf.dim == WHOLE:  # alike, but tensors do not compare
+            if isinstance(leaf.value, Tensor) and leaf.dim == WHOLE:  # equal, but tensors do not compare
                 return package.microbatch._CustomReducer(None, _latest)
             return spec_of(package)(leaf)
 
@@ -102,7 +102,7 @@ def test_merging_is_the_reverse(tree: Any, chunks: int) -> None:
     assert same(merged[1], value)
 
 
-def test_merging_by_default_and_by_reducing() -> None:
+def test_merging_by_default_and_by_reducers() -> None:
     pieces = [{"out": torch.ones(2, 3) * k, "loss": torch.tensor(float(k))} for k in range(3)]
     for package in BOTH:
         merged = package.microbatch.merge_chunks(
@@ -114,13 +114,13 @@ def test_merging_by_default_and_by_reducing() -> None:
         assert [part.tolist() for part in plain] == [[1, 1, 1], [0, 0]]
 
 
-def test_larger_pieces_come_first() -> None:
+def test_larger_chunks_come_first() -> None:
     for package in BOTH:
         parts = package.microbatch._split_tensor(torch.arange(10), package.microbatch.TensorChunkSpec(0), 4)
         assert [len(part) for part in parts] == [3, 3, 2, 2]
 
 
-def test_pieces_of_a_leaf_keep_their_gradients() -> None:
+def test_chunks_of_a_leaf_keep_their_gradients() -> None:
     for package in BOTH:
         batch = torch.ones(4, requires_grad=True)
         parts = package.microbatch._split_tensor(batch, package.microbatch.TensorChunkSpec(0), 2)
@@ -135,7 +135,7 @@ def test_pieces_of_a_leaf_keep_their_gradients() -> None:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.filterwarnings("ignore:Using a non-tuple sequence")
 @pytest.mark.parametrize("sharded", [False, True])
-def test_masks_for_debugging(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_debug_masks(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(3, 7)
     whole = distribute_tensor(value, init_device_mesh("cpu", (1,)), [Replicate()]) if sharded else value
     for dim in (0, 1):
@@ -153,7 +153,7 @@ def test_masks_for_debugging(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> 
         assert torch.equal(sum(found[1]), value)
 
 
-def test_specifications() -> None:
+def test_chunk_specs() -> None:
     for package in BOTH:
         spec = package.microbatch.TensorChunkSpec
         assert [each.split_dim for each in spec.from_tuple((0, 2))] == [0, 2]
@@ -163,7 +163,7 @@ def test_specifications() -> None:
 
 
 def wrong(microbatch: Any) -> dict[str, Any]:
-    """What cannot be split or merged."""
+    """Values that cannot be split or merged."""
     x, spec = torch.ones(4, 2), microbatch.TensorChunkSpec(0)
     return {
         "small": lambda: microbatch._split_tensor(x, spec, 5),
@@ -190,7 +190,7 @@ def test_errors(case: str) -> None:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
-def test_sharded_tensors(placement: Any) -> None:
+def test_dtensors(placement: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     whole = torch.randn(7, 4)
     found = []
@@ -248,7 +248,7 @@ def test_block_masks_that_hold_for_any_batch() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_specifications_of_one_package_go_with_the_other() -> None:
+def test_chunk_specs_work_with_both_packages() -> None:
     modules, (x, y) = blocks(1), data()
     for theirs, package in ((TORCH, OURS), (OURS, TORCH)):
         spec, whole = theirs.microbatch.TensorChunkSpec, theirs.microbatch._Replicate

@@ -1,4 +1,4 @@
-"""Every name that programs import is there, with torch's own parameters."""
+"""Every name that programs import exists, with torch's parameters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 import penstock.compat.torch as ours
 from compat.torch.both import BOTH, LOOPED, MODULES, ON_A_V, OURS, SINGLE, TORCH, mock_stages
-from penstock.compat.torch._installed import check_version
+from penstock.compat.torch import check_version
 
 FUNCTIONS = {
     "schedules": [
@@ -98,13 +98,13 @@ def attribute(package: Any, module: str, name: str) -> Any:
 
 
 @pytest.mark.parametrize("module", ["", *MODULES])
-def test_torch_s_public_names(module: str) -> None:
+def test_public_names(module: str) -> None:
     theirs, mine = (importlib.import_module(f"{package.name}.{module}".rstrip(".")) for package in BOTH)
     assert set(getattr(theirs, "__all__", ())) <= set(dir(mine))
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in FUNCTIONS.items() for name in names])
-def test_functions_take_what_torch_s_take(module: str, name: str) -> None:
+def test_function_parameters(module: str, name: str) -> None:
     assert parameters(attribute(OURS, module, name)) == parameters(attribute(TORCH, module, name))
 
 
@@ -112,20 +112,20 @@ def test_functions_take_what_torch_s_take(module: str, name: str) -> None:
     ("module", "name", "method"),
     [(module, name, method) for module, classes in METHODS.items() for name, methods in classes.items() for method in methods],
 )
-def test_methods_take_what_torch_s_take(module: str, name: str, method: str) -> None:
+def test_method_parameters(module: str, name: str, method: str) -> None:
     theirs, mine = (getattr(attribute(package, module, name), method) for package in (TORCH, OURS))
     assert parameters(mine) == parameters(theirs)
 
 
-def test_kinds_have_torch_s_values() -> None:
+def test_values_of_computation_types() -> None:
     theirs, mine = (package.schedules._ComputationType for package in BOTH)
     assert {each.name: each.value for each in mine} == {each.name: each.value for each in theirs}
     for letter in "FBIW":
         assert attribute(OURS, "schedules", letter) == attribute(TORCH, "schedules", letter)
 
 
-def test_every_name_that_torch_s_modules_define() -> None:
-    """Functions, classes and constants, private ones too, that are not torch's imports."""
+def test_all_names_of_torch_exist() -> None:
+    """Functions, classes and constants, also private ones, that torch's modules define."""
     for module in ("schedules", "microbatch", "_backward", "_utils", "_IR", "_schedule_visualizer", "stage"):
         theirs, mine = getattr(TORCH, module), getattr(OURS, module)
         own = {name for name, value in vars(theirs).items() if getattr(value, "__module__", None) == theirs.__name__}
@@ -151,11 +151,11 @@ def test_classes_by_name() -> None:
         OURS.schedules.get_schedule_class("GPip")
 
 
-def test_the_package_has_one_name_more() -> None:
+def test_additional_names() -> None:
     assert set(ours.__all__) - set(TORCH.top.__all__) == {"_ScheduleForwardOnly", "as_torch"}
 
 
-def test_a_constructor_touches_no_more_than_torch_s_does() -> None:
+def test_constructors_accept_mock_stages() -> None:
     """Mock stages set only a few attributes."""
     for name in [*LOOPED, *ON_A_V, *SINGLE, "_ScheduleForwardOnly", "_PipelineScheduleRuntime"]:
         stages = mock_stages(2, 1 if name in SINGLE or name == "_ScheduleForwardOnly" else 2)
@@ -171,7 +171,7 @@ def test_an_older_torch_is_refused() -> None:
 
 
 @pytest.mark.parametrize("style", ["loop", "v"])
-def test_stage_to_rank_maps(style: str) -> None:
+def test_stage_to_rank_mappings(style: str) -> None:
     for ranks in range(1, 6):
         for stages in range(1, 21):
             if style == "v" and stages % ranks:

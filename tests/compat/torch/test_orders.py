@@ -17,7 +17,7 @@ from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, made, m
 from penstock.errors import ScheduleError
 
 LOCAL = 3
-"""Up to so many stages a rank torch unshards no stage twice."""
+"""Up to this many stages per rank, torch unshards no stage twice."""
 
 
 @st.composite
@@ -44,7 +44,7 @@ def test_orders_and_lowered_orders(shape: tuple[str, int, int, int]) -> None:
 
 @pytest.mark.parametrize(("ranks", "chunks", "microbatches"), [(2, 4, 8), (2, 5, 6), (4, 4, 8)])
 @pytest.mark.parametrize("name", LOOPED)
-def test_many_stages_a_rank_are_unsharded_less_often(name: str, ranks: int, chunks: int, microbatches: int) -> None:
+def test_many_stages_per_rank_are_unsharded_less_often(name: str, ranks: int, chunks: int, microbatches: int) -> None:
     theirs, mine = (made(package, name, ranks, chunks, microbatches).pipeline_order_with_comms for package in BOTH)
 
     def without(order: dict[int, list[Any]]) -> dict[int, set[Any]]:
@@ -82,7 +82,7 @@ def test_single_stage_orders() -> None:
 
 
 @pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
-def test_files(name: str, tmp_path: Path) -> None:
+def test_csv_files(name: str, tmp_path: Path) -> None:
     theirs, mine = (made(package, name, 3, 2, 6) for package in BOTH)
     for form in ("compute_only", "compute_comms"):
         files = [tmp_path / f"{form}-{who}.csv" for who in "ab"]
@@ -100,7 +100,7 @@ def test_files(name: str, tmp_path: Path) -> None:
     assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "compute_only-a.csv").read_bytes()
 
 
-def test_bad_files(tmp_path: Path) -> None:
+def test_invalid_csv_files(tmp_path: Path) -> None:
     file = tmp_path / "bad.csv"
     cases = {"0F0,0B0junk": RuntimeError, "0F0,0F0,0B0": AssertionError, "0F0": AssertionError, "0B0,0F0": AssertionError}
     for text, error in cases.items():
@@ -149,7 +149,7 @@ def test_bidirectional_schedules_are_refused() -> None:
         OURS.top.as_torch(ps.schedule("dualpipe", 4, 8), mock_stages(4, 2))
 
 
-def test_the_arguments_of_the_passes_are_left_alone() -> None:
+def test_lowering_leaves_its_arguments_unchanged() -> None:
     order = made(OURS, "ScheduleInterleavedZeroBubble", 2, 2, 4).pipeline_order
     before = copy.deepcopy(order)
     OURS.schedules._add_send_recv(order, lambda stage: stage % 2, 4)
@@ -162,7 +162,7 @@ def test_traces(tmp_path: Path) -> None:
     for package in BOTH:
         package.schedules._dump_chrometrace(order, str(tmp_path / f"{package}.json"))
     theirs, mine = (json.loads((tmp_path / f"{package}.json").read_text())["traceEvents"] for package in BOTH)
-    for event in theirs:  # torch takes a backward for the input to be communication
+    for event in theirs:  # torch files a backward for the input under communication
         event["cat"] = "computation" if re.fullmatch(r"[0-9]+I[0-9]+", event["name"]) else event["cat"]
     assert mine == theirs
 
@@ -175,8 +175,8 @@ def test_no_microbatches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
-def test_rows_that_a_subclass_gives(name: str) -> None:
-    """What a subclass makes of a rank's row is what runs, in both packages."""
+def test_rows_of_a_subclass(name: str) -> None:
+    """Both packages run the row that a subclass returns for a rank."""
     found = []
     for package in BOTH:
 
@@ -192,7 +192,7 @@ def test_rows_that_a_subclass_gives(name: str) -> None:
     assert found[0] == found[1]
 
 
-def test_as_torch_by_name_and_what_it_refuses() -> None:
+def test_as_torch_by_name_and_its_refusals() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 3), ("zbv", 2)):
         options = {"chunks": chunks} if chunks > 1 else {}
         table = ps.schedule(name, 2, 4, **options)
@@ -200,8 +200,8 @@ def test_as_torch_by_name_and_what_it_refuses() -> None:
         assert texts(found.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
     one = mock_stages(2, 1)
     for table, stages, match in (  # type: ignore[assignment]
-        ("1f1b", one, "give n_microbatches="),
-        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*make the schedule for 2 ranks"),
+        ("1f1b", one, "pass n_microbatches="),
+        (ps.schedule("1f1b", 4, 4), one, "has 4 ranks and 4 stages.*generate the schedule for 2 ranks"),
         (ps.schedule("zbv", 2, 4), one, "has 2 ranks and 4 stages.*num_stages=4"),
         (ps.schedule("1f1b", 2, 4), one[0], r"write \[stage\]"),
         (3, one, "takes a Schedule, a Program or the name"),
@@ -210,6 +210,6 @@ def test_as_torch_by_name_and_what_it_refuses() -> None:
             OURS.top.as_torch(table, stages)
 
 
-def test_class_names_are_understood_as_meant() -> None:
+def test_unknown_class_names_suggest_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'GPipe'"):
         OURS.schedules.get_schedule_class("ScheduleGPipe")

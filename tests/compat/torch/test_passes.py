@@ -1,4 +1,4 @@
-"""Torch's lowering functions, validator, dry run and formatter over our parts, against torch's own."""
+"""Our lowering functions, validator, dry run and formatter against torch's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-zb"
 
 @st.composite
 def orders(draw: st.DrawFn) -> tuple[ps.Schedule, dict[int, list[str]]]:
-    """An order of the zoo with idle slots anywhere, as text (a dot is an idle slot)."""
+    """An order of one of our schedules with random idle slots, as text (a dot is an idle slot)."""
     table = ps.schedule(draw(st.sampled_from(NAMES)), draw(st.integers(1, 4)), draw(st.integers(1, 6)))
     order: dict[int, list[str]] = {}
     for rank in range(table.ranks):
@@ -40,7 +40,7 @@ def test_send_recv_with_idle_slots_and_dry_run(drawn: tuple[ps.Schedule, dict[in
     assert lowered[1] == lowered[0]
     late = [package.schedules._defer_recv_ops(each, table.placement.rank_of) for package, each in zip(BOTH, lowered, strict=True)]
     assert late[1] == late[0]
-    if "dualpipe" in table.name:  # torch's dry run knows no overlaps
+    if "dualpipe" in table.name:  # torch's dry run does not support overlaps
         assert OURS.schedules._simulate_comms_compute(lowered[1], table.placement.rank_of, table.stages)
         return
     for each in (lowered, late):
@@ -88,8 +88,8 @@ def test_malformed_orders() -> None:
                 schedules._simulate_comms_compute(parse(package, *rows), lambda stage: stage, 2)
 
 
-def test_the_dry_run_takes_every_kind() -> None:
-    """Torch's own refuses what its lowering makes."""
+def test_the_dry_run_accepts_every_kind() -> None:
+    """Torch's dry run refuses orders that its own lowering produces."""
     schedule = made(OURS, "ScheduleDualPipeV", 2, 2, 6)
     run = schedule._simulate()
     assert {r: [a for a in row if a is not None] for r, row in run.items()} == schedule.pipeline_order_with_comms
@@ -106,7 +106,7 @@ def test_steps_of_the_dry_run() -> None:
 
 @settings(max_examples=60)
 @given(orders(), st.integers(0, 12))
-def test_the_table(drawn: tuple[ps.Schedule, dict[int, list[str]]], mark: int) -> None:
+def test_formatted_order(drawn: tuple[ps.Schedule, dict[int, list[str]]], mark: int) -> None:
     table, order = drawn
     mine = OURS.schedules._format_pipeline_order(read(OURS, order), error_step_number=mark)
     if max(map(len, order.values())) >= table.ranks:  # torch's own fails on fewer steps than ranks
@@ -126,7 +126,7 @@ def test_fewer_steps_than_ranks() -> None:
 
 @settings(max_examples=150)
 @given(orders(), st.data())
-def test_what_torch_refuses_is_refused(drawn: tuple[ps.Schedule, dict[int, list[str]]], data: st.DataObject) -> None:
+def test_refuses_what_torch_refuses(drawn: tuple[ps.Schedule, dict[int, list[str]]], data: st.DataObject) -> None:
     table, order = drawn
     rank = data.draw(st.integers(0, table.ranks - 1))
     change = data.draw(st.sampled_from(["drop", "swap", "move", "none", "stage"]))
@@ -176,7 +176,7 @@ def refusal(package: Any, *rows: str, ranks: int = 2, stages: int = 2, microbatc
         ("0F0 0B0", "1B0"),
     ],
 )
-def test_refusals_begin_with_torch_s_words(rows: tuple[str, ...]) -> None:
+def test_errors_begin_with_the_words_of_torch(rows: tuple[str, ...]) -> None:
     first = refusal(TORCH, *rows).split("\n\n", maxsplit=1)[0]
     said = " ".join(refusal(OURS, *rows).replace("microbatches for stage", " microbatches for stage").split())
     assert said.startswith(" ".join(first.replace("_ComputationType.FORWARD", "F").replace("FORWARD", "F").split())[:60])
@@ -190,11 +190,11 @@ def test_refusals_begin_with_torch_s_words(rows: tuple[str, ...]) -> None:
         (("0F0 0B0", "1F0 1B0 2F0"), "stage 2 of 0..1"),
     ],
 )
-def test_what_torch_lets_through(rows: tuple[str, ...], reason: str) -> None:
+def test_refuses_more_than_torch(rows: tuple[str, ...], reason: str) -> None:
     assert reason in refusal(OURS, *rows)
 
 
-def test_orders_in_which_ranks_wait_for_each_other() -> None:
+def test_deadlocks_are_refused() -> None:
     rows = ("0F0 0B0 0F1 0B1", "1F1 1F0 1B0 1B1")
     TORCH.schedules._validate_schedule(parse(TORCH, *rows), 2, 2, 2)
     assert "waits" in refusal(OURS, *rows, microbatches=2)
@@ -206,7 +206,7 @@ def test_parts_of_an_overlap_run_one_after_the_other() -> None:
         assert package.schedules._validate_schedule(order, 2, 2, 1) == {0: 0, 1: 1}
 
 
-def test_strangers() -> None:
+def test_foreign_objects_are_refused() -> None:
     for package in BOTH:
         with pytest.raises(AssertionError, match="Rank 0, step 0: Got an invalid action"):
             package.schedules._validate_schedule({0: ["0F0"]}, 1, 1, 1)
@@ -218,7 +218,7 @@ def test_strangers() -> None:
 @pytest.mark.parametrize(
     "text", ["1F0", "2I1", "0W3", "0B3", "1UNSHARD", "3RESHARD", "2REDUCE_GRAD", "2SEND_B2", "1RECV_F1", "(3F1;0B4)OVERLAP_F_B"]
 )
-def test_actions_are_equal_to_torch_s(text: str) -> None:
+def test_actions_equal_torch(text: str) -> None:
     theirs, mine = (package.schedules._Action.from_str(text) for package in BOTH)
     assert mine == theirs
     assert theirs == mine
@@ -239,14 +239,14 @@ def test_parsing_is_strict(text: str) -> None:
         OURS.schedules._Action.from_str(text)
 
 
-def test_kinds_by_text() -> None:
+def test_computation_types_from_text() -> None:
     for package in BOTH:
         assert package.schedules._ComputationType.from_str("F") == "F"
         with pytest.raises(RuntimeError, match="Invalid computation type"):
             package.schedules._ComputationType.from_str("Q")
 
 
-def test_actions_of_the_other_package() -> None:
+def test_mixing_actions_of_both_packages() -> None:
     """A program may mix the two: they are tuples with the same fields."""
     order = made(TORCH, "ScheduleDualPipeV", 2, 2, 4).pipeline_order
     assert texts(OURS.schedules._add_send_recv(order, lambda stage: [0, 1, 1, 0][stage], 4))

@@ -1,4 +1,4 @@
-"""Ranks as processes: the same script over both packages, and against the plain loop over microbatches."""
+"""Ranks as processes: the same script on both packages, compared with a plain loop over microbatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 def feed(made: Any, here: Sequence[int], total: int, x: Any, y: Any, **more: Any) -> tuple[Any, list[Tensor]]:
-    """One step: the batch where the first stage is, the target where the last is."""
+    """Run one step: pass the batch on the rank of the first stage, the target on the rank of the last."""
     losses: list[Tensor] = []
     args = (x,) if 0 in here else ()
     target = {"target": y, "losses": losses} if total - 1 in here else {}
@@ -30,7 +30,7 @@ def feed(made: Any, here: Sequence[int], total: int, x: Any, y: Any, **more: Any
 
 
 def train(package: Package, name: str, modules: list[nn.Module], batches: Any, count: int, options: dict[str, Any]) -> Outcome:
-    """Steps over batches, on one rank; the last one's output and losses, and the gradients of all."""
+    """Run steps over batches on one rank; return the last output and losses, and the accumulated gradients."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     here = held_by(name, rank, ranks)
     mine = [modules[k] for k in here]
@@ -43,7 +43,7 @@ def train(package: Package, name: str, modules: list[nn.Module], batches: Any, c
 
 
 def together(found: Sequence[Outcome], name: str, ranks: int, total: int) -> Outcome:
-    """What all ranks have, as one."""
+    """Combine the results of all ranks."""
     whole = Outcome()
     by_stage: dict[int, list[Any]] = {}
     for rank, each in enumerate(found):
@@ -58,7 +58,7 @@ def together(found: Sequence[Outcome], name: str, ranks: int, total: int) -> Out
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *ON_A_V])
-def test_the_same_script_over_both(workers: Workers, name: str, ranks: int) -> None:
+def test_the_same_script_on_both_packages(workers: Workers, name: str, ranks: int) -> None:
     total = ranks if name in SINGLE else 2 * ranks
     modules, batch = blocks(total), data(16)
     for scale in (True, False) if ranks == 2 else (True,):
@@ -82,8 +82,40 @@ def test_uneven_microbatches_and_changing_batches(workers: Workers, name: str) -
     assert_same(found.grads, summed)
 
 
+def mean_square(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+def train_without_target(name: str, modules: list[nn.Module], batches: list[Tensor]) -> list[Outcome]:
+    """Steps whose loss takes the output alone, so that only the first rank gets a batch; gradients start from zero each time."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    here = held_by(name, rank, ranks)
+    mine = [modules[k] for k in here]
+    made = schedule(OURS, name, stages(OURS, mine, here, len(modules)), 4, loss_fn=mean_square)
+    outcomes = []
+    for x in batches:
+        for module in mine:
+            module.zero_grad()
+        made.step(*([x] if rank == 0 else []))
+        outcomes.append(Outcome(grads=copy.deepcopy(grads(mine))))
+    return outcomes
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("Schedule1F1B", 3), ("ScheduleInterleavedZeroBubble", 2), ("ScheduleZBVZeroBubble", 2)])
+def test_uneven_microbatches_without_a_target(workers: Workers, name: str, ranks: int) -> None:
+    """The last rank learns from the first how many rows each microbatch has; the reference is the model on the whole batch."""
+    total = ranks if name in SINGLE else 2 * ranks
+    modules = blocks(total)
+    batches = [data(size)[0] for size in (10, 8, 7)]
+    by_rank = workers.run(train_without_target, (name, modules, batches), ranks=ranks)
+    for k, x in enumerate(batches):
+        whole = copy.deepcopy(modules)
+        mean_square(nn.Sequential(*whole)(x)).backward()
+        assert_same(together([outcomes[k] for outcomes in by_rank], name, ranks, total).grads, grads(whole))
+
+
 def evaluate(package: Package, name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> tuple[Any, list[Tensor], list[Any]]:
-    """Evaluation before and after a step; the gradients in between are the step's."""
+    """Evaluate before and after a step; the gradients in between are those of the step."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     here = held_by(name, rank, ranks)
     mine = [modules[k] for k in here]
@@ -101,7 +133,7 @@ def evaluate(package: Package, name: str, modules: list[nn.Module], x: Tensor, y
 
 
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B", *ON_A_V])
-def test_evaluation_and_training_take_turns(workers: Workers, name: str) -> None:
+def test_alternating_evaluation_and_training(workers: Workers, name: str) -> None:
     total = 2 if name in SINGLE else 4
     modules, (x, y) = blocks(total), data(8)
     outs = workers.run(evaluate, (OURS, name, modules, x, y), ranks=2)
@@ -123,7 +155,7 @@ def forward_only(package: Package, modules: list[nn.Module], x: Tensor, rounds: 
     return out
 
 
-def test_forwards_alone(workers: Workers) -> None:
+def test_forward_only(workers: Workers) -> None:
     modules, (x, _) = blocks(4), data(16)
     out = workers.run(forward_only, (OURS, modules, x.clone(), 3))[-1]
     for _ in range(3):
@@ -132,7 +164,7 @@ def test_forwards_alone(workers: Workers) -> None:
     assert_same(out, x)
 
 
-# Orders by hand -------------------------------------------------------------------------------------------------------
+# Handwritten orders ---------------------------------------------------------------------------------------------------
 
 ORDERS = {
     "v-shaped": (1, {0: [0, 3], 1: [1, 2]}, ("0F0 . . 3F0 3B0 . . 0B0", ". 1F0 2F0 . . 2B0 1B0 .")),
@@ -159,7 +191,7 @@ REORDERED = (
 def by_hand(
     package: Package, count: int, where: dict[int, list[int]], rows: tuple[str, ...], modules: list[nn.Module], x: Any, y: Any
 ) -> Outcome:
-    """A user's subclass that sets its order, four steps of it."""
+    """Run four steps of a subclass that sets its own order."""
 
     class Compute(package.schedules.PipelineScheduleMulti):  # type: ignore[misc,name-defined]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -194,14 +226,14 @@ def check_by_hand(workers: Workers, package: Package, count: int, where: dict[in
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_compute_orders_of_the_user(workers: Workers, order: str) -> None:
+def test_handwritten_compute_orders(workers: Workers, order: str) -> None:
     check_by_hand(workers, OURS, *ORDERS[order])
     if order == "split":
         check_by_hand(workers, TORCH, *ORDERS[order])
 
 
 @pytest.mark.parametrize("rows", [WITH_MESSAGES, REORDERED])
-def test_orders_of_the_user_with_messages(workers: Workers, rows: tuple[str, ...]) -> None:
+def test_handwritten_orders_with_messages(workers: Workers, rows: tuple[str, ...]) -> None:
     check_by_hand(workers, OURS, 2, {0: [0], 1: [1]}, rows)
 
 
@@ -226,7 +258,7 @@ def test_any_schedule_of_ours(workers: Workers, name: str) -> None:
 
 
 def stage_by_stage(package: Package, modules: list[nn.Module], x: Tensor, y: Tensor) -> Outcome:
-    """A user's own schedule that drives its stage by hand, as torch's do."""
+    """A schedule that drives its stage by hand, as torch's do."""
     schedules = package.schedules
 
     class Mine(schedules.PipelineScheduleSingle):  # type: ignore[misc,name-defined]
@@ -266,27 +298,27 @@ def test_a_schedule_that_drives_its_stage_by_hand(workers: Workers) -> None:
         assert_same(Outcome(found[1].output, found[1].losses, found[0].grads + found[1].grads), loop(modules, x, y, 4))
 
 
-def test_agreeing_on_shapes_as_torch_does(workers: Workers) -> None:
+def test_shape_inference(workers: Workers) -> None:
     for name in ("Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"):
         total = 2 if name in SINGLE else 4
         modules, (x, y) = blocks(total), data(8)
         wanted = loop(modules, x, y, 4)
-        found = together(workers.run(_without_frames, (name, modules, x, y), ranks=2), name, 2, total)
+        found = together(workers.run(_train_without_messages, (name, modules, x, y), ranks=2), name, 2, total)
         assert_same(found.grads, [2 * grad for grad in wanted.grads if grad is not None])
         assert_same(Outcome(found.output, found.losses), Outcome(wanted.output, wanted.losses))
 
 
-def _without_frames(name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> Outcome:
-    kept = OURS.stage.PipelineStage._use_frames
-    OURS.stage.PipelineStage._use_frames = lambda self, count, training: False
+def _train_without_messages(name: str, modules: list[nn.Module], x: Tensor, y: Tensor) -> Outcome:
+    kept = OURS.stage.PipelineStage.use_messages
+    OURS.stage.PipelineStage.use_messages = lambda self, count, training: False
     try:
         return train(OURS, name, modules, [(x, y), (x, y)], 4, {})
     finally:
-        OURS.stage.PipelineStage._use_frames = kept
+        OURS.stage.PipelineStage.use_messages = kept
 
 
 def counted(modules: list[nn.Module], x: Tensor, y: Tensor) -> dict[str, int]:
-    """A program puts its own functions in the place of torch's."""
+    """A program replaces torch's functions by its own."""
     calls = {"isend": 0, "irecv": 0}
     kept = {name: getattr(OURS.schedules.dist, name) for name in calls}
 
@@ -307,18 +339,18 @@ def counted(modules: list[nn.Module], x: Tensor, y: Tensor) -> dict[str, int]:
     finally:
         for name, function in kept.items():
             setattr(OURS.schedules.dist, name, function)
-    assert calls == {name: first[name] + 4 for name in calls}  # once shapes are told a message is one send
+    assert calls == {name: first[name] + 4 for name in calls}  # once shapes are known, a message is one send
     return first
 
 
-def test_messages_go_through_the_functions_that_are_there(workers: Workers) -> None:
+def test_messages_use_replaced_functions(workers: Workers) -> None:
     modules, (x, y) = blocks(2), data(8)
     for found in workers.run(counted, (modules, x, y), ranks=2):
-        assert found == {"isend": 8, "irecv": 8}  # four microbatches, each of whose forms is told once
+        assert found == {"isend": 8, "irecv": 8}  # four microbatches, and the form of each is sent once
 
 
 def traced(package: Package, name: str, model: nn.Module, x: Tensor, y: Tensor) -> Outcome:
-    """A model that is cut by its trace."""
+    """Train a traced model."""
     rank = dist.get_rank()
     warnings.simplefilter("ignore")
     pipe = package.top.pipeline(model, mb_args=(x.chunk(4)[0],), split_spec={"1": package.top.SplitPoint.BEGINNING})
@@ -341,7 +373,7 @@ def test_traced_models(workers: Workers, name: str) -> None:
 
 
 def replicated(kind: str, name: str, modules: list[nn.Module], batches: list[tuple[Tensor, Tensor]]) -> list[Any]:
-    """Two replicas of a pipeline of two ranks."""
+    """Train two replicas of a pipeline of two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -363,7 +395,7 @@ def replicated(kind: str, name: str, modules: list[nn.Module], batches: list[tup
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
-def test_replicas_have_the_mean_of_their_gradients(workers: Workers, kind: str, name: str) -> None:
+def test_replicas_average_their_gradients(workers: Workers, kind: str, name: str) -> None:
     total = 2 if name in SINGLE else 4
     modules, batches = blocks(total), [data(8), data(8)]
     found = workers.run(replicated, (kind, name, modules, batches))
@@ -377,8 +409,8 @@ def test_replicas_have_the_mean_of_their_gradients(workers: Workers, kind: str, 
 # Tensor parallelism ---------------------------------------------------------------------------------------------------
 
 
-def ending_in_a_collective(name: str, modules: list[nn.Module], x: Tensor, y: Tensor, frames: bool) -> tuple[Outcome, bool]:
-    """Stages whose second linear layer is split by rows, so that each ends in an all-reduce that nobody has waited for."""
+def ending_in_a_collective(name: str, modules: list[nn.Module], x: Tensor, y: Tensor, messages: bool) -> tuple[Outcome, bool]:
+    """Stages whose second linear layer is split by rows, so that each ends in an all-reduce that nothing has waited for."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -391,22 +423,22 @@ def ending_in_a_collective(name: str, modules: list[nn.Module], x: Tensor, y: Te
         parallelize_module(module, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         module.register_forward_hook(lambda module, args, output: unwaited.append(isinstance(output, AsyncCollectiveTensor)))
     held = stages(OURS, mine, here, len(modules), group=mesh["pp"].get_group())
-    kept = OURS.stage.PipelineStage._use_frames
-    if not frames:
-        OURS.stage.PipelineStage._use_frames = lambda self, count, training: False
+    kept = OURS.stage.PipelineStage.use_messages
+    if not messages:
+        OURS.stage.PipelineStage.use_messages = lambda self, count, training: False
     try:
         made = schedule(OURS, name, held, 4, loss_fn=functional.mse_loss)
         out, losses = feed(made, here, len(modules), x, y)
     finally:
-        OURS.stage.PipelineStage._use_frames = kept
+        OURS.stage.PipelineStage.use_messages = kept
     return Outcome(out, losses, [grad.full_tensor() for grad in grads(mine)]), all(unwaited)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("frames", [True, False])
+@pytest.mark.parametrize("messages", [True, False])
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-def test_stages_that_end_in_a_collective(workers: Workers, name: str, frames: bool) -> None:
+def test_stages_that_end_in_a_collective(workers: Workers, name: str, messages: bool) -> None:
     total = 2 if name in SINGLE else 4
     modules, (x, y) = blocks(total), data(8)
-    found = workers.run(ending_in_a_collective, (name, modules, x, y, frames))
+    found = workers.run(ending_in_a_collective, (name, modules, x, y, messages))
     assert all(unwaited for _, unwaited in found)
     assert_same(together([found[0][0], found[2][0]], name, 2, total), loop(modules, x, y, 4))

@@ -1,4 +1,4 @@
-"""What torch's own tests of schedules on several processes ask for, of both packages on gloo."""
+"""The behaviour that torch's own tests of schedules on several processes require, on both packages with gloo."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def forward_only(package: Package, modules: list[nn.Module], x: Tensor) -> Any:
 
 
 @both
-def test_forwards_alone(workers: Workers, package: Package) -> None:
+def test_forward_only(workers: Workers, package: Package) -> None:
     modules, (x, _) = blocks(2), data(8)
     outs = workers.run(forward_only, (package, modules, x), ranks=2)
     assert outs[0] is None
@@ -117,7 +117,7 @@ def test_four_ranks(workers: Workers, package: Package, name: str) -> None:
 
 
 class Keyed(nn.Module):
-    """Stages that take a keyword argument of their own."""
+    """Stages that take a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_keyword_arguments_of_every_stage(workers: Workers, package: Package, na
 
 
 class Three(nn.Module):
-    """Three parts; with `skips` a value goes from the first to the last past the one between."""
+    """Three parts; with `skips`, a value goes from the first directly to the last."""
 
     def __init__(self, skips: bool = False) -> None:
         super().__init__()
@@ -199,8 +199,8 @@ def test_gradients_of_traced_stages(workers: Workers, package: Package, name: st
 
 @both
 @pytest.mark.parametrize("name", SINGLE)
-def test_skips_of_traced_stages(workers: Workers, package: Package, name: str) -> None:
-    """Forward alone: torch's tracing has no backward for them."""
+def test_skip_connections_of_traced_stages(workers: Workers, package: Package, name: str) -> None:
+    """Forward only: torch's tracing has no backward for them."""
     model, (x, y) = Three(skips=True), data(8)
     found = workers.run(traced, (package, name, model, x, y, ["two", "three"], False), ranks=3)
     assert_same(found[-1][0].detach(), model(x).detach())
@@ -236,7 +236,7 @@ def by_hand(package: Package, order: str, modules: list[nn.Module], x: Tensor, y
 
 @both
 @pytest.mark.parametrize("order", ORDERS)
-def test_orders_of_the_users(workers: Workers, package: Package, order: str) -> None:
+def test_handwritten_orders(workers: Workers, package: Package, order: str) -> None:
     (count, where), _ = ORDERS[order]
     modules, (x, y) = blocks(sum(map(len, where.values()))), data(8)
     found = workers.run(by_hand, (package, order, modules, x, y), ranks=2)
@@ -247,7 +247,7 @@ def test_orders_of_the_users(workers: Workers, package: Package, order: str) -> 
 
 
 def overlapped(package: Package, modules: list[nn.Module], x: Tensor, y: Tensor) -> tuple[Outcome, int]:
-    """A user's own function for overlapped actions, which waits for messages and keeps losses as torch's documents show it."""
+    """A custom function for overlapped actions, which waits for messages and keeps losses as torch's documentation shows."""
     schedules = package.schedules
     here = held_by("ScheduleDualPipeV", dist.get_rank(), 2)
     mine = [modules[k] for k in here]
@@ -281,7 +281,7 @@ def overlapped(package: Package, modules: list[nn.Module], x: Tensor, y: Tensor)
 
 
 @both
-def test_overlaps_of_the_users(workers: Workers, package: Package) -> None:
+def test_custom_overlaps(workers: Workers, package: Package) -> None:
     modules, (x, y) = blocks(4), data(16)
     found = workers.run(overlapped, (package, modules, x, y), ranks=2)
     wanted = loop(modules, x, y, 8, scale=False)

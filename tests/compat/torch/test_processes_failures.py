@@ -1,4 +1,4 @@
-"""Ranks as processes, one of which fails: what the others see, and how they find each other again."""
+"""Ranks as processes, one of which fails: what the others see, and how they recover."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def validated(modules: list[nn.Module], x: Tensor) -> list[str]:
-    """Under torch's detailed checks a stage refuses what differs from its first microbatch."""
+    """With torch's runtime validation, a stage refuses shapes that differ from its first microbatch."""
     rank = dist.get_rank()
     stage = stages(OURS, [modules[rank]], [rank], 2)[0]
     stage._runtime_validate = True
@@ -40,13 +40,13 @@ def validated(modules: list[nn.Module], x: Tensor) -> list[str]:
     return said
 
 
-def test_detailed_checks(workers: Workers) -> None:
+def test_runtime_validation(workers: Workers) -> None:
     said, _ = workers.run(validated, (blocks(2), data(8)[0]), ranks=2)
     assert ["shape mismatch" in said[0], "dtype mismatch" in said[1], "shape mismatch" in said[2]] == [True] * 3
 
 
 class Picky(nn.Module):
-    """Fails when it is called for these times."""
+    """Fails in these calls."""
 
     def __init__(self, inner: nn.Module, *calls: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Picky(nn.Module):
 
 
 def skipping(package: Package, name: str, modules: list[nn.Module], batches: Any, tries: Sequence[int], evaluate: bool) -> list[Any]:
-    """Each rank makes so many tries, going on to the next batch when one fails: the losses and what was said, then the gradients."""
+    """Run a number of steps on each rank, continuing with the next batch after a failure; return losses and messages, then gradients."""
     rank = dist.get_rank()
     here = held_by(name, rank, 2)
     made = schedule(package, name, stages(package, [modules[k] for k in here], here, len(modules)), 2, loss_fn=functional.mse_loss)
@@ -79,8 +79,8 @@ def skipping(package: Package, name: str, modules: list[nn.Module], batches: Any
 
 @pytest.mark.parametrize("bad", [0, 1])
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble"])
-def test_a_batch_that_one_rank_skips(workers: Workers, name: str, bad: int) -> None:
-    """The rank of the first stage gives up a batch before it has sent anything, which the other never hears of."""
+def test_one_rank_skips_a_batch(workers: Workers, name: str, bad: int) -> None:
+    """The first rank gives up a batch before it sends anything; the other does not notice."""
     total = 2 if name in SINGLE else 4
     modules, good = blocks(total), [data(8) for _ in range(3)]
     batches: list[Any] = list(good)
@@ -95,7 +95,7 @@ def test_a_batch_that_one_rank_skips(workers: Workers, name: str, bad: int) -> N
         assert_same(mine, [grad for stage in held_by(name, rank, 2) for grad in summed[4 * stage : 4 * stage + 4]])
 
 
-def test_skipping_as_torch_does(workers: Workers) -> None:
+def test_skipping_a_batch_in_torch(workers: Workers) -> None:
     modules, good = blocks(2), [data(8) for _ in range(2)]
     first = [good[0], (torch.randn(8, 5), None), good[1]]
     for name in SINGLE:
@@ -111,15 +111,15 @@ def test_skipping_as_torch_does(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize(("rank", "call"), [(0, 3), (1, 3)])
-def test_a_step_that_is_given_up_half_way(workers: Workers, rank: int, call: int) -> None:
-    """The other end finds a message of another step; once both are in the same one again, all is well."""
+def test_a_step_given_up_half_way(workers: Workers, rank: int, call: int) -> None:
+    """The other rank receives a message of another step; once both are in the same step again, training continues."""
     modules, batches = blocks(2), [data(size) for size in (8, 8, 12, 8)]
     held = [Picky(module, *([call] if k == rank else [])) for k, module in enumerate(modules)]
     both = workers.run(skipping, (OURS, "ScheduleGPipe", held, batches, (4, 4), True), ranks=2)
     seen = both[1][0]
     assert "failed to run forward" in both[rank][0][1]
     assert isinstance(seen[1], str)
-    assert rank or "expected microbatch 1 of stage 0 in step 2, but what came is of stage 0 in step 3" in seen[1]
+    assert rank or "expected microbatch 1 of stage 0 in step 2, but received a message of stage 0 in step 3" in seen[1]
     for k in (0, 2, 3):
         assert_same(seen[k], loop(modules, *batches[k], 2).losses)
 
@@ -129,7 +129,7 @@ def out_of_step(modules: list[nn.Module], x: Tensor) -> str:
     stage = stages(OURS, [modules[rank]], [rank], 2)[0]
     made = schedule(OURS, "ScheduleGPipe", [stage], 1)
     made.step(*([x] if rank == 0 else []))
-    stage._frames.steps -= rank  # as if the other rank had given up a step half-way
+    stage._messages.step -= rank  # as if the other rank had given up a step half-way
     try:
         made.step(*([x] if rank == 0 else []))
     except RuntimeError as error:
@@ -139,4 +139,4 @@ def out_of_step(modules: list[nn.Module], x: Tensor) -> str:
 
 def test_messages_of_another_step_are_refused(workers: Workers) -> None:
     _, said = workers.run(out_of_step, (blocks(2), data(8)[0]), ranks=2)
-    assert "in step 1, but what came is of stage 0 in step 2" in said
+    assert "in step 1, but received a message of stage 0 in step 2" in said

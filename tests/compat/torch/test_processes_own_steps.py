@@ -19,7 +19,7 @@ from penstock.runtime.launch.workers import Workers
 pytestmark = pytest.mark.slow
 
 DEADLINE = timedelta(seconds=30)
-"""After which a receive or a send that nobody answers fails."""
+"""A receive or send without its counterpart fails after this time."""
 
 
 def fused(schedules: Any) -> Any:
@@ -121,7 +121,7 @@ def lockstep(package: Package) -> Any:
 
 
 def own_steps(package: Package, body: str, modules: list[nn.Module], batches: Sequence[Any], count: int) -> list[Outcome]:
-    """A step on each batch with a user's own body, gradients from zero each time."""
+    """Run one own step per batch; gradients start from zero each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group = dist.new_group(timeout=DEADLINE)
     here = [rank] if body == "fused" else [rank, rank + ranks]
@@ -143,8 +143,8 @@ def own_steps(package: Package, body: str, modules: list[nn.Module], batches: Se
 
 
 @pytest.mark.parametrize(("body", "ranks", "count"), [("fused", 2, 4), ("fused", 4, 6), ("lockstep", 2, 2)])
-def test_a_body_that_waits_for_sends_and_receives_together(workers: Workers, body: str, ranks: int, count: int) -> None:
-    """In the first step and after changes of shape; with torch for the one shape that it takes."""
+def test_own_steps_that_wait_for_sends_and_receives_together(workers: Workers, body: str, ranks: int, count: int) -> None:
+    """In the first step and after changes of shape; on torch with one shape, because it accepts no other."""
     total = ranks if body == "fused" else 2 * ranks
     modules = blocks(total)
     for package in BOTH:
@@ -179,7 +179,7 @@ def on_microbatches(package: Package, modules: list[nn.Module], x: Tensor, y: Te
     return [direct, grads(mine)]
 
 
-def test_microbatches_by_the_program_itself_and_a_bad_batch(workers: Workers) -> None:
+def test_calling_step_microbatches_directly_and_a_bad_batch(workers: Workers) -> None:
     modules, (x, y) = blocks(2), data(12)
     found = workers.run(on_microbatches, (OURS, modules, x, y), ranks=2)
     first, last = loop(modules, x, y, 4).grads, loop(modules, x[:8], y[:8], 4).grads
@@ -199,7 +199,7 @@ def in_evaluation(modules: list[nn.Module], x: Tensor, y: Tensor) -> list[Any]:
     return outs
 
 
-def test_a_body_of_the_user_s_evaluates(workers: Workers) -> None:
+def test_own_steps_evaluate(workers: Workers) -> None:
     modules, (x, y) = blocks(2), data(12)
     _, outs = workers.run(in_evaluation, (modules, x, y), ranks=2)
     assert_same(outs, [loop(modules, x[:size], y[:size], 4).output for size in (8, 12, 8)])

@@ -1,4 +1,4 @@
-"""Stages whose parameters FSDP2 shards: evaluation gathers them as often as needed and leaves nothing gathered."""
+"""Stages sharded by FSDP2: evaluation unshards them only when needed and leaves nothing unsharded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("alone")
 
 
 def shard(modules: list[nn.Module], **options: Any) -> list[nn.Module]:
-    """Copies of the modules, sharded over this process alone; what is gathered is not a `DTensor`."""
+    """Copies of the modules, sharded over this process only; an unsharded parameter is not a `DTensor`."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     held = copy.deepcopy(modules)
     for module in held:
@@ -39,8 +39,8 @@ def chunks(name: str) -> int:
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}])
 @pytest.mark.parametrize("name", [*SINGLE, "_ScheduleForwardOnly", *LOOPED, *ON_A_V])
-def test_evaluation_leaves_nothing_gathered(name: str, options: dict[str, Any]) -> None:
-    """Before and after training, with as many stages on the rank as there are."""
+def test_evaluation_leaves_nothing_unsharded(name: str, options: dict[str, Any]) -> None:
+    """Before and after training, with all stages on this rank."""
     modules, (x, y) = blocks(chunks(name)), data()
     wanted = loop(modules, x, y, 4)
     held = shard(modules, **options)
@@ -58,7 +58,7 @@ def test_evaluation_leaves_nothing_gathered(name: str, options: dict[str, Any]) 
 
 @pytest.mark.parametrize("name", SINGLE)
 @pytest.mark.parametrize("package", BOTH, ids=repr)
-def test_as_torch_does(package: Package, name: str) -> None:
+def test_training_and_evaluation_on_both_packages(package: Package, name: str) -> None:
     modules, (x, y) = blocks(1), data()
     held = shard(modules)
     made = schedule(package, name, stages(package, held), 4, loss_fn=functional.mse_loss)
@@ -66,7 +66,7 @@ def test_as_torch_does(package: Package, name: str) -> None:
     assert count_gathered(held) == 0
 
 
-def test_evaluation_after_one_that_failed() -> None:
+def test_evaluation_after_a_failed_one() -> None:
     modules, (x, y) = blocks(4), data()
     held = shard(modules)
     made = schedule(OURS, "ScheduleInterleaved1F1B", stages(OURS, held), 4, loss_fn=functional.mse_loss)
@@ -76,8 +76,8 @@ def test_evaluation_after_one_that_failed() -> None:
     assert count_gathered(held) == 0
 
 
-def test_forwards_gather_each_stage_as_they_need_it() -> None:
-    """What an order gathers for backwards alone is left out; a custom function may need any of it."""
+def test_evaluation_unshards_for_forwards_only() -> None:
+    """Unsharding for backwards is left out, unless a custom function may need it."""
     modules, (x, y) = blocks(6), data()
     counts = []
     for own in (False, True):

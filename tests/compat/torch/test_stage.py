@@ -23,7 +23,7 @@ from compat.torch.models import assert_same, blocks, data, grads, schedule, stag
 
 @pytest.fixture
 def one_of_two() -> Iterator[None]:
-    """The second of two ranks, the first of which is not there."""
+    """The second of two ranks; the first does not exist."""
     dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
     yield
     dist.destroy_process_group()
@@ -34,7 +34,7 @@ def described(ops: list[Any]) -> list[Any]:
 
 
 def last_of_two(package: Package) -> Any:
-    """A stage that knows its shapes, set up by hand as a schedule of torch's would."""
+    """Build a stage with static shapes, set up as torch's schedules do."""
     x = torch.zeros(2, 6, requires_grad=True)
     stage = package.top.PipelineStage(nn.Linear(6, 4), 1, 2, torch.device("cpu"), input_args=x, output_args=torch.zeros(2, 4))
     stage.has_backward = True
@@ -45,7 +45,7 @@ def last_of_two(package: Package) -> Any:
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_descriptions_of_messages() -> None:
+def test_recv_info_and_send_info() -> None:
     found = []
     for package in BOTH:
         stage = last_of_two(package)
@@ -63,7 +63,7 @@ def test_descriptions_of_messages() -> None:
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_gradients_that_did_not_come_are_sent_as_zeros() -> None:
+def test_missing_gradients_are_sent_as_zeros() -> None:
     for package in BOTH:
         stage = last_of_two(package)
         stage.bwd_cache[1] = (None,)
@@ -75,7 +75,7 @@ def test_gradients_that_did_not_come_are_sent_as_zeros() -> None:
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_the_weights_backward_needs_the_input_s_first() -> None:
+def test_backward_weight_needs_backward_input_first() -> None:
     for package in BOTH:
         stage = last_of_two(package)
         with pytest.raises(AssertionError, match="backward_one_chunk"):
@@ -88,7 +88,7 @@ def test_the_weights_backward_needs_the_input_s_first() -> None:
 
 
 @pytest.mark.usefixtures("one_of_two")
-def test_limits() -> None:
+def test_limits_of_message_tags() -> None:
     for package in BOTH:
         with pytest.raises(ValueError, match="out of range"):
             package.top.PipelineStage(nn.Linear(1, 1), 2, 2, torch.device("cpu"))
@@ -99,7 +99,7 @@ def test_limits() -> None:
 # Messages -------------------------------------------------------------------------------------------------------------
 
 
-def test_sends_alone_and_receives_alone_are_started_one_by_one() -> None:
+def test_sends_only_and_receives_only_start_one_by_one() -> None:
     for package in BOTH:
         schedules = package.schedules
         with (
@@ -127,7 +127,7 @@ def test_sends_alone_and_receives_alone_are_started_one_by_one() -> None:
 
 
 class Traced(nn.Module):
-    """Cut where it says so; the first stage takes two arguments."""
+    """Marks its split; the first stage takes two arguments."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_traced_models() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_cutting_by_a_specification() -> None:
+def test_split_spec() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
     pipe = OURS.top.pipeline(model, mb_args=(torch.ones(2, 6),), split_spec={"2": OURS.top.SplitPoint.BEGINNING})
     assert pipe.num_stages == 2
@@ -184,7 +184,7 @@ def test_cutting_by_a_specification() -> None:
 
 
 class Sharded(nn.Module):
-    """Takes and gives a sharded tensor."""
+    """Takes and returns a DTensor."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
@@ -210,11 +210,11 @@ def test_sharded_activations(name: str) -> None:
     assert_same(found[1], found[0])
 
 
-# Shapes that a stage is told ------------------------------------------------------------------------------------------
+# Static shapes --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("alone")
-def test_what_a_stage_knows_after_a_step() -> None:
+def test_stage_metadata_after_a_step() -> None:
     modules, (x, y) = blocks(2), data(8)
     known = []
     for package in BOTH:
@@ -229,7 +229,7 @@ def test_what_a_stage_knows_after_a_step() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_shapes_that_were_said_wrongly() -> None:
+def test_wrong_static_shapes() -> None:
     modules, (x, y) = blocks(2), data(8)
     for package in BOTH:
         made = package.top.PipelineStage

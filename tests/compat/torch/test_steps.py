@@ -1,4 +1,4 @@
-"""Steps: the same script over both packages, all stages on one rank."""
+"""Steps: the same script on both packages, all stages on one rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_losses_outputs_and_gradients(name: str, count: int, scale: bool) -> Non
 
 @pytest.mark.parametrize("name", ALL)
 def test_gradients_of_the_batch(name: str) -> None:
-    """What comes in wants a gradient: it is accumulated in the batch itself."""
+    """If the batch requires a gradient, it is accumulated in the batch."""
     modules, (x, y) = blocks(chunks_of(name)), data()
     found = []
     for package in BOTH:
@@ -69,7 +69,7 @@ def test_outputs_on_request(name: str) -> None:
         assert not any(stage.fwd_cache for stage in held)
 
 
-def test_without_a_loss_there_are_outputs_alone() -> None:
+def test_without_a_loss_function_only_outputs() -> None:
     modules, (x, _) = blocks(2), data()
     for package in BOTH:
         made = schedule(package, "ScheduleInterleaved1F1B", stages(package, copy.deepcopy(modules)), 4)
@@ -85,7 +85,7 @@ def test_without_a_loss_there_are_outputs_alone() -> None:
 
 
 class Shifted(nn.Module):
-    """Takes keyword arguments, some of them no tensors."""
+    """Takes keyword arguments, some of which are not tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Sideways(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["ScheduleGPipe", "ScheduleInterleaved1F1B"])
-def test_other_dimensions(name: str) -> None:
+def test_other_batch_dimensions(name: str) -> None:
     x, y = torch.randn(3, 12, 6), torch.randn(12, 6)
 
     def loss_fn(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ def test_other_dimensions(name: str) -> None:
     assert found[1].output[0].shape == (3, 12, 6)
 
 
-def test_arguments_of_the_loss() -> None:
+def test_loss_kwargs() -> None:
     def loss_fn(output: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
         return weight * nn.functional.mse_loss(output, target)
 
@@ -161,7 +161,7 @@ def test_arguments_of_the_loss() -> None:
 
 
 def overlapped(package: Package, seen: list[str]) -> Any:
-    """What torch does for an overlapped action, by hand."""
+    """Do by hand what torch does for an overlapped action."""
 
     def function(action: Any, ctx: Any) -> None:
         runner, held = ctx.schedule_ref, {stage.stage_index: stage for stage in ctx.schedule_ref._stages}
@@ -198,7 +198,7 @@ def test_a_custom_function_for_overlaps() -> None:
 
 
 @pytest.mark.parametrize("kind", ["FORWARD", "FULL_BACKWARD", "BACKWARD_INPUT", "BACKWARD_WEIGHT", "UNSHARD", "RESHARD", "REDUCE_GRAD"])
-def test_custom_functions_stand_in_for_every_kind(kind: str) -> None:
+def test_custom_functions_replace_every_kind(kind: str) -> None:
     seen: dict[Any, list[str]] = {}
     for package in BOTH:
         name = "ScheduleInterleavedZeroBubble" if "BACKWARD_" in kind else "ScheduleInterleaved1F1B"
@@ -242,8 +242,8 @@ def test_registering_custom_functions(caplog: pytest.LogCaptureFixture) -> None:
         assert "already registered" in caplog.text
 
 
-def test_split_backwards_that_were_not_announced() -> None:
-    """A custom function splits what the order has whole: the split is found in the graph."""
+def test_split_backwards_not_announced() -> None:
+    """A custom function splits a full backward of the order: the split is found in the graph."""
     modules, (x, y) = blocks(2), data()
     held, losses = copy.deepcopy(modules), list[Tensor]()
     made = schedule(OURS, "ScheduleInterleaved1F1B", stages(OURS, held), 4, loss_fn=nn.functional.mse_loss)
@@ -263,7 +263,7 @@ def test_split_backwards_that_were_not_announced() -> None:
     assert_same(Outcome(out, losses, grads(held)), loop(modules, x, y, 4))
 
 
-def test_orders_by_hand() -> None:
+def test_handwritten_orders() -> None:
     modules, (x, y) = blocks(2), data()
     rows = "0F0 1F0 0F1 1F1 1I1 1I0 0I0 1W0 0I1 0W0 1W1 0W1"
     for package in BOTH:
@@ -289,7 +289,7 @@ def test_an_order_may_change_between_steps() -> None:
         assert_same(grads(held), loop(modules, x, y, 2).grads)
 
 
-def test_torch_s_own_stages_and_schedules_mix_with_ours() -> None:
+def test_mixing_stages_and_schedules_of_both_packages() -> None:
     modules, (x, y) = blocks(2), data()
     wanted = loop(modules, x, y, 4)
     for of_stages, of_schedules in ((TORCH, OURS), (OURS, TORCH)):
@@ -304,7 +304,7 @@ def test_torch_s_own_stages_and_schedules_mix_with_ours() -> None:
 
 
 def attempts(package: Package) -> dict[str, Any]:
-    """What goes wrong, each as something to call."""
+    """Functions that fail, by what goes wrong."""
     modules, (x, y) = blocks(2), data()
     made = schedule(package, "ScheduleInterleaved1F1B", stages(package, modules), 4, loss_fn=nn.functional.mse_loss)
 
@@ -316,7 +316,7 @@ def attempts(package: Package) -> dict[str, Any]:
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError("broken")
 
-    known = stages(package, [Broken()], input_args=x[:3], output_args=x[:3])  # so that torch needs no forward ahead of time
+    known = stages(package, [Broken()], input_args=x[:3], output_args=x[:3])  # so that torch needs no extra forward
     broken = schedule(package, "ScheduleGPipe", known, 4, loss_fn=nn.functional.mse_loss)
     stage = stages(package, blocks(1), [0], 2)[0]
     stage.has_backward = True
@@ -338,7 +338,7 @@ def attempts(package: Package) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("what", ["no_grad", "losses", "short", "target", "args", "number", "broken", "index", "weight", "chunks", "loss"])
-def test_errors_are_torch_s(what: str) -> None:
+def test_errors_equal_torch(what: str) -> None:
     caught = []
     for package in BOTH:
         with pytest.raises(Exception, match=r".") as error:
@@ -348,13 +348,13 @@ def test_errors_are_torch_s(what: str) -> None:
     assert type(caught[1].value.__cause__) is type(caught[0].value.__cause__)
 
 
-def test_an_error_says_where(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_names_the_action(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(RuntimeError, match="failed to run forward") as error:
         attempts(OURS)["broken"]()
     assert "in action 0F0, step 0" in error.value.__notes__[0]
 
 
-def test_an_option_of_former_times(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_removed_option_warns(caplog: pytest.LogCaptureFixture) -> None:
     for package in BOTH:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
@@ -382,8 +382,8 @@ def test_names_in_the_profiler() -> None:
         assert {"PP:0F0", "PP:(1F1;0B0)OVERLAP_F_B", "PP:0W3"} <= names
 
 
-def test_the_weights_backward_by_the_user() -> None:
-    """`dw_builder`: the user's own backward for the weights, called once a microbatch, whole or split."""
+def test_dw_builder() -> None:
+    """`dw_builder`, the user's own backward for the weights, is called once per microbatch, in full and split backwards."""
     for name in ("ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble"):
         calls = []
         for package in BOTH:
@@ -403,8 +403,8 @@ def test_the_weights_backward_by_the_user() -> None:
 
 
 @pytest.mark.parametrize(("args", "kwargs"), [((), {}), ((torch.ones(4, 6),), {"foo": 1})])
-def test_arguments_that_a_module_does_not_take(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Torch's type in the first step, which runs the module once ahead of it; its type of later steps as well."""
+def test_wrong_arguments_of_a_module(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The error has both of torch's types: that of the first step, raised by its extra forward, and that of later steps."""
     for package in BOTH:
         made = schedule(package, "ScheduleGPipe", stages(package, [nn.Linear(6, 6)]), 2, loss_fn=nn.functional.mse_loss)
         with pytest.raises(TypeError, match="argument") as error:

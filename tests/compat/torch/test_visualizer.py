@@ -1,4 +1,4 @@
-"""The lists and pictures of torch's visualiser."""
+"""The lists and pictures of torch's schedule visualizer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ NAMES = ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "DualPipeV", "
 
 
 def stripped(rows: list[list[Any]]) -> list[list[Any]]:
-    """Without the idle slots at the end."""
+    """Remove the idle slots at the end."""
     return [row[: 1 + max((k for k, action in enumerate(row) if action is not None), default=-1)] for row in rows]
 
 
 @pytest.mark.parametrize("options", [{}, {"with_comms": True}, {"with_comms": True, "defer_pp_recv": True}, {"add_spacing": True}])
 @pytest.mark.parametrize("name", NAMES)
-def test_lists(name: str, options: dict[str, bool]) -> None:
+def test_schedule_ops(name: str, options: dict[str, bool]) -> None:
     for ranks, microbatches in ((2, 4), (4, 8), (3, 6)):
         theirs, mine = (package._schedule_visualizer.get_schedule_ops(name, ranks, microbatches, **options) for package in BOTH)
-        if name == "ZBVZeroBubble" and options.get("add_spacing"):  # torch puts actions on the wrong ranks once one has ended
+        if name == "ZBVZeroBubble" and options.get("add_spacing"):  # torch puts actions on the wrong ranks once one rank has ended
             assert stripped(mine) != stripped(theirs)
             assert [[a for a in row if a is not None] for row in mine] == [
                 [a for a in row if a is not None] for row in OURS._schedule_visualizer.get_schedule_ops(name, ranks, microbatches)
@@ -33,8 +33,8 @@ def test_lists(name: str, options: dict[str, bool]) -> None:
 
 
 @pytest.mark.parametrize(("name", "ours"), [("GPipe", "gpipe"), ("1F1B", "1f1b")])
-def test_one_stage_a_rank(name: str, ours: str) -> None:
-    """Torch fails on both views of these."""
+def test_one_stage_per_rank(name: str, ours: str) -> None:
+    """Torch fails on both views."""
     get = OURS._schedule_visualizer.get_schedule_ops
     spaced = get(name, 4, 6, add_spacing=True)
     timeline = ps.simulate(ps.schedule(ours, 4, 6))
@@ -51,7 +51,7 @@ def test_one_stage_a_rank(name: str, ours: str) -> None:
             TORCH._schedule_visualizer.get_schedule_ops(name, 4, 6, **options)
 
 
-def test_a_class_in_place_of_a_name() -> None:
+def test_a_class_instead_of_a_name() -> None:
     for package in BOTH:
         get, schedules = package._schedule_visualizer.get_schedule_ops, package.schedules
         assert get(schedules.ScheduleInterleaved1F1B, 2, 4, 3) == [
@@ -66,7 +66,7 @@ def test_a_class_in_place_of_a_name() -> None:
         OURS._schedule_visualizer.get_schedule_ops(OURS.schedules._PipelineSchedule, 2, 4)
 
 
-def test_orders_that_cannot_run() -> None:
+def test_deadlocks_are_refused() -> None:
     action = OURS.schedules._Action.from_str
     with pytest.raises(RuntimeError, match="possible deadlock"):
         OURS._schedule_visualizer.add_schedule_op_spacing([[action("0B0"), action("0F0")], [action("1F0"), action("1B0")]])

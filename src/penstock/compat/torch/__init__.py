@@ -1,23 +1,35 @@
-"""`torch.distributed.pipelining` over our parts: `from penstock.compat.torch import PipelineStage, Schedule1F1B`. Needs torch."""
+"""A drop-in for `torch.distributed.pipelining`: `from penstock.compat.torch import PipelineStage, Schedule1F1B`. Needs torch.
 
-# ruff: noqa: E402 - what is imported needs the right torch
+Modules with torch's names (`schedules`, `stage`, `microbatch`, `_backward`, `_IR`, ...) have torch's names in them. A batch comes in
+through a schedule of `schedule_classes`, which runs its rank's order, built and proved in `orders`, on the stages of
+`stage_classes`. These three rooms are ours; import from the modules above.
+"""
+
+# ruff: noqa: E402 - the version of torch is checked before the other modules are imported
 
 from __future__ import annotations
+
+from penstock.errors import MissingExtraError
 
 try:
     import torch as _torch
 except ImportError as error:
-    from penstock.errors import MissingExtraError
-
     raise MissingExtraError("penstock.compat.torch", "torch", "torch") from error
 
-from penstock.compat.torch._installed import check_version
+_LEAST = (2, 13)
+
+
+def check_version(version: str) -> None:
+    """Refuse a torch whose pipelining package differs from the one that this package builds on."""
+    if tuple(map(int, version.split(".")[:2])) < _LEAST:
+        raise MissingExtraError("penstock.compat.torch", f"torch {_LEAST[0]}.{_LEAST[1]} or later (there is {version})", "torch")
+
 
 check_version(_torch.__version__)
 
 from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
-from penstock.compat.torch._runtime import as_torch
-from penstock.compat.torch._single import _ScheduleForwardOnly
+from penstock.compat.torch.schedule_classes.runtime import as_torch
+from penstock.compat.torch.schedule_classes.single import _ScheduleForwardOnly
 from penstock.compat.torch.schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,

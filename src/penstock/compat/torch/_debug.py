@@ -1,4 +1,4 @@
-"""Values in error messages, and the logs: torch's own, so that `TORCH_LOGS=+pp` has the lines that it has with torch."""
+"""Values in error messages, and the loggers: torch's own, so that `TORCH_LOGS=+pp` shows the same lines as with torch."""
 
 import logging
 

@@ -1,6 +1,6 @@
-"""Torch's view of a schedule as lists of actions, and its picture. The spacing is our simulator's.
+"""Torch's schedule visualizer: lists of actions, spaced by our simulator, and their picture.
 
-`get_schedule_ops("InterleavedZeroBubble", 4, 8)` gives the lists, `visualize_schedule(ops, "test.png")` draws them.
+`get_schedule_ops("InterleavedZeroBubble", 4, 8)` returns the lists, `visualize_schedule(ops, "test.png")` draws them.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from penstock.compat.torch._actions import _Action, _ComputationType
-from penstock.compat.torch._base import _PipelineSchedule
-from penstock.compat.torch._checks import _homes
-from penstock.compat.torch._orders import Order, pack_rows, unpack_rows
-from penstock.compat.torch._runtime import _PipelineScheduleRuntime
+from penstock.compat.torch.orders.actions import _Action, _ComputationType
+from penstock.compat.torch.orders.tables import Order, pack_rows, unpack_rows
+from penstock.compat.torch.orders.validation import find_stage_ranks
+from penstock.compat.torch.schedule_classes.base import _PipelineSchedule
+from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
 from penstock.compat.torch.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -54,7 +54,7 @@ action_type_to_color_mapping = {
     _ComputationType.FULL_BACKWARD: _ComputationTypeVisual("orange", "Full Backward", 2),
     _ComputationType.OVERLAP_F_B: _ComputationTypeVisual("purple", "Overlap F+B", 3),
 }
-_OTHERS = _ComputationTypeVisual("black", "Communication")
+_COMMUNICATION = _ComputationTypeVisual("black", "Communication")
 
 
 def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
@@ -66,47 +66,47 @@ def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
     with_comms: bool = False,
     defer_pp_recv: bool = False,
 ) -> Ops:
-    """Each rank's actions: by step with `add_spacing`, with messages with `with_comms` (late receives with `defer_pp_recv`)."""
+    """List each rank's actions: with idle slots by `add_spacing`, with messages by `with_comms`, with late receives by `defer_pp_recv`."""
     if add_spacing and with_comms:
         raise ValueError("Cannot add spacing and view comms at the same time")
-    made: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
-    if not issubclass(made, PipelineScheduleSingle | PipelineScheduleMulti):
+    schedule_class: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    if not issubclass(schedule_class, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ValueError(f"Invalid schedule: {schedule}")
-    single = issubclass(made, PipelineScheduleSingle)
-    chunks = _chunks(single, num_stages_per_rank)
+    single = issubclass(schedule_class, PipelineScheduleSingle)
+    chunks = _check_chunks(single, num_stages_per_rank)
     stage = SimpleNamespace(group_rank=0, group_size=pp_degree, num_stages=chunks * pp_degree, submod=None)
-    order: Order | None = made(stage if single else [stage] * chunks, num_microbatches).pipeline_order
+    order: Order | None = schedule_class(stage if single else [stage] * chunks, num_microbatches).pipeline_order
     if order is None:
         raise AssertionError("Expected pipeline_order to not be None")
     if with_comms:
         runtime = _PipelineScheduleRuntime([stage] * chunks, num_microbatches, defer_pp_recv=defer_pp_recv)
-        runtime._prepare_schedule_with_comms(_compute_alone(order))
+        runtime._prepare_schedule_with_comms(_keep_compute(order))
         return [list(runtime.pipeline_order_with_comms[rank]) for rank in range(pp_degree)]
     rows = [list(order[rank]) for rank in range(pp_degree)]
     return add_schedule_op_spacing(rows) if add_spacing else rows
 
 
-def _chunks(single: bool, asked: int | None) -> int:
-    chunks = (1 if single else 2) if asked is None else asked
+def _check_chunks(single: bool, num_stages_per_rank: int | None) -> int:
+    chunks = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
     if (chunks != 1) if single else (chunks < 2):
         raise AssertionError(f"Expected num_stages_per_rank to be {'1' if single else 'at least 2'}, got {chunks}")
     return chunks
 
 
-def _compute_alone(order: Order) -> Order:
+def _keep_compute(order: Order) -> Order:
     return {rank: [action for action in row if action is None or action.is_compute_op] for rank, row in order.items()}
 
 
 def add_schedule_op_spacing(schedule: Sequence[Sequence[_Action | None]]) -> Ops:
-    """The compute actions as the simulator times them, a forward or a half of a backward a step, with idle slots between."""
-    order = _compute_alone(dict(enumerate(schedule)))
-    where = _homes(order)
-    if not where:
+    """Space the compute actions by idle slots, as the simulator times them: one step per forward or half of a backward."""
+    order = _keep_compute(dict(enumerate(schedule)))
+    rank_of_stage = find_stage_ranks(order)
+    if not rank_of_stage:
         return [[] for _ in order]
     rows = pack_rows(order)
     table = Schedule.from_rows(
         rows.keep(rows.is_kind(*COMPUTE)),
-        Placement.custom([where.get(stage, 0) for stage in range(max(where) + 1)], ranks=len(order)),
+        Placement.custom([rank_of_stage.get(stage, 0) for stage in range(max(rank_of_stage) + 1)], ranks=len(order)),
         int(rows.microbatch.max()) + 1,
     )
     try:
@@ -122,7 +122,7 @@ def add_schedule_op_spacing(schedule: Sequence[Sequence[_Action | None]]) -> Ops
 
 
 def visualize_schedule(schedule: Sequence[Sequence[_Action | None]], filename: str | None = None) -> None:
-    """Draw the lists, a row a rank, into a file or on the screen."""
+    """Draw the lists, one row per rank, into a file or on the screen."""
     try:
         import matplotlib.pyplot as plt
     except ImportError as error:
@@ -142,20 +142,22 @@ def _draw(axes: Any, schedule: Sequence[Sequence[_Action | None]], font: int) ->
 
     ranks, end, used = len(schedule), 0, dict[_ComputationTypeVisual, None]()
     for rank, row in enumerate(schedule):
-        at = 0
+        start = 0
         for action in row:
-            look = _OTHERS if action is None else action_type_to_color_mapping.get(action.computation_type, _OTHERS)
+            visual = _COMMUNICATION if action is None else action_type_to_color_mapping.get(action.computation_type, _COMMUNICATION)
             if action is not None:
-                used[look] = None
+                used[visual] = None
                 border = 1 if action.sub_actions is None else 2
-                axes.add_patch(Rectangle((at, ranks - rank - 1), look.width, 1, facecolor=look.color, edgecolor="black", linewidth=border))
-                middle = at + look.width / 2, ranks - rank - 0.5
+                axes.add_patch(
+                    Rectangle((start, ranks - rank - 1), visual.width, 1, facecolor=visual.color, edgecolor="black", linewidth=border)
+                )
+                middle = start + visual.width / 2, ranks - rank - 0.5
                 axes.text(*middle, str(action), ha="center", va="center", fontsize=font, color="white")
-            at += look.width
-        end = max(end, at)
+            start += visual.width
+        end = max(end, start)
     axes.set_xlim(-0.5, end + 1)
     axes.set_ylim(-0.5, ranks + 0.5)
     axes.set_yticks([ranks - rank - 0.5 for rank in range(ranks)], [f"Rank {rank}" for rank in range(ranks)], fontsize=font)
     axes.set_xticklabels([])
-    handles = [Rectangle((0, 0), 1, 1, facecolor=look.color, edgecolor="black", label=look.text) for look in used]
+    handles = [Rectangle((0, 0), 1, 1, facecolor=visual.color, edgecolor="black", label=visual.text) for visual in used]
     axes.legend(handles=handles, loc="upper right", fontsize=font)

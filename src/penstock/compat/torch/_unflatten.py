@@ -1,5 +1,10 @@
-"""Modules of a traced graph put back into their tree: torch's own."""
+"""Torch's own functions that put the modules of a traced graph back into their tree."""
 
-from torch.distributed.pipelining._unflatten import _outline_submodules
+from typing import Any
 
-__all__ = ["_outline_submodules"]
+from torch.distributed.pipelining import _unflatten as _torch_unflatten
+
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_unflatten, name)

@@ -1,66 +1,21 @@
-"""Where stages go, by our placements; what describes tensors between stages is torch's own."""
+"""The mappings between stages and ranks, by our placements; the descriptions of tensors between stages are torch's own."""
 
 from __future__ import annotations
 
-from torch.distributed.pipelining._utils import (
-    GetMeshCallback,
-    InferenceMode,
-    MeshCacheKey,
-    PipeInfo,
-    PipeliningMetadataError,
-    TensorMeta,
-    _derive_grad_metas,
-    _DTensorMeta,
-    _make_tensor_from_meta,
-    _MeshCache,
-    _StageBackwardMeta,
-    _StageForwardMeta,
-    _StageMeta,
-    _TensorMeta,
-    extract_tensor_meta,
-    extract_tensor_metas,
-    flatten_args,
-    flatten_args_detach,
-    to_local_if_dtensor,
-    validate_and_normalize_to_tuple,
-    validate_metadata,
-    validate_static_arg_grad_correspondence,
-    validate_tensors_metadata,
-)
+from typing import Any
+
+from torch.distributed.pipelining import _utils as _torch_utils
 
 from penstock.ir.placement import Placement
 
-__all__ = [
-    "GetMeshCallback",
-    "InferenceMode",
-    "MeshCacheKey",
-    "PipeInfo",
-    "PipeliningMetadataError",
-    "TensorMeta",
-    "_DTensorMeta",
-    "_MeshCache",
-    "_StageBackwardMeta",
-    "_StageForwardMeta",
-    "_StageMeta",
-    "_TensorMeta",
-    "_derive_grad_metas",
-    "_make_tensor_from_meta",
-    "extract_tensor_meta",
-    "extract_tensor_metas",
-    "flatten_args",
-    "flatten_args_detach",
-    "generate_rank_to_stage_mapping",
-    "generate_stage_to_rank_mapping",
-    "to_local_if_dtensor",
-    "validate_and_normalize_to_tuple",
-    "validate_metadata",
-    "validate_static_arg_grad_correspondence",
-    "validate_tensors_metadata",
-]
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_utils, name)
 
 
 def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, int]:
-    """The rank of each stage: round and round (`loop`), or down and up again (`v`)."""
+    """Map each stage to its rank: in a loop over the ranks (`loop`), or down and up again (`v`)."""
     chunks = -(-num_stages // pp_size)
     if style == "loop":
         placement = Placement.looped(pp_size, chunks)
@@ -69,13 +24,13 @@ def generate_stage_to_rank_mapping(pp_size: int, num_stages: int, style: str = "
             raise ValueError(f"num_stages {num_stages} must be evenly divisible by pp_size {pp_size} for V schedules")
         placement = Placement.wave(pp_size, -(-chunks // 2))
     else:
-        raise ValueError(f"Style {style} is not supported: take loop or v")
+        raise ValueError(f"Style {style} is not supported: use loop or v")
     return dict(enumerate(placement.copies[0][:num_stages]))
 
 
 def generate_rank_to_stage_mapping(pp_size: int, num_stages: int, style: str = "loop") -> dict[int, list[int]]:
-    """The stages of each rank, in order."""
-    held: dict[int, list[int]] = {}
+    """Map each rank to its stages, in order."""
+    stages: dict[int, list[int]] = {}
     for stage, rank in generate_stage_to_rank_mapping(pp_size, num_stages, style).items():
-        held.setdefault(rank, []).append(stage)
-    return held
+        stages.setdefault(rank, []).append(stage)
+    return stages

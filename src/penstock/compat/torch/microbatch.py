@@ -1,8 +1,8 @@
-"""A batch as microbatches by torch's chunk specifications.
+"""Splitting a batch into microbatches, and merging their outputs, by torch's chunk specifications.
 
-Torch's rules are its own, beyond what our splitting knows: the count shrinks to the smallest batch among the arguments, block
-masks are cut along their batch, sharded tensors by their local parts, and merging can reduce. The specifications are torch's own
-classes, so that programs may import them from either package.
+Torch has rules that the runtime's splitting does not: the count shrinks to the smallest batch among the arguments, block masks are
+split along their batch, DTensors by their local parts, and merging can reduce. The specifications are torch's own classes, so that
+programs may import them from either package.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _LossReducer, _Replicate, sum_reducer
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from penstock.runtime.batch.microbatch import sizes_of
 
@@ -30,12 +30,12 @@ __all__ = [
 ]
 
 DEFAULT_CHUNK_DIM = 0
-_ALONG_BATCH = TensorChunkSpec(DEFAULT_CHUNK_DIM)  # type: ignore[no-untyped-call]
+ALONG_BATCH = TensorChunkSpec(DEFAULT_CHUNK_DIM)  # type: ignore[no-untyped-call]
 _debug_mask_minibatches = False
-"""Torch's switch for debugging: microbatches are as large as the batch, all of it zero but their own part."""
+"""Torch's switch for debugging: every microbatch is as large as the batch, and zero except for its own part."""
 
 
-def _is_whole(spec: Any) -> bool:
+def _is_replicated(spec: Any) -> bool:
     return spec is _Replicate or isinstance(spec, _Replicate)
 
 
@@ -47,87 +47,87 @@ def _is_mask(value: Any) -> bool:
 
 
 def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
-    """The mask of each microbatch; one that holds for any batch stays whole."""
+    """Split a mask; one that holds for any batch is repeated."""
     total = block_mask.kv_num_blocks.size(0)
     if total == 1:
         return [block_mask] * num_chunks
     if total < num_chunks:
         raise AssertionError(f"Block mask has fewer batch size than the number of chunks: {total} < {num_chunks}")
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    columns = [_rows_of(getattr(block_mask, name), num_chunks) for name in names]
-    made, first = [], 0
+    columns = [_split_table(getattr(block_mask, name), num_chunks) for name in names]
+    masks, first = [], 0
     for parts in zip(*columns, strict=True):
-        made.append(
+        masks.append(
             BlockMask.from_kv_blocks(
                 **dict(zip(names, parts, strict=True)),
                 BLOCK_SIZE=block_mask.BLOCK_SIZE,
-                mask_mod=_shifted(block_mask.mask_mod, first),
+                mask_mod=_shift_mask(block_mask.mask_mod, first),
                 seq_lengths=block_mask.seq_lengths,
             )
         )
         first += parts[0].size(0)
-    return made
+    return masks
 
 
-def _rows_of(table: Tensor | None, count: int) -> Sequence[Tensor | None]:
+def _split_table(table: Tensor | None, count: int) -> Sequence[Tensor | None]:
     return [None] * count if table is None else torch.tensor_split(table, count)
 
 
-def _shifted(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
-    """The mask function for a part of the batch that begins at `first`."""
+def _shift_mask(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
+    """Return the mask function of the part of the batch that begins at `first`."""
 
-    def of_part(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return mask_mod(b + torch.full_like(b, first), h, q_idx, kv_idx)
 
-    return of_part
+    return shifted
 
 
 def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:
-    """The tensor of each microbatch, the larger ones first; those of a leaf that wants a gradient keep theirs."""
+    """Split a tensor into chunks, the larger ones first; chunks of a leaf that requires a gradient keep theirs."""
     size = tensor.size(spec.split_dim)
     if size < num_chunks:
         raise AssertionError(f"Tensor size {size} is smaller than num_chunks {num_chunks}")
     if isinstance(tensor, DTensor):
-        chunks: Sequence[Tensor] = _split_sharded(tensor, spec.split_dim, num_chunks)
+        chunks: Sequence[Tensor] = _split_dtensor(tensor, spec.split_dim, num_chunks)
     else:
         chunks = torch.tensor_split(tensor, num_chunks, spec.split_dim)
     if tensor.requires_grad and tensor.is_leaf:
         for chunk in chunks:
             chunk.retain_grad()
-    return _masked(tensor, chunks, spec.split_dim) if _debug_mask_minibatches else chunks
+    return _mask_chunks(tensor, chunks, spec.split_dim) if _debug_mask_minibatches else chunks
 
 
-def _split_sharded(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
-    """Each rank cuts its own part, so that the placements stay; the whole shapes are those of an even cut of the whole."""
-    made: list[Tensor] = []
+def _split_dtensor(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
+    """Split the local part on each rank, so that placements stay; the global shapes are those of an even split of the whole."""
+    chunks: list[Tensor] = []
     sizes = sizes_of(tensor.shape[dim], num_chunks)
     for local, size in zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), sizes, strict=True):
         shape = list(tensor.shape)
         shape[dim] = size
-        made.append(_sharded(local, tensor, shape))
-    return made
+        chunks.append(_build_dtensor(local, tensor, shape))
+    return chunks
 
 
-def _sharded(local: Tensor, like: DTensor, shape: list[int]) -> DTensor:
+def _build_dtensor(local: Tensor, like: DTensor, shape: list[int]) -> DTensor:
     mesh, placements = like.device_mesh, like.placements
     return DTensor.from_local(local, mesh, placements, shape=torch.Size(shape), stride=like.stride(), run_check=False)
 
 
-def _masked(whole: Tensor, chunks: Sequence[Tensor], dim: int) -> list[Tensor]:
-    """Each chunk where it stands in the whole, among zeros."""
-    made: list[Tensor] = []
-    at = 0
+def _mask_chunks(whole: Tensor, chunks: Sequence[Tensor], dim: int) -> list[Tensor]:
+    """Put each chunk in its place in the whole, among zeros."""
+    masked: list[Tensor] = []
+    start = 0
     for chunk in chunks:
-        own = chunk.to_local() if isinstance(chunk, DTensor) else chunk
+        local = chunk.to_local() if isinstance(chunk, DTensor) else chunk
         value = torch.zeros_like(whole.to_local() if isinstance(whole, DTensor) else whole)
-        value.narrow(dim, at, own.size(dim)).copy_(own)
-        made.append(_sharded(value, whole, list(whole.shape)) if isinstance(whole, DTensor) else value)
-        at += own.size(dim)
-    return made
+        value.narrow(dim, start, local.size(dim)).copy_(local)
+        masked.append(_build_dtensor(value, whole, list(whole.shape)) if isinstance(whole, DTensor) else value)
+        start += local.size(dim)
+    return masked
 
 
-def _unmasked(values: list[Any], dim: int) -> list[Any]:
-    """The reverse: each value's own part."""
+def _unmask_chunks(values: list[Any], dim: int) -> list[Any]:
+    """Undo `_mask_chunks`: take each value's own part."""
     for value in values:
         if value.shape != values[0].shape:
             raise AssertionError(f"Expected shape {values[0].shape}, got {value.shape}")
@@ -135,16 +135,16 @@ def _unmasked(values: list[Any], dim: int) -> list[Any]:
     return [value.narrow(dim, sum(sizes[:k]), sizes[k]) for k, value in enumerate(values)]
 
 
-def _parts(value: Any, spec: Any, count: int) -> Sequence[Any]:
-    """One value for each microbatch."""
-    if _is_whole(spec):
+def _split_value(value: Any, spec: Any, count: int) -> Sequence[Any]:
+    """Split or repeat a value: one per microbatch."""
+    if _is_replicated(spec):
         return [value] * count
     return _split_block_mask(value, count) if _is_mask(value) else _split_tensor(value, spec, count)
 
 
-def _most_chunks(value: Any, spec: Any, num_chunks: int) -> int:
-    """How many microbatches a value can be split into, refusing what cannot be split at all."""
-    if _is_whole(spec):
+def _limit_chunks(value: Any, spec: Any, num_chunks: int) -> int:
+    """Return how many microbatches a value can be split into; refuse one that cannot be split at all."""
+    if _is_replicated(spec):
         return num_chunks
     if not isinstance(value, Tensor) and not _is_mask(value):
         raise ValueError(f"Unsupported chunk spec: {spec} and value: {value} combination.")
@@ -159,7 +159,7 @@ def _most_chunks(value: Any, spec: Any, num_chunks: int) -> int:
 
 
 def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: dict[Any, Any], num_chunks: int) -> list[dict[Any, Any]]:
-    """The arguments of each microbatch: as many as wanted, or fewer where some argument is shorter."""
+    """Split arguments into as many microbatches as requested, or fewer if some argument is shorter."""
     if not args_dict:
         return [{} for _ in range(num_chunks)]
     if len(args_dict) != len(args_chunk_spec):
@@ -167,13 +167,13 @@ def _shard_dict_of_args(args_dict: dict[Any, Any], args_chunk_spec: dict[Any, An
     values, tree = tree_flatten(args_dict, is_leaf=_is_mask)
     specs, _ = tree_flatten(args_chunk_spec, is_leaf=_is_mask)
     pairs = list(zip(values, specs, strict=True))
-    count = min([_most_chunks(value, spec, num_chunks) for value, spec in pairs] + [num_chunks])
-    columns = [_parts(value, spec, count) for value, spec in pairs]
+    count = min([_limit_chunks(value, spec, num_chunks) for value, spec in pairs] + [num_chunks])
+    columns = [_split_value(value, spec, count) for value, spec in pairs]
     return [tree_unflatten([column[chunk] for column in columns], tree) for chunk in range(count)]
 
 
 def _default_spec(value: Any) -> TensorChunkSpec | _Replicate:
-    return _ALONG_BATCH if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
+    return ALONG_BATCH if isinstance(value, Tensor) or _is_mask(value) else _Replicate()
 
 
 def split_args_kwargs_into_chunks(
@@ -183,40 +183,53 @@ def split_args_kwargs_into_chunks(
     args_chunk_spec: tuple[TensorChunkSpec, ...] | None = None,
     kwargs_chunk_spec: dict[str, TensorChunkSpec] | None = None,
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """Positional and keyword arguments of each microbatch: tensors along dimension 0 and the rest whole, unless specified."""
+    """Split positional and keyword arguments: by default tensors along dimension 0, and everything else repeated."""
     named = {} if kwargs is None else kwargs
     numbered = dict(enumerate(args))
-    of_args = tree_map(_default_spec, args, is_leaf=_is_mask) if args_chunk_spec is None else args_chunk_spec
-    of_kwargs = tree_map(_default_spec, named, is_leaf=_is_mask) if kwargs_chunk_spec is None else kwargs_chunk_spec
-    split = _shard_dict_of_args(numbered, dict(enumerate(of_args)), chunks)
-    named_split = _shard_dict_of_args(named, of_kwargs, len(split))
+    args_spec = tree_map(_default_spec, args, is_leaf=_is_mask) if args_chunk_spec is None else args_chunk_spec
+    kwargs_spec = tree_map(_default_spec, named, is_leaf=_is_mask) if kwargs_chunk_spec is None else kwargs_chunk_spec
+    split = _shard_dict_of_args(numbered, dict(enumerate(args_spec)), chunks)
+    named_split = _shard_dict_of_args(named, kwargs_spec, len(split))
     if len(named_split) < len(split):
-        split = _shard_dict_of_args(numbered, dict(enumerate(of_args)), len(named_split))
+        split = _shard_dict_of_args(numbered, dict(enumerate(args_spec)), len(named_split))
     if len(split) != len(named_split):
         raise RuntimeError(f"args and kwargs are split into different number of chunks: {len(split)}, {len(named_split)}")
     return [tuple(chunk[number] for number in range(len(chunk))) for chunk in split], named_split
+
+
+def count_rows(chunks: Sequence[Any], chunk_spec: Any = None) -> list[int] | None:
+    """Count the rows of each microbatch: the size of its first split tensor along the split dimension; `None` if nothing is split."""
+    if chunk_spec is None:  # the usual case, without a walk over trees
+        tensors = [chunk[0] if isinstance(chunk, tuple) and chunk else chunk for chunk in chunks]
+        if all(type(tensor) is Tensor and tensor.dim() for tensor in tensors):
+            return [len(tensor) for tensor in tensors]
+    specs = tree_leaves(tree_map(_default_spec, chunks[0], is_leaf=_is_mask) if chunk_spec is None else chunk_spec)
+    for place, (value, spec) in enumerate(zip(tree_leaves(chunks[0], is_leaf=_is_mask), specs, strict=False)):
+        if isinstance(value, Tensor) and value.dim() and isinstance(spec, TensorChunkSpec):
+            return [tree_leaves(chunk, is_leaf=_is_mask)[place].size(spec.split_dim) for chunk in chunks]
+    return None
 
 
 # Merging --------------------------------------------------------------------------------------------------------------
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
-    """One value of the microbatches' values: tensors joined as specified (along dimension 0 unless), reduced, or all alike."""
+    """Merge the microbatches' values into one: tensors are joined (by default along dimension 0) or reduced, other values must be equal."""
     if chunk_spec is not None:
         specs, tree = tree_flatten(chunk_spec)
     else:
         first, tree = tree_flatten(chunks[0])
-        specs = [_ALONG_BATCH] * len(first)
+        specs = [ALONG_BATCH] * len(first)
     flat = [tree_flatten(chunk)[0] for chunk in chunks]
     for chunk, leaves in zip(chunks, flat, strict=True):
         if len(leaves) != len(specs):
             raise ValueError(f"Chunk {chunk} did not match chunk spec {chunk_spec}")
-    return tree_unflatten([_merged([leaves[k] for leaves in flat], spec) for k, spec in enumerate(specs)], tree)
+    return tree_unflatten([_merge_values([leaves[k] for leaves in flat], spec) for k, spec in enumerate(specs)], tree)
 
 
-def _merged(values: list[Any], spec: Any) -> Any:
+def _merge_values(values: list[Any], spec: Any) -> Any:
     if isinstance(spec, TensorChunkSpec):
-        return _joined(_unmasked(values, spec.split_dim) if _debug_mask_minibatches else values, spec.split_dim)
+        return _join_tensors(_unmask_chunks(values, spec.split_dim) if _debug_mask_minibatches else values, spec.split_dim)
     if isinstance(spec, _CustomReducer):
         reduced = spec.init_value
         for value in values:
@@ -228,11 +241,11 @@ def _merged(values: list[Any], spec: Any) -> Any:
     return values[0]
 
 
-def _joined(values: list[Any], dim: int) -> Tensor:
-    sharded = [isinstance(value, DTensor) for value in values]
-    if not any(sharded):
+def _join_tensors(values: list[Any], dim: int) -> Tensor:
+    is_dtensor = [isinstance(value, DTensor) for value in values]
+    if not any(is_dtensor):
         return torch.cat(values, dim=dim)
-    if not all(sharded):
+    if not all(is_dtensor):
         raise AssertionError("merge_chunks: expected all values to be DTensors or none to be DTensors, got a mix")
     for chunk, value in enumerate(values):
         if value.placements != values[0].placements:
@@ -241,4 +254,4 @@ def _joined(values: list[Any], dim: int) -> Tensor:
             )
     shape = list(values[0].shape)
     shape[dim] = sum(value.shape[dim] for value in values)
-    return _sharded(torch.cat([value.to_local() for value in values], dim=dim), values[0], shape)
+    return _build_dtensor(torch.cat([value.to_local() for value in values], dim=dim), values[0], shape)

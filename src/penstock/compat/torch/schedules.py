@@ -1,13 +1,17 @@
-# ruff: noqa: F401, PLC0414 - the names of torch's module, more of them than a star import gives
-"""Every name of torch's `schedules`."""
+# ruff: noqa: F401, PLC0414 - torch's module defines more names than it exports
+"""All names of `torch.distributed.pipelining.schedules`."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining._utils import InferenceMode
 
-from penstock.compat.torch._actions import (
+from penstock.compat.torch._debug import schedule_log as logger
+from penstock.compat.torch._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from penstock.compat.torch.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
@@ -29,23 +33,8 @@ from penstock.compat.torch._actions import (
     _ComputationType,
     _get_profiler_function_name,
 )
-from penstock.compat.torch._base import _TARGET_CHUNK_SPEC, _PipelineSchedule
-from penstock.compat.torch._checks import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
-from penstock.compat.torch._debug import schedule_log as logger
-from penstock.compat.torch._multi import PipelineScheduleMulti
-from penstock.compat.torch._named import (
-    ScheduleDualPipeV,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-    _check_torch_compile_compatibility,
-)
-from penstock.compat.torch._orders import _format_pipeline_order
-from penstock.compat.torch._p2p import _batch_p2p as _batch_p2p
-from penstock.compat.torch._p2p import _sorted_batch_p2p as _sorted_batch_p2p
-from penstock.compat.torch._p2p import _wait_batch_p2p as _wait_batch_p2p
-from penstock.compat.torch._passes import (
+from penstock.compat.torch.orders.generation import _get_1f1b_rank_ops, _get_warmup_ops
+from penstock.compat.torch.orders.lowering import (
     _add_reduce_grad,
     _add_send_recv,
     _add_unshard_reshard,
@@ -53,11 +42,24 @@ from penstock.compat.torch._passes import (
     _merge_bw,
     _requires_reduce_grad,
 )
-from penstock.compat.torch._rank_ops import _get_1f1b_rank_ops, _get_warmup_ops
-from penstock.compat.torch._runtime import _CustomFunctionProtocol, _PipelineContext, _PipelineScheduleRuntime
-from penstock.compat.torch._single import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ScheduleForwardOnly
-from penstock.compat.torch._utils import InferenceMode, generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
-from penstock.compat.torch.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
+from penstock.compat.torch.orders.tables import _format_pipeline_order
+from penstock.compat.torch.orders.validation import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
+from penstock.compat.torch.schedule_classes.base import _TARGET_CHUNK_SPEC, _PipelineSchedule
+from penstock.compat.torch.schedule_classes.multi import PipelineScheduleMulti
+from penstock.compat.torch.schedule_classes.named import (
+    ScheduleDualPipeV,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    _check_torch_compile_compatibility,
+)
+from penstock.compat.torch.schedule_classes.p2p import _batch_p2p as _batch_p2p
+from penstock.compat.torch.schedule_classes.p2p import _sorted_batch_p2p as _sorted_batch_p2p
+from penstock.compat.torch.schedule_classes.p2p import _wait_batch_p2p as _wait_batch_p2p
+from penstock.compat.torch.schedule_classes.runner import _PipelineContext
+from penstock.compat.torch.schedule_classes.runtime import _CustomFunctionProtocol, _PipelineScheduleRuntime
+from penstock.compat.torch.schedule_classes.single import PipelineScheduleSingle, Schedule1F1B, ScheduleGPipe, _ScheduleForwardOnly
 from penstock.compat.torch.stage import PipelineStage, _PipelineStageBase, _RecvInfo
 from penstock.errors import nearest
 
@@ -88,8 +90,8 @@ _CLASSES: dict[str, Any] = {
 
 
 def get_schedule_class(schedule_name: str) -> Any:
-    """A schedule's class by its name, in whatever case."""
-    for name, found in _CLASSES.items():
+    """Return a schedule's class by its name, in upper or lower case."""
+    for name, schedule_class in _CLASSES.items():
         if name.lower() == schedule_name.lower():
-            return found
+            return schedule_class
     raise ValueError(f"Unknown schedule name '{schedule_name}': {nearest(schedule_name.removeprefix('Schedule'), _CLASSES)}")

@@ -1,4 +1,4 @@
-"""Every name of torch's `stage`. The graph of a traced stage is torch's own, inherited as it is."""
+"""All names of `torch.distributed.pipelining.stage`. A traced stage inherits its graph from torch."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import stage as _torch_stage
+from torch.distributed.pipelining._utils import InferenceMode, PipeInfo, PipeliningMetadataError, _DTensorMeta, _StageMeta, _TensorMeta
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
 
 from penstock.compat.torch._backward import stage_backward, stage_backward_input, stage_backward_weight
-from penstock.compat.torch._stage_base import _PipelineStageBase
-from penstock.compat.torch._stage_manual import PipelineStage
-from penstock.compat.torch._utils import InferenceMode, PipeInfo, PipeliningMetadataError, _DTensorMeta, _StageMeta, _TensorMeta
+from penstock.compat.torch.stage_classes.base import _PipelineStageBase
+from penstock.compat.torch.stage_classes.manual import PipelineStage
 
 __all__ = [
     "InferenceMode",
@@ -39,5 +39,5 @@ class _PipelineStage(_PipelineStageBase, _torch_stage._PipelineStage):
 def build_stage(
     stage_module: nn.Module, stage_index: int, pipe_info: PipeInfo, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> _PipelineStage:
-    """A stage of a traced model, for a schedule to run."""
+    """Build a stage of a traced model, for a schedule to run."""
     return _PipelineStage(stage_module, stage_index, pipe_info, device, group)

@@ -1,4 +1,4 @@
-"""Torch's action and its kinds, and the way between them and packed codes."""
+"""Torch's `_Action` and its kinds, and their translation to and from the packed codes of `penstock.ir`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 
 
-class _ComputationType(str, Enum):  # noqa: UP042 - as torch's, which prints by name
-    """What an action does, by torch's names; the value is the text form, and the name of our kind."""
+class _ComputationType(str, Enum):  # noqa: UP042 - torch's base classes: its members print by name
+    """What an action does, under torch's names. The value is its text form and the name of our `Kind`."""
 
     FORWARD = "F"
     BACKWARD_INPUT = "I"
@@ -39,7 +39,7 @@ class _ComputationType(str, Enum):  # noqa: UP042 - as torch's, which prints by 
 
 
 FORWARD = F = _ComputationType.FORWARD
-BACKWARD_INPUT = I = _ComputationType.BACKWARD_INPUT  # noqa: E741 - the field's own letter
+BACKWARD_INPUT = I = _ComputationType.BACKWARD_INPUT  # noqa: E741 - the letter that the field uses
 BACKWARD_WEIGHT = W = _ComputationType.BACKWARD_WEIGHT
 FULL_BACKWARD = B = _ComputationType.FULL_BACKWARD
 UNSHARD = _ComputationType.UNSHARD
@@ -52,15 +52,15 @@ OVERLAP_F_B = _ComputationType.OVERLAP_F_B
 REDUCE_GRAD = _ComputationType.REDUCE_GRAD
 
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
-"""The parts of an action's text: stage, kind and microbatch. `_Action.from_str` is stricter."""
+"""Matches an action's stage, kind and microbatch. `_Action.from_str` is stricter."""
 _TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
 _KINDS = {kind.name: int(kind) for kind in Kind}
-_COMPUTE = frozenset((F, B, I, W, OVERLAP_F_B))
+COMPUTE_TYPES = frozenset((F, B, I, W, OVERLAP_F_B))
 _WITHOUT_MICROBATCH = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
 
 
 class _Action(NamedTuple):
-    """One thing one rank does; a tuple as torch's is, equal to it field by field."""
+    """One thing that one rank does: a tuple as in torch, equal to torch's field by field."""
 
     stage_index: int
     computation_type: _ComputationType
@@ -78,15 +78,15 @@ class _Action(NamedTuple):
 
     @property
     def is_compute_op(self) -> bool:
-        return self.computation_type in _COMPUTE
+        return self.computation_type in COMPUTE_TYPES
 
     @staticmethod
     def from_str(action_string: str) -> _Action | None:
-        """The reverse of `repr`; nothing for blank text. Strict: `1F0junk` is no action."""
+        """Parse the text that `repr` prints; blank text gives `None`. Text behind an action, as in `1F0junk`, is refused."""
         if not action_string.strip():
             return None
         try:
-            return _from_ir(Action.parse(action_string))
+            return _convert(Action.parse(action_string))
         except ActionError as error:
             raise RuntimeError(f"Invalid action string: {error}") from error
 
@@ -96,18 +96,19 @@ def _get_profiler_function_name(action: _Action) -> str:
     return f"PP:{action}"
 
 
-def _from_ir(action: Action) -> _Action:
-    parts = tuple(map(_from_ir, action.sub_actions)) or None
+def _convert(action: Action) -> _Action:
+    """Convert one of our actions to torch's."""
+    parts = tuple(map(_convert, action.sub_actions)) or None
     return _Action(action.stage, _TYPES[action.kind], action.microbatch, parts)
 
 
-def parts_of(action: _Action) -> tuple[_Action, ...]:
-    """The sub-actions, or the action itself."""
+def split_action(action: _Action) -> tuple[_Action, ...]:
+    """Return the sub-actions of an action, or the action itself if it has none."""
     return (action,) if action.sub_actions is None else tuple(action.sub_actions)
 
 
 def pack(action: _Action) -> tuple[int, ...]:
-    """The codes of an action, one for each part."""
+    """Pack an action into its codes, one per sub-action."""
     if action.sub_actions is None:
         return (_pack_one(action),)
     return codes.overlap(*map(_pack_one, action.sub_actions))
@@ -115,15 +116,15 @@ def pack(action: _Action) -> tuple[int, ...]:
 
 def _pack_one(action: _Action) -> int:
     stage, kind, microbatch, _ = action
-    whole = kind in _WITHOUT_MICROBATCH
-    if stage < 0 or (microbatch is None) != whole or kind == OVERLAP_F_B:
-        needs = "no microbatch" if whole else "a microbatch"
-        raise RuntimeError(f"{action} is no action by itself: it needs a stage of at least 0 and {needs}")
+    without_microbatch = kind in _WITHOUT_MICROBATCH
+    if stage < 0 or (microbatch is None) != without_microbatch or kind == OVERLAP_F_B:
+        needs = "no microbatch" if without_microbatch else "a microbatch"
+        raise RuntimeError(f"{action} is not a valid action: it needs a stage of at least 0 and {needs}")
     return int(codes.pack(stage, _KINDS[kind.value], microbatch or 0))
 
 
 def unpack(row: Iterable[int]) -> Iterator[_Action]:
-    """The actions of a row of codes, joined entries as one."""
+    """Unpack a row of codes into actions; joined codes become one OVERLAP_F_B."""
     parts: list[_Action] = []
     for code in row:
         kind = _TYPES[Kind(codes.kind_of(code))]

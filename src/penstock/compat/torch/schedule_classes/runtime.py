@@ -1,18 +1,18 @@
-"""Schedules with their messages written out: `pipeline_order_with_comms`, lowered by our passes or set by a subclass."""
+"""Schedules whose order has its messages written out: `pipeline_order_with_comms`, lowered by our passes or set by a subclass."""
 
 from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
 
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from penstock.compat.torch._actions import (
-    _COMPUTE,
+from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
+    COMPUTE_TYPES,
     FORWARD,
     FULL_BACKWARD,
     REDUCE_GRAD,
@@ -20,55 +20,34 @@ from penstock.compat.torch._actions import (
     UNSHARD,
     _Action,
     _ComputationType,
-    parts_of,
+    split_action,
 )
-from penstock.compat.torch._checks import _simulate_comms_compute
-from penstock.compat.torch._debug import schedule_log
-from penstock.compat.torch._multi import Format, PipelineScheduleMulti
-from penstock.compat.torch._orders import (
-    Actions,
+from penstock.compat.torch.orders.lowering import _defer_recv_ops, lower_order
+from penstock.compat.torch.orders.tables import (
+    DenseOrder,
     Order,
-    Spaced,
+    SpacedOrder,
     _format_pipeline_order,
     pack_rows,
     read_csv,
-    start_program,
     unpack_rows,
     write_csv,
 )
-from penstock.compat.torch._passes import _defer_recv_ops
+from penstock.compat.torch.orders.validation import _simulate_comms_compute
+from penstock.compat.torch.schedule_classes.multi import Format, PipelineScheduleMulti
+from penstock.compat.torch.schedule_classes.runner import _PipelineContext
 from penstock.errors import ScheduleError, VerifyError
 from penstock.ir.csv_form import refuse_for_torch
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.table import Table
-from penstock.passes.pass_list import PassList
-from penstock.passes.reduce_grad import ReduceGrad
-from penstock.passes.send_receive import SendReceive
-from penstock.passes.shard import Shard
 from penstock.schedules.registry import schedule
 from penstock.verifier.report import report
 from penstock.verifier.verify import check
 
-if TYPE_CHECKING:
-    from penstock.compat.torch._base import _PipelineSchedule
-
-_ACTIVE_STAGES = 3
-"""How many stages of a rank are unsharded at once, as in torch."""
 _BACKWARDS = frozenset((FULL_BACKWARD, BACKWARD_INPUT))
-_LEFT_TO_THE_USER = ("sharding", "reduction")
-"""Rules that an order by hand may break: parts of a model may be sharded, and gradients reduced elsewhere."""
-
-
-@dataclass
-class _PipelineContext:
-    """What a custom function is told."""
-
-    schedule_ref: _PipelineSchedule
-    arg_mbs: list[tuple[Any, ...]] | None = None
-    kwarg_mbs: list[dict[str, Any]] | None = None
-    target_mbs: list[Any] | None = None
-    losses: list[Any] | None = None
+_OPTIONAL_RULES = ("sharding", "reduction")
+"""Rules that an order written by hand may break: only parts of a model may be sharded, and gradients may be reduced elsewhere."""
 
 
 class _CustomFunctionProtocol(Protocol):
@@ -76,25 +55,19 @@ class _CustomFunctionProtocol(Protocol):
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti):
-    """Runs `pipeline_order_with_comms`: loaded from a file, lowered from a compute order, or set by a subclass."""
+    """Runs `pipeline_order_with_comms`, which is loaded from a file, lowered from a compute order, or set by a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._defer_pp_recv: bool = kwargs.pop("defer_pp_recv", False)
         super().__init__(*args, **kwargs)
-        self._comp_type_to_function_map: dict[_ComputationType, Callable[..., Any]] = {}
-        self.fwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        """Receives of activations under way, by stage and microbatch."""
-        self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
-        """Receives of gradients under way."""
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
-        self.unsharded_stages: set[int] = set()
-        self._proved: Actions | None = None
-        self._trained: Actions | None = None
-        """The order of the last training step."""
+        self._proved: DenseOrder | None = None
+        self._trained: DenseOrder | None = None
+        """The proved order of the last training step, which was searched for missing actions."""
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
-        """Run this function in place of the actions of a kind: `custom_function(action, context)`."""
-        if computation_type not in _COMPUTE | {UNSHARD, RESHARD, REDUCE_GRAD}:
+        """Run `custom_function(action, context)` in place of the actions of a kind."""
+        if computation_type not in COMPUTE_TYPES | {UNSHARD, RESHARD, REDUCE_GRAD}:
             raise ValueError(
                 f"Invalid computation type {computation_type}. Only FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, "
                 "OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD are supported."
@@ -106,30 +79,26 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     # Lowering ---------------------------------------------------------------------------------------------------------
 
     def _prepare_schedule_with_comms(self, actions: Order, format: Format = "compute_only") -> None:  # noqa: A002 - torch's name
-        """Prove an order, take the placement from it, and lower it, or take it as lowered."""
+        """Prove an order and take the placement from it; then lower it, or keep it as it is if it has its messages."""
         self._validate_and_set_stage_mapping(actions)
         if format == "compute_comms":
-            self.pipeline_order_with_comms = {rank: [_not_idle(action) for action in row] for rank, row in actions.items()}
+            self.pipeline_order_with_comms = {rank: [_refuse_idle(action) for action in row] for rank, row in actions.items()}
         elif format == "compute_only":
             _refuse_messages(actions)
-            self.pipeline_order_with_comms = self._lower(actions)
+            order = lower_order(actions, self._build_placement())
+            deferred = _defer_recv_ops(order, self.stage_index_to_group_rank.__getitem__) if self._defer_pp_recv else order
+            self.pipeline_order_with_comms = deferred
         else:
             raise NotImplementedError(f"format={format!r} is not implemented")
 
     _load_actions = _prepare_schedule_with_comms
 
-    def _lower(self, actions: Order) -> Actions:
-        rows = pack_rows(actions)
-        where = self.stage_index_to_group_rank
-        placement = Placement.custom([where[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
-        at_once = max((len(parts_of(action)) for row in actions.values() for action in row if action is not None), default=1)
-        shard = Shard(lookahead=len(rows.codes), residency=max(_ACTIVE_STAGES, at_once))
-        lowered = PassList.of([shard, ReduceGrad(), SendReceive("paired")]).apply(start_program(rows, placement))
-        order = unpack_rows(lowered.rows)
-        return _defer_recv_ops(order, where.__getitem__) if self._defer_pp_recv else order
+    def _build_placement(self) -> Placement:
+        ranks = self.stage_index_to_group_rank
+        return Placement.custom([ranks[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
 
     def _load_csv(self, filename: str, format: Format = "compute_only") -> None:  # noqa: A002 - torch's name
-        """Read a file: a compute order, which is lowered, or one with its messages (`compute_comms`)."""
+        """Read an order from a file: a compute order, which is lowered, or one with its messages (`compute_comms`)."""
         if format == "compute_only":
             super()._load_csv(filename)
             self._prepare_schedule_with_comms(self.pipeline_order)
@@ -139,84 +108,82 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             raise NotImplementedError(f"format={format!r} is not implemented")
 
     def _dump_csv(self, filename: str, format: Format = "compute_comms") -> None:  # noqa: A002 - torch's name
-        """Write the order with its messages, or the compute order."""
+        """Write the order with its messages, or the compute order (`compute_only`)."""
         order = self.pipeline_order if format == "compute_only" else getattr(self, "pipeline_order_with_comms", None)
         if order is None:
             raise AssertionError("Must initialize compute_comms schedule before dump_csv")
         write_csv(cast(Order, order), filename)
 
-    def _simulate(self) -> Spaced:
-        """The order in steps, if every action took one."""
+    def _simulate(self) -> SpacedOrder:
+        """Place the order in steps, as if every action took one."""
         return _simulate_comms_compute(self.pipeline_order_with_comms, self.stage_index_to_group_rank.__getitem__, self._num_stages)
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def _actions(self) -> list[_Action]:
-        order: Actions | None = getattr(self, "pipeline_order_with_comms", None)
+    def _list_actions(self) -> list[_Action]:
+        order: DenseOrder | None = getattr(self, "pipeline_order_with_comms", None)
         if order is None:
             raise AssertionError("Must call _prepare_schedule_with_comms() before calling _step_microbatches()")
         if order != self._proved:
             self._prove(order)
             self._proved = {rank: list(row) for rank, row in order.items()}
         if self._has_backward and self._trained is not self._proved:
-            self._warn_of_missing_reductions(order[self.rank])
-            self._warn_of_missing_backwards(order[self.rank])
+            self._warn_about_missing_reductions(order[self.rank])
+            self._warn_about_missing_backwards(order[self.rank])
             self._trained = self._proved
         self.unshard_ops.clear()
         self.unsharded_stages.clear()
         return order[self.rank]
 
-    def _prove(self, order: Actions) -> None:
-        """Refuse an order that would hang or lose work; where only this rank's row is known, one that leaves microbatches out. An order
-        of nothing at all does nothing."""
+    def _prove(self, order: DenseOrder) -> None:
+        """Refuse an order that would hang or lose work; if only this rank's row is known, one that leaves out microbatches. An empty
+        order is accepted and does nothing."""
         if not any(order.values()):
             return
         if sorted(order) != list(range(self.pp_group_size)):
             _refuse_missing(order[self.rank], [stage.stage_index for stage in self._stages], self._n_microbatches)
             return
-        where = self.stage_index_to_group_rank
-        placement = Placement.custom([where[stage] for stage in range(self._num_stages)], ranks=self.pp_group_size)
-        program = Program(pack_rows(order), placement, self._n_microbatches, lowered=True)
-        findings = [finding for finding in check(program) if finding.rule not in _LEFT_TO_THE_USER]
+        program = Program(pack_rows(order), self._build_placement(), self._n_microbatches, lowered=True)
+        findings = [finding for finding in check(program) if finding.rule not in _OPTIONAL_RULES]
         if findings:
             raise VerifyError(findings, report(program, "channels", findings))
 
-    def _warn_of_missing_reductions(self, row: list[_Action]) -> None:
-        """An order by hand may leave out REDUCE_GRAD; what that means for its gradients is easily overlooked."""
-        parts = [part for action in row for part in parts_of(action)]
+    def _warn_about_missing_reductions(self, row: list[_Action]) -> None:
+        """Warn about an order without REDUCE_GRAD: it is allowed, but its gradients are easily overlooked."""
+        parts = [part for action in row for part in split_action(action)]
         trained = {part.stage_index for part in parts if part.computation_type in _BACKWARDS}
         missing = trained - {part.stage_index for part in parts if part.computation_type == REDUCE_GRAD}
         sharded = [stage for stage in self._stages if stage.stage_index in missing and isinstance(stage.submod, FSDPModule)]
         if not missing or not (sharded or (self.scale_grads and self._n_microbatches > 1)):
             return
-        what = "reduced by FSDP" if sharded else f"divided by {self._n_microbatches} although scale_grads=True"
+        missing_work = "reduced by FSDP" if sharded else f"divided by {self._n_microbatches} although scale_grads=True"
         warnings.warn(
-            f"the order has no REDUCE_GRAD for stage {', '.join(map(str, sorted(missing)))}: its gradients are not {what}. Add "
-            f"REDUCE_GRAD after the last backward of each stage{'' if sharded else ', or give scale_grads=False'}",
-            stacklevel=6,  # the caller of step
+            f"the order has no REDUCE_GRAD for stage {', '.join(map(str, sorted(missing)))}: its gradients are not {missing_work}. Add "
+            f"REDUCE_GRAD after the last backward of each stage{'' if sharded else ', or pass scale_grads=False'}",
+            stacklevel=5,  # the caller of step
         )
 
-    def _warn_of_missing_backwards(self, row: list[_Action]) -> None:
-        """A training step of forwards alone leaves the gradients as they are; a custom function may run the backward itself."""
-        kinds = {part.computation_type for action in row for part in parts_of(action)}
+    def _warn_about_missing_backwards(self, row: list[_Action]) -> None:
+        """Warn about a training step without backwards, unless a custom function may run them itself."""
+        kinds = {part.computation_type for action in row for part in split_action(action)}
         if not kinds & _BACKWARDS and not self._comp_type_to_function_map:
             warnings.warn(
-                "the order has no backward, so that a step with a loss function trains nothing: call eval(), or add the backwards",
-                stacklevel=6,  # the caller of step
+                "the order has no backward, so a step with a loss function trains nothing: call eval(), or add the backwards",
+                stacklevel=5,  # the caller of step
             )
 
-    def _log_action(self, place: int, action: _Action, done: bool) -> None:
+    def log_action(self, position: int, action: _Action, done: bool) -> None:
         if not done:
-            schedule_log.debug("_PipelineScheduleRuntime running time_step %d, action %s", place, action)
+            schedule_log.debug("_PipelineScheduleRuntime running time_step %d, action %s", position, action)
 
-    def _log_failure(self, place: int, actions: Sequence[_Action], error: Exception) -> None:
+    def log_failure(self, position: int, actions: Sequence[_Action], error: Exception) -> None:
         schedule_log.error(
-            "_PipelineScheduleRuntime caught exception at step %s when running action %s.  Full Schedule:", place, actions[place]
+            "_PipelineScheduleRuntime caught exception at step %s when running action %s.  Full Schedule:", position, actions[position]
         )
-        schedule_log.error("%s", _format_pipeline_order(cast(Order, self.pipeline_order_with_comms), error_step_number=place))
+        schedule_log.error("%s", _format_pipeline_order(cast(Order, self.pipeline_order_with_comms), error_step_number=position))
 
     def _assert_unsharded(self, stage: Any) -> None:
-        """Wait for a stage's parameters, if it is sharded."""
+        """Wait for the parameters of a sharded stage."""
         if not isinstance(stage.submod, FSDPModule):
             return
         index = stage.stage_index
@@ -227,7 +194,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if index not in self.unsharded_stages:
             raise AssertionError(f"Attempted to compute on sharded stage_idx={index}")
 
-    def _unshard(self, stage: Any) -> None:
+    def unshard(self, stage: Any) -> None:
+        """Start to gather a stage's parameters."""
         index = stage.stage_index
         if index in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Unsharding the same stage_idx={index} twice")
@@ -235,9 +203,10 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             if isinstance(module, FSDPModule):
                 self.unshard_ops[index].append(cast(UnshardHandle, module.unshard(async_op=True)))
 
-    def _reshard(self, stage: Any) -> None:
+    def reshard(self, stage: Any) -> None:
+        """Free a stage's gathered parameters."""
         index = stage.stage_index
-        if not self._has_backward and index in self.unshard_ops:  # gathered for a custom function that did not compute with it
+        if not self._has_backward and index in self.unshard_ops:  # gathered for a custom function that did not use it
             self._assert_unsharded(stage)
         if index not in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Resharding stage_idx={index} without unsharding, or before that is done")
@@ -248,35 +217,36 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
 
 def as_torch(table: Table | str, stages: Any, n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:
-    """Any schedule or program of ours on these stages of this rank; options as for torch's schedules (`loss_fn`, `scale_grads`, ...).
+    """Build a torch schedule of any of our schedules or programs, on this rank's stages.
 
-    A schedule's name does too, for as many ranks and stages as there are; it needs `n_microbatches`.
+    `table` may also be a schedule's name: the schedule is then generated for the stages' pipeline and needs `n_microbatches`. Options are
+    those of torch's schedules (`loss_fn`, `scale_grads`, ...).
     """
     if not isinstance(stages, list | tuple) or not stages:
         raise ScheduleError(f"as_torch takes the list of this rank's stages, got {type(stages).__name__}: write [stage] for one")
-    table = _sized(table, stages[0], n_microbatches)
-    made = _PipelineScheduleRuntime(stages, table.microbatches, **options)
+    table = _find_table(table, stages[0], n_microbatches)
+    runtime = _PipelineScheduleRuntime(stages, table.microbatches, **options)
     order = unpack_rows(table.rows)
     if not table.lowered:
-        made.pipeline_order = {rank: list(row) for rank, row in order.items()}
-    made._prepare_schedule_with_comms(order, format="compute_comms" if table.lowered else "compute_only")
-    return made
+        runtime.pipeline_order = {rank: list(row) for rank, row in order.items()}
+    runtime._prepare_schedule_with_comms(order, format="compute_comms" if table.lowered else "compute_only")
+    return runtime
 
 
-def _sized(table: Table | str, stage: Any, count: int | None) -> Table:
-    """The schedule for the pipeline that a stage is of."""
+def _find_table(table: Table | str, stage: Any, count: int | None) -> Table:
+    """Return the schedule or program, checked against the pipeline that the stage belongs to; generate it if it is a name."""
     ranks, total = stage.group_size, stage.num_stages
     if isinstance(table, str):
         if count is None:
-            raise ScheduleError(f"{table} can be made for any number of microbatches: give n_microbatches=")
+            raise ScheduleError(f"{table} can be generated for any number of microbatches: pass n_microbatches=")
         table = schedule(table, ranks, count, **({"chunks": total // ranks} if total > ranks else {}))
     if not isinstance(table, Table):
         raise ScheduleError(f"as_torch takes a Schedule, a Program or the name of a schedule, got {type(table).__name__}")
     refuse_for_torch(table)
     if (table.ranks, table.stages) != (ranks, total):
         raise ScheduleError(
-            f"{table!r} has {table.ranks} ranks and {table.stages} stages, but these stages are of a pipeline of {ranks} ranks and "
-            f"{total} stages: make the schedule for {ranks} ranks, or make the stages with num_stages={table.stages}"
+            f"{table!r} has {table.ranks} ranks and {table.stages} stages, but these stages belong to a pipeline of {ranks} ranks and "
+            f"{total} stages: generate the schedule for {ranks} ranks, or build the stages with num_stages={table.stages}"
         )
     if count not in (None, table.microbatches):
         raise ScheduleError(f"{table!r} is for {table.microbatches} microbatches, not {count}: leave n_microbatches out")
@@ -284,18 +254,18 @@ def _sized(table: Table | str, stage: Any, count: int | None) -> Table:
 
 
 def _refuse_missing(row: list[_Action], stages: list[int], count: int) -> None:
-    """Refuse one rank's row that does not run each stage once for each microbatch."""
-    parts = [part for action in row for part in parts_of(action)]
+    """Refuse a row that does not run every stage once for every microbatch."""
+    parts = [part for action in row for part in split_action(action)]
     for stage in stages:
-        found = sorted(part.microbatch_index or 0 for part in parts if part[:2] == (stage, FORWARD))
-        if found != list(range(count)):
+        microbatches = sorted(part.microbatch_index or 0 for part in parts if part[:2] == (stage, FORWARD))
+        if microbatches != list(range(count)):
             raise ScheduleError(
-                f"the row runs stage {stage} forward for microbatches {found}, but a step has {count}: run each of 0 to {count - 1} once, "
-                "or make the schedule with another n_microbatches"
+                f"the row runs stage {stage} forward for microbatches {microbatches}, but a step has {count}: run each of 0 to "
+                f"{count - 1} once, or build the schedule with another n_microbatches"
             )
 
 
-def _not_idle(action: _Action | None) -> _Action:
+def _refuse_idle(action: _Action | None) -> _Action:
     if action is None:
         raise AssertionError("Expected action to be not None: an order with its messages has no idle slots")
     return action
