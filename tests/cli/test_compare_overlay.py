@@ -115,7 +115,7 @@ def test_two_simulated_ones_when_asked_for(run, files):
     assert "where they part" not in run("compare", "1f1b", "gpipe").out
     result = run("compare", "1f1b", "gpipe", "--overlay")
     assert "gpipe against 1f1b" in result.out
-    assert "the orders differ: rank 0 runs 0B0 where it runs 0F4 as second" in result.out
+    assert "the orders differ on rank 0: first 0B0, second 0F4" in result.out
     assert "where they part" not in run("compare", "predicted.json", "measured.json", "--no-overlay").out
 
 

@@ -19,7 +19,7 @@ from penstock.errors import UsageError
 if TYPE_CHECKING:
     from penstock.cli.source import Wanted
     from penstock.cli.timed import Timed
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.simulator.timeline import Timeline
 
 
@@ -133,13 +133,13 @@ def compare(
 
 def _timeline(timed: Timed, unit: str | None) -> Timeline:
     """What ran is not timed anew; it is in seconds."""
-    from penstock.draw.numbers import seconds
     from penstock.simulator.scaling import scaled
+    from penstock.text.units import seconds_per
 
     measured = timed.measured()
     if measured is None:
         return timed.timeline()
-    return measured if unit is None else scaled(measured, 1 / seconds(unit))
+    return measured if unit is None else scaled(measured, 1 / seconds_per(unit))
 
 
 def _draw(laid: Overlay, found: list[Entry], output: Path, options: dict[str, Any]) -> None:
@@ -210,7 +210,7 @@ def _relative(entry: Entry, best: Entry, by: By) -> float | None:
 
 def _lines(found: list[Entry], by: By, unit: str | None) -> Iterator[Line]:
     """A row a timeline, the best first."""
-    from penstock.draw.numbers import number, percent
+    from penstock.text.numbers import format_number, format_percent
 
     header = (
         "",
@@ -227,7 +227,8 @@ def _lines(found: list[Entry], by: By, unit: str | None) -> Iterator[Line]:
     for place, entry in enumerate(found, start=1):
         timeline, relative = entry.timeline, _relative(entry, found[0], by)
         shape = (str(timeline.ranks), str(timeline.table.microbatches))
-        said = (number(timeline.makespan), percent(timeline.bubble), number(max(timeline.peak_memory)), str(timeline.num_messages))
+        peak = format_number(max(timeline.peak_memory))
+        said = (format_number(timeline.makespan), format_percent(timeline.bubble), peak, str(timeline.num_messages))
         rows.append((str(place), entry.name, *shape, *said, "-" if relative is None else f"{relative:.3f}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:

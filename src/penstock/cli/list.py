@@ -11,7 +11,7 @@ import typer
 from penstock.cli.options import AsJson, Output
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.schedules.registry import Algorithm
 
 LEAST_ROOM = 30

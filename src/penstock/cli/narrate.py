@@ -75,9 +75,9 @@ class Narrator:
 
     @contextmanager
     def training(self, steps: int, batch: int) -> Iterator[Callable[[Moment], None]]:
-        from penstock.draw.numbers import count
+        from penstock.text.numbers import format_count
 
-        self.head(f"Train {count(steps, 'step')} of {count(batch, 'sample')}")
+        self.head(f"Train {format_count(steps, 'step')} of {format_count(batch, 'sample')}")
         shown = _bar(steps, batch, self) if self._live else nullcontext(self._lines(steps))
         with shown as show:
 
@@ -124,7 +124,7 @@ class Narrator:
         self.say(str(proof) if plan is None else _without_memory(proof, plan))
 
     def trained(self, done: Trained, wish: Wish) -> None:
-        from penstock.draw.numbers import count
+        from penstock.text.numbers import format_count
 
         if done.loaded is not None:
             self.say(f"went on from {done.loaded}")
@@ -133,7 +133,7 @@ class Narrator:
             return
         middle = sorted(done.seconds)[len(done.seconds) // 2]
         self.say(f"loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}   {sparkline(done.losses)}")
-        self.say(f"{count(len(done.losses), 'step')}, {middle * 1e3:.0f} ms each, {wish.batch / middle:.0f} samples a second")
+        self.say(f"{format_count(len(done.losses), 'step')}, {middle * 1e3:.0f} ms each, {wish.batch / middle:.0f} samples a second")
 
     def parity(self, done: Trained) -> None:
         if not done.parity:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.ir.table import Table
 
 READER_GONE = 141
@@ -99,17 +99,17 @@ def _for_terminal(draw: Draw) -> Iterator[str]:
     """Fitted to the terminal's width and in colour unless NO_COLOR says otherwise; plain and unfitted where it is none."""
     from rich.console import Console
 
-    from penstock.draw.terminal import painted
+    from penstock.draw.terminal.lines import paint
 
     console = Console(highlight=False)
     lines = draw(console.width if console.is_terminal else None)
     if console.no_color or console.color_system in (None, "windows"):
         yield from _plain(lines)
     else:
-        yield from (f"{line}\n" for line in painted(lines, console.color_system))
+        yield from (f"{line}\n" for line in paint(lines, console.color_system))
 
 
 def _plain(lines: Iterable[Line]) -> Iterator[str]:
-    from penstock.draw.terminal import plain
+    from penstock.draw.terminal.lines import plain_text
 
-    return (f"{line}\n" for line in plain(lines))
+    return (f"{line}\n" for line in plain_text(lines))

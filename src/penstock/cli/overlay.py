@@ -11,7 +11,7 @@ import typer
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.simulator.differences import Differences
     from penstock.simulator.timeline import Timeline
 
@@ -79,11 +79,12 @@ class Overlay:
         return {"differences": found, "refused": [{"source": name, "reason": reason} for name, reason in self.refused.items()]}
 
     def lines(self, unit: str | None) -> Iterator[Line]:
-        from penstock.draw.differences import lines, parts
+        from penstock.draw.differences import describe_differences, section_lines
+        from penstock.draw.terminal.lines import text_lines
 
         for pair in self.pairs:
             yield []
-            yield from lines(list(parts(pair.found, unit, pair.words, pair.title)))
+            yield from text_lines(section_lines(list(describe_differences(pair.found, unit, pair.words, pair.title))))
         for name, reason in self.refused.items():
             yield []
             yield [(f"{name} is not laid over the prediction: {reason}", None)]

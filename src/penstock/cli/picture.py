@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.output import deliver, save_table
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.ir.action import Action
     from penstock.ir.table import Table
 
@@ -26,14 +26,14 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
     """Print one rank's actions, or write them to a file."""
 
     def draw(width: int | None) -> Iterator[Line]:
-        from penstock.draw.terminal import grid_lines, legend_lines
+        from penstock.draw.terminal.grid import grid_legend, grid_lines
         from penstock.ir.grid import Grid
 
         grid = Grid((tuple(actions),))
         yield [(f"{about(table, 'program')}; rank {rank}: {len(actions)} {plural(len(actions), 'action')}", None)]
         yield from grid_lines(grid, width=width, ranks=[rank])
         yield []
-        yield from legend_lines(grid, width=width)
+        yield from grid_legend(grid, width=width)
 
     def data() -> dict[str, Any]:
         shape = {"name": table.name, "microbatches": table.microbatches, "placement": table.placement.to_json()}
@@ -54,11 +54,11 @@ def plural(number: int, word: str) -> str:
 
 
 def _lines(table: Table, width: int | None) -> Iterator[Line]:
-    from penstock.draw.terminal import grid_lines, legend_lines
+    from penstock.draw.terminal.grid import grid_legend, grid_lines
     from penstock.ir.grid import Grid
 
     grid = Grid.spaced(table)
     yield [(f"{about(table)}, {grid.steps} {plural(grid.steps, 'step')}", None)]
     yield from grid_lines(grid, width=width)
     yield []
-    yield from legend_lines(grid, width=width)
+    yield from grid_legend(grid, width=width)

@@ -14,7 +14,7 @@ from penstock.cli.options import AsJson, file_or_stdout, whole_number, writable
 from penstock.errors import CostsError, PlanError, UsageError
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
 
@@ -103,7 +103,7 @@ def plan(
     from penstock.cli.live import live
     from penstock.cli.output import deliver
     from penstock.cli.timed import check_output
-    from penstock.draw.tradeoff import SUFFIXES
+    from penstock.draw.figures.tradeoff import SUFFIXES
     from penstock.planner import plan as planning
     from penstock.planner.request import is_in_bytes
     from penstock.planner.units import Units

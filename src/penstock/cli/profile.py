@@ -12,7 +12,7 @@ from penstock.cli.options import AsJson, whole_number, writable
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.planner.profile import Profile
 
 

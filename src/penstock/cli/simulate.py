@@ -26,7 +26,7 @@ from penstock.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.simulator.timeline import Timeline
 
 
@@ -90,13 +90,13 @@ def simulate(
 
 def data(timeline: Timeline) -> dict[str, Any]:
     """The figures, and those of each rank."""
-    from penstock.draw.summary import figures
+    from penstock.draw.summary import summarize
 
-    return {**figures(timeline), "busy": timeline.busy.tolist(), "costs": timeline.costs.to_json()}
+    return {**summarize(timeline), "busy": timeline.busy.tolist(), "costs": timeline.costs.to_json()}
 
 
 def _lines(timeline: Timeline, width: int | None, unit: str | None) -> Iterator[Line]:
     from penstock.cli.output import can_print
-    from penstock.draw.timeline import ASCII_BARS, BARS, timeline_lines
+    from penstock.draw.terminal.timeline import ASCII_BARS, BARS, timeline_lines
 
     return timeline_lines(timeline, width=width, bars=BARS if can_print(BARS) else ASCII_BARS, unit=unit)

@@ -116,11 +116,11 @@ def recipe(lower: bool, fsdp: bool, merge_backward: bool, receive: str | None) -
 
 def check_unit(unit: str | None) -> None:
     """Refuse what is no unit before anything is built."""
-    from penstock.draw.numbers import seconds
+    from penstock.text.units import seconds_per
 
     if unit is not None:
         try:
-            seconds(unit)
+            seconds_per(unit)
         except UsageError as error:
             raise UsageError(f"--unit: {error}") from None
 

@@ -140,7 +140,7 @@ def _check_files(wish: Wish, files: dict[str, Path | None]) -> None:
     if report is not None and (report.is_dir() or not next(each for each in report.absolute().parents if each.exists()).is_dir()):
         raise UsageError(f"--report: {report} cannot be written: name a file in a folder")
     if report is not None:
-        from penstock.draw.canvas import style
+        from penstock.draw.figures.canvas import use_style
 
-        with style():  # says what to install where pictures cannot be drawn
+        with use_style():  # says what to install where pictures cannot be drawn
             pass

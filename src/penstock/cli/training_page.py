@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from penstock.draw.numbers import count
-from penstock.draw.page import Card, Section
-from penstock.draw.page import page as put_together
+from penstock.draw.html import Card, Section, report_html
+from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
     from penstock.cli.training import Session
@@ -30,16 +29,16 @@ def page(session: Session) -> str:
     assert done is not None
     table = session.table
     lead = (
-        f"{session.wish.source} as {count(table.stages, 'stage')} on {count(table.ranks, 'rank')}, "
-        f"{count(table.microbatches, 'microbatch')} a step, by the schedule {table.name or 'of the file'}: "
+        f"{session.wish.source} as {format_count(table.stages, 'stage')} on {format_count(table.ranks, 'rank')}, "
+        f"{format_count(table.microbatches, 'microbatch')} a step, by the schedule {table.name or 'of the file'}: "
         "planned, proved, trained, and compared with the unpipelined model."
     )
-    return put_together("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
+    return report_html("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
 
 
 def _cards(session: Session, done: Trained) -> Iterator[Card]:
     if done.losses:
-        yield Card("loss", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{count(len(done.losses), 'step')}")
+        yield Card("loss", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{format_count(len(done.losses), 'step')}")
         middle = statistics.median(done.seconds)
         yield Card("a step", f"{middle * 1e3:.0f} ms", f"{session.wish.batch / middle:.0f} samples a second")
     if done.parity:
@@ -76,10 +75,10 @@ def _sections(session: Session, done: Trained) -> Iterator[Section]:
     if found is not None:
         yield _overlay(found)
     elif done.timeline is not None:
-        from penstock.draw.figure import figure
+        from penstock.draw.figures.timelines import draw_timelines
 
         text = "One of the last steps, the one that took the median time."
-        yield Section("What was measured", text).figure(figure(done.timeline, unit="s", memory=False), "the measured timeline")
+        yield Section("What was measured", text).figure(draw_timelines(done.timeline, unit="s", memory=False), "the measured timeline")
     yield Section("Do it again", "The command that made this page.").code(_command())
 
 
@@ -96,12 +95,12 @@ def _model(plan: Plan) -> Section:
         rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(held)])
         first += len(layers)
     header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "kept")
-    text = f"Every layer was {plan.profile.source}; the plan cuts them into {count(len(rows), 'stage')}."
+    text = f"Every layer was {plan.profile.source}; the plan cuts them into {format_count(len(rows), 'stage')}."
     return Section("The model, measured", text).table(header, rows)
 
 
 def _candidates(plan: Plan) -> Section:
-    from penstock.draw.tradeoff import tradeoff
+    from penstock.draw.figures.tradeoff import draw_tradeoff
 
     units, chosen = plan.units, plan.alternatives[plan.chosen]
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
@@ -117,7 +116,7 @@ def _candidates(plan: Plan) -> Section:
         f"{len(plan.alternatives)} candidates were considered, {sum(each.fits for each in plan.alternatives)} fit. "
         f"No schedule with this placement and partition can take less than {units.time(plan.bound)}."
     )
-    made = Section("What the plan was chosen from", text).figure(tradeoff(plan), "time against memory of the candidates")
+    made = Section("What the plan was chosen from", text).figure(draw_tradeoff(plan), "time against memory of the candidates")
     return made.table(header, rows, chosen=shown.index(chosen))
 
 
@@ -129,17 +128,19 @@ def _proof(session: Session) -> Section:
 
 
 def _predicted(plan: Plan) -> Section:
-    from penstock.draw.figure import figure
+    from penstock.draw.figures.timelines import draw_timelines
 
     text = "Each row is a rank, each box one microbatch's forward or backward; below, what the ranks hold."
-    return Section("The step as predicted", text).figure(figure(plan.predicted, unit="s"), "the predicted timeline")
+    return Section("The step as predicted", text).figure(draw_timelines(plan.predicted, unit="s"), "the predicted timeline")
 
 
 def _training(done: Trained) -> Section:
-    from penstock.draw.curve import curve
+    from penstock.draw.figures.loss_curve import draw_loss_curve
 
     begun = f" It went on from step {done.begun}." if done.begun else ""
-    return Section("Training", f"The loss of each step.{begun}").figure(curve(done.losses, first=done.begun + 1), "the loss by step")
+    return Section("Training", f"The loss of each step.{begun}").figure(
+        draw_loss_curve(done.losses, first=done.begun + 1), "the loss by step"
+    )
 
 
 def _parity(done: Trained) -> Section:
@@ -156,15 +157,15 @@ def _parity(done: Trained) -> Section:
 
 
 def _overlay(found: Differences) -> Section:
-    from penstock.draw.differences import parts
-    from penstock.draw.overlay import overlay
+    from penstock.draw.differences import describe_differences
+    from penstock.draw.figures.overlay import draw_overlay
 
     text = "Of each rank the predicted step above, the measured one below, and how late it runs."
     if found.scale != 1.0:
         text += f" The ranks shared this machine's {os.cpu_count()} cores: predicted times are multiplied by {found.scale:.2f}, "
         text += "as the mean action took."
-    made = Section("Measured over predicted", text).figure(overlay(found, unit="s"), "the measured timeline over the predicted one")
-    return made.parts("all figures, and where they part", list(parts(found, "s")))
+    made = Section("Measured over predicted", text).figure(draw_overlay(found, unit="s"), "the measured timeline over the predicted one")
+    return made.texts(list(describe_differences(found, "s")), "all figures, and where they part")
 
 
 def _command() -> str:
@@ -176,5 +177,5 @@ def _machine(done: Trained) -> str:
 
     from penstock import __version__
 
-    machine = f"{platform.system()} {platform.machine()}, {count(os.cpu_count() or 1, 'core')}, Python {platform.python_version()}"
+    machine = f"{platform.system()} {platform.machine()}, {format_count(os.cpu_count() or 1, 'core')}, Python {platform.python_version()}"
     return f"Penstock {__version__} on {machine}, torch {version('torch')}, ranks on {done.device}"

@@ -13,7 +13,7 @@ from penstock.cli.options import AsJson, Chunks, Microbatches, Options, Output, 
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
+    from penstock.draw.terminal.lines import Line
     from penstock.errors import VerifyError
     from penstock.ir.table import Table
     from penstock.verifier.proof import Proof

@@ -1,4 +1,4 @@
-"""What ranks hold over time, below their rows."""
+"""The memory of ranks over time, drawn below their rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.draw.canvas import FAINT, INK
-from penstock.draw.numbers import number
-from penstock.draw.slices import most_held
+from penstock.draw.figures.canvas import FAINT, annotate
+from penstock.draw.time_slices import most_held
+from penstock.text.numbers import format_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,28 +20,28 @@ if TYPE_CHECKING:
 Floats = NDArray[np.float64]
 
 FILLS = {"parameters": "#d9d2e9", "activations": "#5e4fa2", "weight stash": "#9a8bc9", "receive buffers": "#bfb4de"}
-"""What is held, from the bottom up, and its colour."""
+"""The uses of memory, from the bottom up, with their colours."""
 SHADES = ("#f3f1f9", "#bfb4de", "#5e4fa2", "#2a1b57")
-"""From nothing held to the most."""
+"""From empty to the highest peak."""
 MOST_CURVES = 8
-"""Ranks that have a curve each; more are drawn as a map of colours."""
+"""Up to this many ranks have a curve each; more are drawn as a map of colours."""
 _HEADROOM = 0.12
-"""The part of a row above the highest curve."""
+"""The share of a row above the highest curve."""
 
 
 def layers(curve: Curve) -> dict[str, Floats]:
-    """What the rank holds from each of its times on, by use; the static part counts as parameters."""
+    """Split the memory of a rank by use, from each of its times on; the static part counts as parameters."""
     return {name: curve.held[name] + (curve.static if name == "parameters" else 0.0) for name in FILLS}
 
 
 def uses(timeline: Timeline) -> list[str]:
-    """What memory is held for, where it is for anything."""
+    """List the uses that occur."""
     curves = [layers(timeline.memory(rank)) for rank in range(timeline.ranks)]
     return [name for name in FILLS if any(curve[name].any() for curve in curves)]
 
 
 def draw_curves(axes: Axes, timeline: Timeline, size: float) -> None:
-    """A curve a rank, all to one scale, with its peak at the right; row r reaches from r to r + 1."""
+    """Draw one curve per rank, all to one scale, with its peak at the right; row r reaches from r to r + 1."""
     most = max(timeline.peak_memory) or 1.0
     for rank in range(timeline.ranks):
         curve = timeline.memory(rank)
@@ -55,12 +55,12 @@ def draw_curves(axes: Axes, timeline: Timeline, size: float) -> None:
                 axes.fill_between(times, low, high, step="post", color=FILLS[name], linewidth=0, clip_on=False)
             base = top
         axes.plot([0, timeline.makespan], [rank + 1] * 2, color=FAINT, linewidth=0.4, clip_on=False)
-        _say(axes, (timeline.makespan, rank + 0.5), number(timeline.peak_memory[rank]), size)
-    _say(axes, (timeline.makespan, 0.0), "peak", size, va="bottom")
+        annotate(axes, (timeline.makespan, rank + 0.5), format_number(timeline.peak_memory[rank]), size)
+    annotate(axes, (timeline.makespan, 0.0), "peak", size, va="bottom")
 
 
 def draw_map(axes: Axes, scale: Axes, timeline: Timeline, columns: int, size: float) -> None:
-    """A row a rank, the darker the more it holds, and the scale of its colours."""
+    """Draw one row per rank, darker for more memory, and the scale of the colours."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colours = LinearSegmentedColormap.from_list("memory", SHADES)
@@ -71,7 +71,7 @@ def draw_map(axes: Axes, scale: Axes, timeline: Timeline, columns: int, size: fl
     axes.imshow(held, extent=extent, aspect="auto", interpolation="nearest", cmap=colours, vmin=0.0, vmax=most)
     scale.imshow(np.linspace(most, 0.0, 64)[:, None], extent=(0, 1, 0, most), aspect="auto", cmap=colours, vmin=0.0, vmax=most)
     scale.set_xticks([])
-    scale.set_yticks([0.0, most], ["0", number(most)], fontsize=size)
+    scale.set_yticks([0.0, most], ["0", format_number(most)], fontsize=size)
     scale.yaxis.tick_right()
     scale.tick_params(length=0, pad=2)
     for side in scale.spines.values():
@@ -79,7 +79,7 @@ def draw_map(axes: Axes, scale: Axes, timeline: Timeline, columns: int, size: fl
 
 
 def draw_band(axes: Axes, timeline: Timeline, most: float, columns: int, size: float) -> None:
-    """The fullest rank in a light colour and the emptiest in a dark one, from 0 to `most`."""
+    """Draw the fullest rank in a light colour and the emptiest in a dark one, from 0 to `most`."""
     edges = np.linspace(0.0, timeline.makespan, columns + 1)
     held = np.array([most_held(timeline.memory(rank), edges) for rank in range(timeline.ranks)])
     for level, fill in ((held.max(axis=0), FILLS["receive buffers"]), (held.min(axis=0), FILLS["activations"])):
@@ -87,9 +87,4 @@ def draw_band(axes: Axes, timeline: Timeline, most: float, columns: int, size: f
     axes.plot([0, timeline.makespan], [0, 0], color=FAINT, linewidth=0.4, clip_on=False)
     axes.set_ylim(0.0, most * (1 + _HEADROOM))
     peak = max(timeline.peak_memory)
-    _say(axes, (timeline.makespan, peak), number(peak), size)
-
-
-def _say(axes: Axes, place: tuple[float, float], text: str, size: float, va: str = "center_baseline") -> None:
-    """A text right of a place."""
-    axes.annotate(text, place, (4, 0), textcoords="offset points", va=va, fontsize=size, color=INK, annotation_clip=False)
+    annotate(axes, (timeline.makespan, peak), format_number(peak), size)

@@ -1,4 +1,4 @@
-"""What a plan was chosen from: time against memory, a mark a candidate."""
+"""The candidates that a plan was chosen from: time against memory, one mark per candidate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.draw import palette
-from penstock.draw.canvas import FAINT, GRID, INK, PAPER, POINTS, rendered, style, text_width
+from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, TEXT, make_plot, render, text_width, use_style
 from penstock.draw.save import suffix_of
 from penstock.errors import UsageError
 from penstock.ir.csv_form import write_whole
@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".svg", ".png")
 _WIDTH, _HEIGHT = 7.2, 4.6
-_TEXT, _SMALL = 8.0, 7.0
 _SLOWEST = 1.5
-"""Times the plan's time; slower candidates are not shown."""
+"""Candidates that are slower than this many times the plan are not shown."""
 _COLOURS = {
     "linear": palette.FORWARD.fill,
     "looped": palette.INPUT.fill,
@@ -38,35 +37,35 @@ _COLOURS = {
 def save_tradeoff(plan: Plan, path: str | PathLike[str]) -> None:
     """Write the figure as `.svg` or `.png`."""
     suffix = suffix_of(path, SUFFIXES)
-    write_whole(path, rendered(tradeoff(plan), suffix.removeprefix(".")))
+    write_whole(path, render(draw_tradeoff(plan), suffix.removeprefix(".")))
 
 
-def tradeoff(plan: Plan) -> Figure:
-    """Each candidate that was timed by the memory of its fullest rank and its time; those that do not fit are hollow."""
-    with style():
-        return _Sheet(plan).figure()
+def draw_tradeoff(plan: Plan) -> Figure:
+    """Draw each timed candidate by the memory of its fullest rank and its time; candidates that do not fit are hollow."""
+    with use_style():
+        return _Plot(plan).figure()
 
 
 @dataclass(frozen=True)
-class _Sheet:
+class _Plot:
     plan: Plan
 
     @cached_property
     def shown(self) -> list[Candidate]:
         """The candidates that were timed and are not far too slow."""
-        found = [each for each in self.plan.alternatives if each.objective is not None and each.peak is not None]
-        if not found:
+        timed = [each for each in self.plan.alternatives if each.objective is not None and each.peak is not None]
+        if not timed:
             raise UsageError("the plan has no alternatives to draw: it was made without them")
-        return [each for each in found if self._time(each) <= _SLOWEST * self.plan.objective]
+        return [each for each in timed if self._time(each) <= _SLOWEST * self.plan.objective]
 
     @cached_property
     def shares(self) -> bool:
-        """Whether memory is shown as a share of the limit, where ranks have different ones."""
+        """Whether memory is shown as a share of the limit, because ranks have different limits."""
         return len(set(self.plan.memory_limit or ())) > 1
 
     @cached_property
     def scale(self) -> tuple[float, str]:
-        """What a memory is divided by, and what it then is."""
+        """The divisor of a memory, and the name of the axis."""
         if self.shares:
             return 1.0, "peak memory, as a share of the rank's limit"
         label = "peak memory of the fullest rank"
@@ -85,19 +84,14 @@ class _Sheet:
         return each.objective or 0.0
 
     def figure(self) -> Figure:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-
-        made = Figure(figsize=(_WIDTH, _HEIGHT), facecolor=PAPER, layout="constrained")
-        FigureCanvasAgg(made)
-        axes = made.add_subplot()
+        figure, axes = make_plot(_WIDTH, _HEIGHT)
         self._prepare(axes)
         self._limits(axes)
         self._marks(axes)
-        axes.legend(fontsize=_SMALL, frameon=False, loc="upper right")
-        made.draw_without_rendering()  # places the axes, so that points can be found on the sheet
+        axes.legend(fontsize=SMALL, frameon=False, loc="upper right")
+        figure.draw_without_rendering()  # places the axes, so that points have a place on the sheet
         self._names(axes)
-        return made
+        return figure
 
     def _prepare(self, axes: Axes) -> None:
         from matplotlib.ticker import LogLocator
@@ -110,16 +104,11 @@ class _Sheet:
             axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
             axes.xaxis.set_minor_formatter(lambda value, _: "")
         what = "makespan" if plan.barrier else "longest rank span"
-        axes.set_xlabel(self.scale[1], fontsize=_TEXT)
-        axes.set_ylabel(f"{what}{f' ({plan.profile.time_unit})' if plan.profile.time_unit else ''}", fontsize=_TEXT)
-        axes.tick_params(labelsize=_SMALL, length=3, width=0.6)
-        axes.grid(color=GRID, linewidth=0.6)
-        axes.set_axisbelow(True)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.set_xlabel(self.scale[1], fontsize=TEXT)
+        axes.set_ylabel(f"{what}{f' ({plan.profile.time_unit})' if plan.profile.time_unit else ''}", fontsize=TEXT)
         slower = sum(each.objective is not None for each in plan.alternatives) - len(self.shown)
         left_out = f"; {slower} slower ones are not shown" if slower else ""
-        axes.set_title(f"{plan.placement.ranks} ranks, {len(self.shown)} candidates{left_out}", fontsize=_TEXT, color=FAINT, loc="left")
+        axes.set_title(f"{plan.placement.ranks} ranks, {len(self.shown)} candidates{left_out}", fontsize=TEXT, color=FAINT, loc="left")
 
     def _limits(self, axes: Axes) -> None:
         plan, limits = self.plan, self.plan.memory_limit
@@ -131,9 +120,9 @@ class _Sheet:
         for kind in dict.fromkeys(each.placement for each in self.shown):
             colour = _COLOURS.get(kind, FAINT)
             for fits in (True, False):
-                those = [each for each in self.shown if each.placement == kind and each.fits is fits]
-                points = [self._memory(each) for each in those], [self._time(each) for each in those]
-                if not those:
+                candidates = [each for each in self.shown if each.placement == kind and each.fits is fits]
+                points = [self._memory(each) for each in candidates], [self._time(each) for each in candidates]
+                if not candidates:
                     continue
                 label = kind if fits or not any(each.placement == kind and each.fits for each in self.shown) else "_"
                 axes.scatter(*points, s=22, facecolors=colour if fits else "none", edgecolors=colour, linewidths=0.9, label=label, zorder=3)
@@ -150,12 +139,12 @@ class _Sheet:
         )
 
     def _names(self, axes: Axes) -> None:
-        """Name the plan and the candidates that nothing beats in both time and memory, where there is room for the name."""
+        """Name the plan and the Pareto front of time and memory, if there is room for the name."""
         chosen = self.plan.alternatives[self.plan.chosen]
         taken: list[tuple[float, float, float, float]] = []
         for each in dict.fromkeys([chosen, *self._front()]):
             bold = each is chosen
-            box = self._free_box(axes, each, text_width(each.name, _SMALL, bold), taken)
+            box = self._free_box(axes, each, text_width(each.name, SMALL, bold), taken)
             if box is None:
                 continue
             taken.append(box)
@@ -164,15 +153,15 @@ class _Sheet:
                 box[1],
                 each.name,
                 transform=axes.figure.dpi_scale_trans,
-                fontsize=_SMALL,
+                fontsize=SMALL,
                 color=INK if bold else FAINT,
                 fontweight="bold" if bold else "normal",
             )
 
     def _free_box(self, axes: Axes, each: Candidate, width: float, taken: Sequence[tuple[float, float, float, float]]) -> Any:
-        """Left, bottom, right and top in inches of the first place beside a mark that no other name has."""
+        """The first free place beside a mark: left, bottom, right and top in inches."""
         at = axes.transData.transform((self._memory(each), self._time(each))) / axes.figure.dpi
-        height, away = _SMALL / POINTS, 0.09
+        height, away = SMALL / POINTS, 0.09
         lefts, bottoms = (at[0] + away, at[0] - away - width), (at[1] + 0.03, at[1] - height, at[1] + 0.12, at[1] - 0.12 - height)
         for left, bottom in ((left, bottom) for bottom in bottoms for left in lefts):
             box = (float(left), float(bottom), float(left + width), float(bottom + height))
@@ -182,8 +171,9 @@ class _Sheet:
         return None
 
     def _front(self) -> Sequence[Candidate]:
-        found: list[Candidate] = []
+        """The candidates that no other beats in both time and memory."""
+        front: list[Candidate] = []
         for each in sorted(self.shown, key=lambda each: (self._memory(each), self._time(each))):
-            if not found or self._time(each) < self._time(found[-1]) * (1 - 1e-9):
-                found.append(each)
-        return found
+            if not front or self._time(each) < self._time(front[-1]) * (1 - 1e-9):
+                front.append(each)
+        return front

@@ -1,4 +1,4 @@
-"""A timeline cut into time slices: what runs in each, and the most that is held."""
+"""A timeline cut into time slices: what runs in each slice, and the most memory held in it."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ Floats = NDArray[np.float64]
 
 
 def shares(rows: Ints, classes: Ints, start: Floats, end: Floats, edges: Floats, *, shape: tuple[int, int]) -> Floats:
-    """How long each class runs in each row and slice: an array of rows x classes x slices.
+    """Measure how long each class runs in each row and slice: an array of rows x classes x slices.
 
-    `rows` and `classes` say where each box belongs, `shape` how many of both there are. Boxes of one row and class do not overlap.
+    `rows` and `classes` say where each box belongs, and `shape` how many rows and classes there are. Boxes of one row and class
+    do not overlap.
     """
     lane = rows * shape[1] + classes
     order = np.lexsort((end, start, lane))
     lane, start, end = lane[order], start[order], end[order]
     bounds = np.searchsorted(lane, np.arange(shape[0] * shape[1] + 1))
-    found = np.zeros((shape[0] * shape[1], len(edges) - 1))
-    for each in np.unique(lane).tolist():
-        part = slice(bounds[each], bounds[each + 1])
-        found[each] = _busy(start[part], end[part], edges)
-    return found.reshape(*shape, len(edges) - 1)
+    busy = np.zeros((shape[0] * shape[1], len(edges) - 1))
+    for place in np.unique(lane).tolist():
+        part = slice(bounds[place], bounds[place + 1])
+        busy[place] = _busy(start[part], end[part], edges)
+    return busy.reshape(*shape, len(edges) - 1)
 
 
 def _busy(start: Floats, end: Floats, edges: Floats) -> Floats:
@@ -37,15 +38,15 @@ def _busy(start: Floats, end: Floats, edges: Floats) -> Floats:
     return np.diff(np.interp(edges, times, done))
 
 
-def main_class(found: Floats, edges: Floats) -> Ints:
-    """For each row and slice the class that runs the longest, -1 where that is none."""
-    idle = np.diff(edges) - found.sum(axis=1)
-    longest = found.argmax(axis=1)
-    return np.where(found.max(axis=1) >= np.maximum(idle, np.diff(edges) * 1e-9), longest, -1)
+def main_class(busy: Floats, edges: Floats) -> Ints:
+    """Find the class that runs longest in each row and slice; -1 if the row is idle for longer."""
+    idle = np.diff(edges) - busy.sum(axis=1)
+    longest = busy.argmax(axis=1)
+    return np.where(busy.max(axis=1) >= np.maximum(idle, np.diff(edges) * 1e-9), longest, -1)
 
 
 def most_held(curve: Curve, edges: Floats) -> Floats:
-    """The most that a rank holds in each slice, the static part included."""
+    """Find the most that a rank holds in each slice, including the static part."""
     before = np.searchsorted(curve.times, edges[:-1], side="left") - 1
     total = np.append(curve.total, 0.0)  # index -1: nothing has changed yet
     most = total[before]

@@ -1,4 +1,4 @@
-"""Rank rows for the terminal: the names of actions where all of them fit, else a letter a cell."""
+"""A timeline for the terminal: one row per rank, then the memory of each rank, then the figures."""
 
 from __future__ import annotations
 
@@ -8,26 +8,74 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.draw.boxes import compute_boxes, optimizer_boxes
-from penstock.draw.palette import OPTIMIZER, OVERLAP, TONES, Tone, shaded
-from penstock.draw.slices import main_class, shares
+from penstock.draw.palette import OPTIMIZER, OVERLAP, TONES, Tone, shade
+from penstock.draw.summary import shape_of, summary_rows, title_of
+from penstock.draw.terminal.lines import GAP, Line, Piece, legend_lines, text_lines
+from penstock.draw.time_slices import main_class, most_held, shares
 from penstock.ir.kind import COMPUTE
+from penstock.text.numbers import format_number
+from penstock.text.table import format_table
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Piece
     from penstock.ir.rows import Flags, Ints
     from penstock.simulator.timeline import Timeline
 
+WIDTH = 100
+"""Columns of the picture if no width is asked for."""
+LEAST = 20
+"""Columns of the time axis on the narrowest terminal."""
+MOST_RANKS = 64
+"""Rows of the picture; of more ranks only some are shown."""
+BARS = "▁▂▃▄▅▆▇█"
+ASCII_BARS = "_.:-=+*#"
 IDLE = "."
-# The classes of a cell: the kinds of computation by their numbers, several together, the optimizer's step.
+# The classes of a cell: the compute kinds by their numbers, several that run together, the optimizer's step.
 LETTERS = "FBIW&S"
 CLASS_TONES = (*(TONES[kind] for kind in COMPUTE), OVERLAP, OPTIMIZER)
 _TOGETHER, _STEP = 4, 5
 
 
+def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = BARS, unit: str | None = None) -> Iterator[Line]:
+    """Draw rows, memory, legend and figures, at most `width` columns wide."""
+    ranks = range(0, timeline.ranks, -(-timeline.ranks // MOST_RANKS))
+    names = [f"rank {rank}" for rank in ranks]
+    peaks = [format_number(timeline.peak_memory[rank]) for rank in ranks]
+    left, right = max(map(len, [*names, "memory"])) + len(GAP), max(map(len, [*peaks, "peak"])) + 1
+    cells = Cells(timeline, max((WIDTH if width is None else width) - left - right, LEAST))
+    yield [(f"{title_of(timeline)}: {', '.join(shape_of(timeline))}", None)]
+    yield [("time".ljust(left) + "0" + f"{format_number(timeline.makespan)} {unit or ''}".rstrip().rjust(cells.columns - 1), None)]
+    yield from ([(name.ljust(left), None), *row] for name, row in zip(names, cells.rows(ranks), strict=True))
+    yield []
+    yield [("memory".ljust(left) + " " * cells.columns + "peak".rjust(right), None)]
+    most = max(timeline.peak_memory)
+    for rank, name, peak in zip(ranks, names, peaks, strict=True):
+        yield [(name.ljust(left) + sparkline(most_held(timeline.memory(rank), cells.edges), most, bars) + peak.rjust(right), None)]
+    yield []
+    if ranks.step > 1:
+        yield [(f"1 in {ranks.step} of the {timeline.ranks} ranks is shown", None)]
+    yield from legend_lines(cells.tones, width=width, first=f"{IDLE} idle")
+    yield []
+    yield from text_lines(format_table(summary_rows(timeline, unit), left=None))
+
+
+def sparkline(held: NDArray[np.float64], most: float, bars: str = BARS) -> str:
+    """Draw one bar per slice, the highest for `most`, and a blank for 0.
+
+    >>> sparkline(np.array([0.0, 1.0, 8.0]), most=8.0)
+    ' ▁█'
+    """
+    levels = np.ceil(held / (most or 1.0) * len(bars) - 1e-9).astype(np.int64).clip(0, len(bars))
+    return "".join(f" {bars}"[level] for level in levels.tolist())
+
+
 class Cells:
-    """A timeline cut into so many columns; what runs together is one box, an optimizer's step too."""
+    """The rank rows of a timeline, cut into columns: the names of actions if all of them fit, else one letter per cell.
+
+    Actions that run together are one box, and so is an optimizer's step.
+    """
 
     def __init__(self, timeline: Timeline, columns: int) -> None:
         self.columns, self.chunks, self.ranks = columns, timeline.table.chunks, timeline.ranks
@@ -46,12 +94,12 @@ class Cells:
     @property
     def tones(self) -> list[tuple[str, Tone]]:
         """The letters that occur and their tones."""
-        return [(LETTERS[each], CLASS_TONES[each]) for each in np.unique(self.label).tolist()]
+        return [(LETTERS[label], CLASS_TONES[label]) for label in np.unique(self.label).tolist()]
 
     def rows(self, ranks: Sequence[int]) -> Iterator[list[Piece]]:
         """The ranks' rows, each `columns` long."""
         if self._names_fit:
-            order = np.argsort(self.rank, kind="stable")  # each optimizer's step behind its rank's actions
+            order = np.argsort(self.rank, kind="stable")  # each optimizer's step after its rank's actions
             bounds = np.searchsorted(self.rank[order], np.arange(self.ranks + 1))
             yield from (self._names(order[bounds[rank] : bounds[rank + 1]]) for rank in ranks)
         else:
@@ -59,16 +107,16 @@ class Cells:
             yield from (self._letters(grid[rank]) for rank in ranks)
 
     def _majority(self) -> Ints:
-        """For each rank and cell, what runs the longest, as class x chunks + chunk; -1 for idle."""
+        """What runs longest in each cell of each rank, as class x chunks + chunk; -1 for idle."""
         lane, shape = self.label * self.chunks + self.chunk, (self.ranks, len(LETTERS) * self.chunks)
-        found = shares(self.rank, lane, self.start, self.end, self.edges, shape=shape)
-        apart = found.reshape(self.ranks, len(LETTERS), self.chunks, self.columns)
-        main = main_class(apart.sum(axis=2), self.edges)
-        of_main = np.take_along_axis(apart, np.maximum(main, 0)[:, None, None, :], axis=1)[:, 0]
+        busy = shares(self.rank, lane, self.start, self.end, self.edges, shape=shape)
+        by_class = busy.reshape(self.ranks, len(LETTERS), self.chunks, self.columns)
+        main = main_class(by_class.sum(axis=2), self.edges)
+        of_main = np.take_along_axis(by_class, np.maximum(main, 0)[:, None, None, :], axis=1)[:, 0]
         return np.where(main < 0, -1, main * self.chunks + of_main.argmax(axis=1))
 
     def _letters(self, cells: Ints) -> list[Piece]:
-        """A letter a cell, equal neighbours in one piece."""
+        """One letter per cell, equal neighbours in one piece."""
         row: list[Piece] = []
         for cell, run in groupby(cells.tolist()):
             letter = IDLE if cell < 0 else LETTERS[cell // self.chunks]
@@ -77,13 +125,13 @@ class Cells:
 
     @cached_property
     def _cell_bounds(self) -> tuple[Ints, Ints]:
-        """The first cell of each box and the one behind its last."""
+        """The first cell of each box, and the one after its last."""
         scale = self.columns / (self.edges[-1] or 1.0)
         return np.round(self.start * scale).astype(np.int64), np.round(self.end * scale).astype(np.int64)
 
     @property
     def _names_fit(self) -> bool:
-        """Whether every box has the cells that its name takes: a letter and digits for each part, and the joints."""
+        """Whether every box is wide enough for its name: a letter and digits for each part, and the joints."""
         digits = np.floor(np.log10(np.maximum(self._parts.microbatch, 1))).astype(np.int64) + 1
         needed = np.add.reduceat(digits + 2, self._heads) - 1 if len(self._heads) else self._heads
         first, last = self._cell_bounds
@@ -108,4 +156,4 @@ class Cells:
         return "&".join(f"{LETTERS[int(self._parts.kind[part])]}{self._parts.microbatch[part]}" for part in parts)
 
     def _tone(self, label: int, chunk: int) -> Tone:
-        return shaded(CLASS_TONES[label], chunk, self.chunks) if label < _TOGETHER else CLASS_TONES[label]
+        return shade(CLASS_TONES[label], chunk, self.chunks) if label < _TOGETHER else CLASS_TONES[label]
