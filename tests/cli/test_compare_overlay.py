@@ -156,7 +156,7 @@ def test_one_figure_of_the_pair(run, files, suffix):
         assert b"time (s)" in made
         assert b"upper row (pale): predicted, lower row: measured" in made
     if suffix == "html":
-        assert b"<h2>where they part</h2>" in made
+        assert b"<h3>where they part</h3>" in made
         assert b"2F0 on rank 2 takes 1.5 instead of 1" in made
 
 

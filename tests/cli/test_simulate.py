@@ -160,7 +160,7 @@ def test_a_bad_file_is_a_finding(refused, tmp_path):
 
 def test_a_saved_timeline_has_its_own_shape(refused, run, tmp_path):
     run("simulate", "zbv", "-o", tmp_path / "a.json")
-    assert "holds its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
+    assert "has its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(refused, run, monkeypatch, tmp_path):

@@ -1,4 +1,4 @@
-"""What the studio answers: from the body of a request to plain data. Nothing here touches a file or the network."""
+"""The handlers of requests: from the body of a request to plain data, without files or network."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import Any
 
 from penstock.errors import FileFormatError, UsageError
 from penstock.ir import json_form
-from penstock.ir.costs import Costs, parse_size
+from penstock.ir.costs import Costs
 from penstock.ir.csv_form import parse_csv
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.planner.request import checked_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
 from penstock.studio.document import Document, document, timeline_document
-from penstock.studio.limits import LONGEST_NAME, check_fields, check_file, check_shape, check_table
-from penstock.studio.planning import check_plan
+from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
+from penstock.studio.plan_request import check_plan
+from penstock.text.units import parse_size
 from penstock.verifier.verify import check
 
 _SIZE = (int, float, str, list, type(None))
@@ -36,11 +37,11 @@ _KINDS = {"int": "int", "float": "number", "str": "text", "bool": "bool"}
 
 
 def schedules() -> list[dict[str, Any]]:
-    """Every schedule by name, with what can be chosen of it."""
-    return [_described(each) for each in algorithms().values()]
+    """List every schedule with its options."""
+    return [_describe(named) for named in algorithms().values()]
 
 
-def _described(named: Algorithm) -> dict[str, Any]:
+def _describe(named: Algorithm) -> dict[str, Any]:
     layout = named.layout
     return {
         "name": named.name,
@@ -59,52 +60,52 @@ def _options(named: Algorithm) -> dict[str, Any]:
 
 
 def _type_of(named: Algorithm, option: str) -> str:
-    said = str(named.generate.__annotations__.get(option, "str"))
-    return next((ours for theirs, ours in _KINDS.items() if theirs in said), "text")
+    annotation = str(named.generate.__annotations__.get(option, "str"))
+    return next((kind for python_type, kind in _KINDS.items() if python_type in annotation), "text")
 
 
 # A schedule by name ---------------------------------------------------------------------------------------------------
 
 
 def view(body: Any) -> Document:
-    """The document of a schedule by name."""
-    given = check_fields(body, _VIEW, needed=("schedule", "ranks", "microbatches"))
-    named = algorithm(given["schedule"][:LONGEST_NAME])
-    costs = Costs.from_json(given.get("costs") or {})
-    table = _built(named, given, costs)
-    limits = checked_limits(given.get("memory_limit"), table.ranks)
+    """Make the document of a schedule by name."""
+    request = check_request(body, _VIEW, required=("schedule", "ranks", "microbatches"))
+    named = algorithm(request["schedule"][:LONGEST_NAME])
+    costs = Costs.from_json(request.get("costs") or {})
+    table = _build(named, request, costs)
+    limits = checked_limits(request.get("memory_limit"), table.ranks)
     source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
-    source |= {"chunks": table.chunks, "options": given.get("options") or {}, "lower": table.lowered, "fsdp": given.get("fsdp", False)}
+    source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
     return document(table, costs, source=source, memory_limit=_plain_limit(limits), depends_on_costs="costs" in named.options)
 
 
 def _plain_limit(limits: tuple[float, ...] | None) -> Any:
-    """One number where all ranks have the same."""
+    """One number if all ranks have the same limit."""
     return limits[0] if limits and len(set(limits)) == 1 else limits
 
 
-def _built(named: Algorithm, given: dict[str, Any], costs: Costs) -> Table:
-    shape = named.shape(given["ranks"], given["microbatches"], given.get("chunks"))
+def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
+    shape = named.shape(request["ranks"], request["microbatches"], request.get("chunks"))
     check_shape(shape)
-    made = named.build(shape.ranks, shape.microbatches, shape.chunks, **_chosen(named, given, costs))
-    check_table(made)
-    if not (given.get("lower") or given.get("fsdp")):
-        return made
-    program = lower(made, fsdp=given.get("fsdp", False))
+    schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **_schedule_options(named, request, costs))
+    check_table(schedule)
+    if not (request.get("lower") or request.get("fsdp")):
+        return schedule
+    program = lower(schedule, fsdp=request.get("fsdp", False))
     check_table(program)
     return program
 
 
-def _chosen(named: Algorithm, given: dict[str, Any], costs: Costs) -> dict[str, Any]:
-    """The options of the schedule; those that are made for costs and memory are told these."""
-    options: dict[str, Any] = dict(given.get("options") or {})
+def _schedule_options(named: Algorithm, request: dict[str, Any], costs: Costs) -> dict[str, Any]:
+    """The options of the schedule, with the costs and the memory limit if it depends on them."""
+    options: dict[str, Any] = dict(request.get("options") or {})
     for name, value in options.items():
         if name not in _options(named):
             raise UsageError(f"{named.name} has no option {name[:LONGEST_NAME]!r}; its options: {', '.join(_options(named)) or 'none'}")
         _check_option(named, name, value)
     if "costs" in named.options:
         options["costs"] = costs
-    limit = given.get("memory_limit")
+    limit = request.get("memory_limit")
     if "memory_limit" in named.options and limit is not None:
         options.setdefault("memory_limit", min(map(parse_size, limit)) if isinstance(limit, list) and limit else limit)
     return options
@@ -112,28 +113,28 @@ def _chosen(named: Algorithm, given: dict[str, Any], costs: Costs) -> dict[str, 
 
 def _check_option(named: Algorithm, name: str, value: Any) -> None:
     kinds: dict[str, tuple[type, ...]] = {"int": (int,), "number": (int, float, str), "text": (str,), "bool": (bool,)}
-    check_fields({name: value}, {name: (*kinds[_type_of(named, name)], type(None))})
+    check_request({name: value}, {name: (*kinds[_type_of(named, name)], type(None))})
 
 
 # A file ---------------------------------------------------------------------------------------------------------------
 
 
-def opened(body: Any) -> Document:
-    """The document of a file's content: CSV or one of our JSON forms."""
-    given = check_fields(body, {"name": (str,), "content": (str,)}, needed=("name", "content"))
-    return file_document(given["name"][:LONGEST_NAME], given["content"])
+def open_file(body: Any) -> Document:
+    """Make the document of a file: CSV or one of our JSON forms."""
+    request = check_request(body, {"name": (str,), "content": (str,)}, required=("name", "content"))
+    return file_document(request["name"][:LONGEST_NAME], request["content"])
 
 
 def file_document(name: str, text: str) -> Document:
-    """The document of a file by its name and content."""
+    """Make the document of a file from its name and content."""
     content = text.removeprefix("\ufeff")
     if content.lstrip()[:1] in ("{", "["):
-        return _of_json(read_json(content, name), name)
+        return _json_document(read_json(content, name), name)
     return table_document(parse_csv(io.StringIO(content, newline=""), name, strict=False), name)
 
 
 def read_json(text: str, name: str = "JSON") -> Any:
-    """JSON as the standard has it: no NaN and no infinities."""
+    """Read JSON as the standard defines it, without NaN and infinity."""
 
     def refuse(constant: str) -> Any:
         raise ValueError(f"{constant} is not a number")
@@ -144,25 +145,23 @@ def read_json(text: str, name: str = "JSON") -> Any:
         raise FileFormatError(name, f"not a JSON file: {error}") from None
 
 
-def _of_json(data: Any, name: str) -> Document:
+def _json_document(data: Any, name: str) -> Document:
     from penstock.simulator.timeline_json import decode
 
     kind = data.get("type") if isinstance(data, dict) else None
     readers: dict[Any, Callable[[], Document]] = {
-        "plan": lambda: _of_plan(data, name),
-        "timeline": lambda: _of_timeline(decode(data, name), name),
+        "plan": lambda: _plan_document(data, name),
+        "timeline": lambda: _saved_timeline_document(decode(data, name), name),
         "schedule": lambda: table_document(json_form.decode(data, name), name),
         "program": lambda: table_document(json_form.decode(data, name), name),
     }
     if not isinstance(kind, str) or kind not in readers:
-        raise FileFormatError(
-            name, f"not a schedule, a program, a timeline or a plan of Penstock: its 'type' is {str(kind)[:LONGEST_NAME]!r}"
-        )
+        raise FileFormatError(name, f"not a Penstock schedule, program, timeline or plan: its 'type' is {str(kind)[:LONGEST_NAME]!r}")
     check_file(data)
     return readers[kind]()
 
 
-def _of_timeline(timeline: Any, name: str) -> Document:
+def _saved_timeline_document(timeline: Any, name: str) -> Document:
     check_table(timeline.table)
     is_measured = timeline.source != "simulated"
     units = ("s", "") if is_measured else ("", "")
@@ -170,7 +169,7 @@ def _of_timeline(timeline: Any, name: str) -> Document:
     return timeline_document(timeline, source=source, findings=check(timeline.table), units=units)
 
 
-def _of_plan(data: Any, name: str) -> Document:
+def _plan_document(data: Any, name: str) -> Document:
     from penstock.planner.plan_file import decode
 
     plan = decode(data, name)
@@ -181,7 +180,7 @@ def _of_plan(data: Any, name: str) -> Document:
 
 
 def table_document(table: Table, name: str) -> Document:
-    """A table as it was found in a file, with whatever is wrong with it."""
+    """Make the document of a table from a file, with the findings on it."""
     check_table(table)
     return document(table, source={"kind": "file", "name": name}, findings=check(table))
 
@@ -190,16 +189,16 @@ def table_document(table: Table, name: str) -> Document:
 
 
 def candidate(body: Any) -> Document:
-    """The document of what a planner tried, as `planning.packed` has it."""
+    """Make the document of a candidate that the planner tried, from what `plan_jobs.pack_candidate` keeps."""
     table = json_form.decode(body["table"], body["name"])
     source = {"kind": "plan", "name": body["name"], "index": body["index"]}
-    made = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_plain_limit(body["limits"]), units=body["units"])
-    return {**made, "title": f"{body['name']}, candidate {body['index']}"}
+    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_plain_limit(body["limits"]), units=body["units"])
+    return {**view, "title": f"{body['name']}, candidate {body['index']}"}
 
 
-ANSWERS: dict[str, Callable[[Any], Any]] = {
+HANDLERS: dict[str, Callable[[Any], Any]] = {
     "view": view,
-    "open": opened,
+    "open": open_file,
     "candidate": candidate,
     "check-plan": check_plan,
 }

@@ -22,6 +22,8 @@ from penstock.cli.options import (
     Receive,
     Source,
     Unit,
+    check_suffix,
+    check_unit,
     file_or_stdout,
 )
 
@@ -52,13 +54,13 @@ def simulate(
             "--output",
             metavar="FILE",
             callback=file_or_stdout,
-            help="Save the timeline too: .svg, .png or .html as a picture, .trace.json for Perfetto, .json to load it again.",
+            help="Also save the timeline: .svg, .png or .html as a picture, .trace.json for Perfetto, .json to load it again.",
         ),
     ] = None,
 ) -> None:
-    """Time a schedule or program: what runs when, what is held, why ranks stand idle.
+    """Time a schedule or program: what runs when, the memory, and why ranks are idle.
 
-    --fsdp, --merge-backward and --receive imply --lower. A FILE may also be a timeline that was saved; it is timed anew with --costs.
+    --fsdp, --merge-backward and --receive imply --lower. A FILE may also be a saved timeline; with --costs it is timed again.
 
     \b
     Examples:
@@ -67,29 +69,30 @@ def simulate(
       penstock simulate zbv.csv --costs costs.toml --fsdp -o zbv.trace.json
       penstock simulate interleaved-1f1b -p 4 -m 16 --chunks 4 --per rank --json
     """
+    from penstock.cli.lowering import optional_lowering
     from penstock.cli.output import deliver
-    from penstock.cli.progress import progress
-    from penstock.cli.source import Wanted
-    from penstock.cli.timed import Timed, check_output, check_unit, recipe
+    from penstock.cli.progress import show_steps
+    from penstock.cli.schedule_source import ScheduleSource
+    from penstock.cli.timeline_source import TimelineSource
     from penstock.draw.save import SUFFIXES
 
     check_unit(unit)
-    suffix = check_output(output, SUFFIXES)
-    how = recipe(lower, fsdp, merge_backward, receive)
-    timed = Timed.read(Wanted(source, ranks, microbatches, chunks, option), costs, per, how)
-    with progress(3) as step:
+    suffix = check_suffix(output, SUFFIXES)
+    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
+    timed = TimelineSource.read(ScheduleSource(source, ranks, microbatches, chunks, option), costs, per, lowering)
+    with show_steps(3) as step:
         step("timing")
         timeline = timed.timeline()
         step("drawing")
         if output is not None:
             timeline.save(output, **({} if unit is None or suffix == ".json" else {"unit": unit}))
         step("summing up")
-        said = data(timeline)
-    deliver(lambda width: _lines(timeline, width, unit), lambda: said, as_json=as_json, output=None)
+        figures = data(timeline)
+    deliver(lambda width: _lines(timeline, width, unit), lambda: figures, as_json=as_json, output=None)
 
 
 def data(timeline: Timeline) -> dict[str, Any]:
-    """The figures, and those of each rank."""
+    """Sum up a timeline for JSON."""
     from penstock.draw.summary import summarize
 
     return {**summarize(timeline), "busy": timeline.busy.tolist(), "costs": timeline.costs.to_json()}

@@ -15,10 +15,10 @@ def show(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Draw a schedule or program: a row a step, a column a rank.
+    """Draw a schedule or program: one row per step, one column per rank.
 
-    Each action stands in the first step in which it could run if every action took one step. With -o, a .csv or .json FILE
-    can be loaded again; any other suffix gets the picture.
+    Each action is in the first step in which it could run if every action took one step. With -o, a .csv or .json FILE can be
+    loaded again; any other suffix gets the picture.
 
     \b
     Examples:
@@ -27,7 +27,7 @@ def show(
       penstock show zbv -p 4 -m 8 -o zbv.csv
       penstock show zbv.csv
     """
-    from penstock.cli.picture import present
-    from penstock.cli.source import Wanted
+    from penstock.cli.output import present
+    from penstock.cli.schedule_source import ScheduleSource
 
-    present(Wanted(source, ranks, microbatches, chunks, option).table(), as_json=as_json, output=output)
+    present(ScheduleSource(source, ranks, microbatches, chunks, option).table(), as_json=as_json, output=output)

@@ -1,4 +1,4 @@
-"""Functions from a file or a module of the user's."""
+"""The user's own code: functions and training files from a file or a module."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ if TYPE_CHECKING:
 
 
 def load_function(source: str) -> Callable[[], Any]:
-    """The function that `FILE.py:FUNCTION` or `MODULE:FUNCTION` names."""
+    """Load the function that `FILE.py:FUNCTION` or `MODULE:FUNCTION` names."""
     place, colon, name = source.rpartition(":")
     if not colon or not name.isidentifier() or not _is_place(place):
         raise UsageError(f"{source!r} is not FILE.py:FUNCTION, like examples/gpt.py:build, nor MODULE:FUNCTION")
     module = load_module(place)
-    known = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
-    found = getattr(module, name, None)
-    if not callable(found):
+    known = [other for other, value in vars(module).items() if callable(value) and not other.startswith("_")]
+    function = getattr(module, name, None)
+    if not callable(function):
         raise UsageError(f"{place} has no function {name!r}: {nearest(name, known)}")
-    return found  # type: ignore[no-any-return]
+    return function  # type: ignore[no-any-return]
 
 
 def load_script(source: str, folder: str = ".") -> Script:
-    """The training file that `FILE.py` or `MODULE` names, and after a colon the function that builds its model.
+    """Load the training file that `FILE.py` or `MODULE` names; after a colon comes the function that builds its model.
 
-    Ranks may run elsewhere than the command did: names are meant in its `folder`.
+    Names are relative to `folder`, the one that the command ran in: ranks may run in another.
     """
     from penstock.runtime.train.training_file import Script
 
@@ -47,14 +47,14 @@ def load_script(source: str, folder: str = ".") -> Script:
 
 
 def load_module(place: str, folder: str = ".") -> ModuleType:
-    """The file or module, run."""
+    """Run a file, or import a module."""
     path = Path(folder, place)
     if path.is_dir():
         raise UsageError(f"{place} is a folder, not a file")
     if path.suffix == ".py" and not path.is_file():
         raise UsageError(f"there is no file {place}")
     try:
-        return _run(path) if path.suffix == ".py" else _imported(place, folder)
+        return _run(path) if path.suffix == ".py" else _import(place, folder)
     except UsageError:
         raise
     except Exception as error:
@@ -65,31 +65,31 @@ def _is_place(place: str) -> bool:
     return Path(place).suffix == ".py" or Path(place).is_dir() or all(part.isidentifier() for part in place.split("."))
 
 
-def _imported(name: str, folder: str) -> ModuleType:
-    """The module of this name; the folder that the command runs in is looked into first."""
-    with _reachable(os.path.abspath(folder)):
+def _import(name: str, folder: str) -> ModuleType:
+    """Import a module by name, looking into the folder of the command first."""
+    with _on_path(os.path.abspath(folder)):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-                raise  # it is there, and lacks something itself
-            raise UsageError(f"there is no module {name}: a file is named with its suffix, {name}.py") from None
+                raise  # the module exists, and one of its own imports is missing
+            raise UsageError(f"there is no module {name}: name a file with its suffix, {name}.py") from None
 
 
 def _run(path: Path) -> ModuleType:
-    """The file as a module; what stands beside it can be imported."""
+    """Run a file as a module; it can import the files beside it."""
     spec = importlib.util.spec_from_file_location(f"__penstock_{path.stem}__", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module.__name__] = module  # dataclasses look themselves up there
-    with _reachable(str(path.parent.resolve())):
+    sys.modules[module.__name__] = module  # dataclasses look up their module there
+    with _on_path(str(path.parent.resolve())):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _reachable(folder: str) -> Iterator[None]:
+def _on_path(folder: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield

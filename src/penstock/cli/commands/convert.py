@@ -12,12 +12,12 @@ from penstock.cli.options import STDOUT, Chunks, Microbatches, Options, Ranks, S
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.cli.source import Wanted
+    from penstock.cli.schedule_source import ScheduleSource
     from penstock.ir.table import Table
 
 
 class Format(StrEnum):
-    """A form that a schedule or program can be written in."""
+    """A file format of schedules and programs."""
 
     CSV = "csv"
     LOWERED_CSV = "lowered-csv"
@@ -33,17 +33,17 @@ def convert(
     microbatches: Microbatches = None,
     chunks: Chunks = None,
     option: Options = None,
-    from_: Annotated[Format | None, typer.Option("--from", help="The form of the input.  [default: by suffix]")] = None,
-    to: Annotated[Format | None, typer.Option("--to", help="The form of the output.  [default: by suffix]")] = None,
+    from_: Annotated[Format | None, typer.Option("--from", help="The format of the input.  [default: by suffix]")] = None,
+    to: Annotated[Format | None, typer.Option("--to", help="The format of the output.  [default: by suffix]")] = None,
     output: Annotated[
         Path | None, typer.Option("-o", "--output", metavar="FILE", callback=writable, help="Another way to give OUT.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON and nothing else.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a description of the file as JSON and nothing else.")] = False,
 ) -> None:
-    """Convert files: PyTorch's CSV, JSON, DeepSpeed's stream.
+    """Convert files between PyTorch's CSV, JSON and DeepSpeed's instruction streams.
 
-    csv holds compute actions only, lowered-csv the whole program: a schedule is lowered for it, and a program loses all but its compute
-    actions for csv. By suffix, .csv and .json keep the input as it is and .ds is deepspeed, an instruction stream.
+    csv holds only compute actions, so a program loses all others; lowered-csv holds the whole program, so a schedule is lowered first.
+    By suffix, .csv and .json keep the input as it is, and .ds is deepspeed.
 
     \b
     Examples:
@@ -52,19 +52,19 @@ def convert(
       penstock convert 1f1b -p 4 -m 8 - --to deepspeed
     """
     from penstock.cli.output import emit, write
-    from penstock.cli.source import Wanted
+    from penstock.cli.schedule_source import ScheduleSource
 
     path = _target(target, output)
     if path == STDOUT and as_json:
-        raise UsageError("--json prints what was written, but OUT is stdout already: name a file")
+        raise UsageError("--json describes the file on stdout, but OUT is stdout already: name a file")
     form = to or _by_suffix(path)
-    table = _fitted(_read(Wanted(source, ranks, microbatches, chunks, option), from_), to)
+    table = _fit(_read(ScheduleSource(source, ranks, microbatches, chunks, option), from_), to)
     text = _text(table, form, path)
     if path == STDOUT:
         emit([text])
     else:
         write(path, text)
-        emit([_said(table, form, path, as_json)])
+        emit([_describe(table, form, path, as_json)])
 
 
 def _target(target: Path | None, output: Path | None) -> Path:
@@ -79,14 +79,14 @@ def _by_suffix(path: Path) -> Format:
     form = known.get(path.suffix.lower())
     if form is None:
         where = "stdout has no suffix" if path == STDOUT else f"{path} ends in none of {', '.join(known)}"
-        raise UsageError(f"{where}: say --to {'|'.join(Format)}")
+        raise UsageError(f"{where}: give --to {'|'.join(Format)}")
     return form
 
 
-def _read(wanted: Wanted, form: Format | None) -> Table:
-    """The input, by its suffix or in the form that was said."""
-    if form is None and Path(wanted.source).suffix.lower() != ".ds":
-        return wanted.table()
+def _read(source: ScheduleSource, form: Format | None) -> Table:
+    """Read the input in this format, or by its suffix."""
+    if form is None and Path(source.source).suffix.lower() != ".ds":
+        return source.table()
     form = form or Format.DEEPSPEED
     from penstock.errors import FileFormatError
     from penstock.ir.csv_form import read_csv
@@ -94,18 +94,18 @@ def _read(wanted: Wanted, form: Format | None) -> Table:
     from penstock.ir.reading import read_text
     from penstock.passes.deepspeed_text import parse_streams, schedule_of
 
-    wanted.refuse_shape()
-    path = wanted.path()
+    source.refuse_shape()
+    path = source.path()
     if form is Format.DEEPSPEED:
-        return schedule_of(parse_streams(read_text(path, "DeepSpeed"), wanted.source), wanted.source)
+        return schedule_of(parse_streams(read_text(path, "DeepSpeed"), source.source), source.source)
     table = read_json(path) if form is Format.JSON else read_csv(path)
     if form is not Format.JSON and table.lowered != (form is Format.LOWERED_CSV):
-        raise FileFormatError(wanted.source, f"the file holds a {'lowered program' if table.lowered else 'schedule'}, not {form}")
+        raise FileFormatError(source.source, f"the file holds a {'lowered program' if table.lowered else 'schedule'}, not {form}")
     return table
 
 
-def _fitted(table: Table, form: Format | None) -> Table:
-    """Lowered, or without all that lowering added, where the form asks for it."""
+def _fit(table: Table, form: Format | None) -> Table:
+    """Lower the table, or undo the lowering, if the format asks for it."""
     from penstock.ir.program import Program
     from penstock.passes.lower import lowering
 
@@ -130,14 +130,13 @@ def _text(table: Table, form: Format, path: Path) -> str:
     return csv_text(table)
 
 
-def _said(table: Table, form: Format, path: Path, as_json: bool) -> str:
-    """What was written."""
-    from penstock.cli.output import to_json
-    from penstock.cli.picture import about
+def _describe(table: Table, form: Format, path: Path, as_json: bool) -> str:
+    """Describe the file that was written."""
+    from penstock.cli.output import describe_table, to_json
 
     if not as_json:
-        return f"{path}: {about(table)}\n"
+        return f"{path}: {describe_table(table)}\n"
     if form is Format.CSV and table.lowered:
         form = Format.LOWERED_CSV
-    what = {"file": str(path), "format": form.value, "type": type(table).__name__.lower(), "name": table.name}
-    return to_json({**what, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches})
+    description = {"file": str(path), "format": form.value, "type": type(table).__name__.lower(), "name": table.name}
+    return to_json({**description, "ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches})

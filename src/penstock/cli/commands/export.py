@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.documents import MemoryLimit, PerSource, Sources
-from penstock.cli.options import CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, file_or_stdout
+from penstock.cli.options import CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, check_suffix, file_or_stdout
+from penstock.cli.studio_documents import MemoryLimit, PerSource, Sources
 
 
 def export(
@@ -24,13 +24,14 @@ def export(
     merge_backward: MergeBackward = False,
     receive: Receive = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="The .html file to write; else stdout.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="The .html file to write.  [default: stdout]"),
     ] = None,
 ) -> None:
     """Write the studio's page with schedules in it: one file that works offline.
 
-    The page times, explains and compares what is in it by itself, also under other costs; only other schedules need 'penstock studio'.
-    A file with mistakes is shown with the verifier's findings in their places.
+    The page itself times, explains and compares the schedules in it, also under other costs; only other schedules need 'penstock
+    studio'. A file with mistakes is shown with the verifier's findings at their places.
 
     \b
     Examples:
@@ -38,14 +39,15 @@ def export(
       penstock export zbv 1f1b -p 8 -m 32 --costs "f=1,i=1,w=1,latency=0.1" -o compare.html
       penstock export predicted.json measured.json -o run.html
     """
-    from penstock.cli.documents import shown
+    from penstock.cli.lowering import optional_lowering
     from penstock.cli.output import emit, write
-    from penstock.cli.timed import check_output, recipe
+    from penstock.cli.studio_documents import make_documents
     from penstock.studio.page import page
 
-    check_output(output, (".html", ".htm"))
-    how = recipe(lower, fsdp, merge_backward, receive)
-    text = page(shown(sources, how, ranks=ranks, microbatches=microbatches, costs=costs, per=per, memory_limit=memory_limit))
+    check_suffix(output, (".html", ".htm"))
+    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
+    shape = {"ranks": ranks, "microbatches": microbatches}
+    text = page(make_documents(sources, lowering, **shape, costs=costs, per=per, memory_limit=memory_limit))
     if output is None:
         emit([text])
     else:

@@ -1,4 +1,4 @@
-"""A training run from the command line: measure, plan, prove, train, compare."""
+"""A training run: measure, plan, prove, train, compare."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.narrate import Narrator
-from penstock.cli.wish import Wish
+from penstock.cli.training.console import TrainConsole
+from penstock.cli.training.options import AUTO, TrainOptions
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -22,45 +22,45 @@ if TYPE_CHECKING:
 
 
 class Session:
-    """One run: what was asked for, and what is known of it so far."""
+    """One run: its options, and its results so far."""
 
-    def __init__(self, wish: Wish, *, quiet: bool) -> None:
-        from penstock.cli.loading import load_script
+    def __init__(self, options: TrainOptions, *, quiet: bool) -> None:
+        from penstock.cli.user_module import load_script
 
-        self.wish = wish
+        self.options = options
         self.plan: Plan | None = None
         self.table: Any = None
         self.proof: Proof | None = None
         self.trained: Trained | None = None
         self.first = True
-        self.load = partial(load_script, wish.source, os.getcwd())
-        self.load()  # says at once what is wrong with it
-        self.how = wish.how()
-        self.narrator = Narrator(quiet)
+        self.load = partial(load_script, options.source, os.getcwd())
+        self.load()  # reports mistakes in the file at once
+        self.how = options.how()
+        self.console = TrainConsole(quiet)
         self.begun = time.perf_counter()
 
     def run(self) -> None:
-        """All of it; on the first rank the results are there afterwards."""
+        """Run everything; afterwards, the first rank has the results."""
         from penstock.runtime.train.ranks import crew
         from penstock.runtime.transport.current_group import rank, under_torchrun
 
         self.first = not under_torchrun() or rank() == 0
         if not self.first:
-            self.narrator = Narrator(quiet=True, silent=True)
-        ranks = self.wish.ranks
-        if self.wish.given is not None and not under_torchrun():
-            ranks = self._given_ranks()
-        with self.narrator.busy("starting the processes"), crew(ranks) as started:
+            self.console = TrainConsole(quiet=True, silent=True)
+        ranks = self.options.ranks
+        if self.options.loaded is not None and not under_torchrun():
+            ranks = self._file_ranks()
+        with self.console.busy("starting the processes"), crew(ranks) as started:
             self._prepare(started)
             self._train(started)
         if self.first:
             self._compare()
 
-    def _given_ranks(self) -> int:
-        given, asked = self.wish.given, self.wish.ranks
-        ranks = int(getattr(given, "schedule", given).ranks)
+    def _file_ranks(self) -> int:
+        loaded, asked = self.options.loaded, self.options.ranks
+        ranks = int(getattr(loaded, "schedule", loaded).ranks)
         if asked not in (None, ranks):
-            raise UsageError(f"--ranks {asked}: {self.wish.schedule} is for {ranks}: leave it out, or plan anew")
+            raise UsageError(f"--ranks {asked}: {self.options.schedule} is for {ranks}: leave it out, or plan again")
         return ranks
 
     # Before training --------------------------------------------------------------------------------------------------
@@ -69,63 +69,63 @@ class Session:
         from penstock.planner.plan import Plan
         from penstock.verifier.verify import verify
 
-        what = self._planned(started) if self.wish.is_planned else self.wish.given or self.wish.named(started.ranks)
-        if isinstance(what, Plan):
-            self.plan, self.table = what, what.schedule
-            self.proof = what.proof
+        options = self.options
+        chosen = self._make_plan(started) if options.is_planned else options.loaded or options.build_schedule(started.ranks)
+        if isinstance(chosen, Plan):
+            self.plan, self.table = chosen, chosen.schedule
+            self.proof = chosen.proof
         else:
             from penstock.passes.lower import lower
 
-            self.table = what
-            self.proof = verify(what if what.lowered else lower(what))
-        self.narrator.proof(self.proof, self.plan)
+            self.table = chosen
+            self.proof = verify(chosen if chosen.lowered else lower(chosen))
+        self.console.proof(self.proof, self.plan)
 
-    def _planned(self, started: Crew) -> Plan:
+    def _make_plan(self, started: Crew) -> Plan:
         from penstock.runtime.train.trainer import measured
 
-        sizes = self.wish.sizes(started.ranks)
-        with self.narrator.measuring(sizes) as tell:
+        sizes = self.options.microbatch_sizes(started.ranks)
+        with self.console.measuring(sizes) as tell:
             profile = started.run(measured, self.load, self.how, sizes, tell=tell)[0]
-        self.narrator.profile(profile)
-        found: Plan = started.once(lambda: self._search(profile, started.ranks))
-        self.narrator.plan(found)
-        return found
+        self.console.profile(profile)
+        plan: Plan = started.once(lambda: self._search(profile, started.ranks))
+        self.console.plan(plan)
+        return plan
 
     def _search(self, profile: Any, ranks: int) -> Plan:
-        """The plan; Ctrl-C ends the whole run here, for a command that trains is not asked for half a plan."""
-        from penstock.cli.interrupt import interruptible
+        """Search for a plan. Ctrl-C ends the whole run here: half a plan is of no use to training."""
+        from penstock.cli.progress import catch_interrupt
         from penstock.planner.plan import plan
 
-        wish = self.wish
-        named = None if wish.schedule == "auto" else [wish.schedule]
-        limit: Any = wish.memory_limit
-        with interruptible() as stopped, self.narrator.planning(profile) as tell:
-            asked: dict[str, Any] = {"memory_limit": limit, "schedules": named, "recompute": wish.recompute, "seconds": wish.seconds}
-            found = plan(profile, ranks=ranks, batch=wish.batch, seed=wish.seed, progress=tell, stop=stopped, **asked)
+        given = self.options
+        options: dict[str, Any] = {"memory_limit": given.memory_limit, "recompute": given.recompute, "seconds": given.seconds}
+        options["schedules"] = None if given.schedule == AUTO else [given.schedule]
+        with catch_interrupt() as stopped, self.console.planning(profile) as tell:
+            best = plan(profile, ranks=ranks, batch=given.batch, seed=given.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
-        return found
+        return best
 
     # Training ---------------------------------------------------------------------------------------------------------
 
     def _train(self, started: Crew) -> None:
         from penstock.runtime.train.trainer import train
 
-        with self.narrator.training(self.wish.steps, self.wish.batch) as tell:
-            what = self.table if self.plan is None else self.plan
-            self.trained = started.run(train, self.load, what, self.how, tell=tell)[0]
+        with self.console.training(self.options.steps, self.options.batch) as tell:
+            chosen = self.table if self.plan is None else self.plan
+            self.trained = started.run(train, self.load, chosen, self.how, tell=tell)[0]
 
     def _compare(self) -> None:
         assert self.trained is not None
-        self.narrator.trained(self.trained, self.wish)
-        self.narrator.parity(self.trained)
+        self.console.trained(self.trained, self.options)
+        self.console.parity(self.trained)
         found = self.differences
         if found is not None:
-            self.narrator.differences(found, self.plan)
+            self.console.differences(found)
 
     @property
     def differences(self) -> Differences | None:
-        """The measured step over the predicted one. Where ranks share cores, what the prediction could not know is scaled away."""
+        """The measured step over the predicted one. If ranks share cores, the prediction is scaled by the mean slowdown."""
         from penstock.simulator.differences import differences
 
         if self.plan is None or self.trained is None or self.trained.timeline is None:
@@ -136,56 +136,53 @@ class Session:
 
     @property
     def equal(self) -> bool:
-        """Whether whatever was compared with the unpipelined model is equal to it."""
+        """Whether all comparisons with the unpipelined model were equal."""
         return self.trained is None or self.trained.equal
 
     # Results ----------------------------------------------------------------------------------------------------------
 
     def save(self, plan: Path | None, record: Path | None, report: Path | None) -> None:
-        """Write what was asked for."""
+        """Write the files that were asked for."""
         if plan is not None and self.plan is not None:
             self.plan.save(plan)
-            self.narrator.saved("plan", plan)
+            self.console.saved("plan", plan)
         if record is not None and self.trained is not None and self.trained.timeline is not None:
             self.trained.timeline.save(record, **({} if record.name.endswith(".json") else {"unit": "s"}))
-            self.narrator.saved("measured step", record)
+            self.console.saved("measured step", record)
         if report is not None:
-            from penstock.cli.training_page import page
+            from penstock.cli.training.report import write_report
             from penstock.ir.csv_form import write_whole
 
             report.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(report, page(self))
-            self.narrator.saved("report", report)
+            write_whole(report, write_report(self))
+            self.console.saved("report", report)
 
-    def ended(self) -> str:
-        """What to say after Ctrl-C."""
-        step, folder = self.narrator.step, self.wish.checkpoints
-        where = f" after step {step} of {self.wish.steps}" if step else ""
-        again = f"; the same command goes on from the last checkpoint in {folder}" if folder is not None and step else ""
+    def interrupted(self) -> str:
+        """Describe the state of the run after Ctrl-C."""
+        step, folder = self.console.step, self.options.checkpoints
+        where = f" after step {step} of {self.options.steps}" if step else ""
+        again = f"; the same command resumes from the last checkpoint in {folder}" if folder is not None and step else ""
         return f"interrupted{where}: all processes have ended{again}"
 
-    def summary(self) -> list[str]:
-        """The last lines."""
-        return list(self._summary())
-
-    def _summary(self) -> Iterator[str]:
+    def summary(self) -> Iterator[str]:
+        """Give the last lines of the output."""
         done = self.trained
         assert done is not None
         if done.saved is not None:
             yield f"\nThe last checkpoint is {done.saved}"
-        yield f"\nThe run took {time.perf_counter() - self.begun:.0f} s in all"
+        yield f"\nThe run took {time.perf_counter() - self.begun:.0f} s in total"
 
     def data(self) -> dict[str, Any]:
         """The results as plain data."""
         done, laid = self.trained, self.differences
         assert done is not None
         return {
-            "source": self.wish.source,
+            "source": self.options.source,
             "schedule": self.table.name,
             "ranks": self.table.ranks,
             "microbatches": self.table.microbatches,
             "begun": done.begun,
-            "steps": self.wish.steps,
+            "steps": self.options.steps,
             "losses": done.losses,
             "seconds": done.seconds,
             "parity": {str(step): [each.in_words() for each in found.all] for step, found in done.parity.items()},

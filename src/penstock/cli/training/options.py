@@ -1,29 +1,29 @@
-"""What `penstock train` was asked for, checked before anything is started."""
+"""The options of `penstock train`, checked before anything starts."""
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.schedule_source import ScheduleSource, read_json_object
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.runtime.train.trainer import How
 
 AUTO = "auto"
-FINER = (2, 4)
-"""Microbatches a rank that a batch is cut into, where they are chosen."""
+MICROBATCHES_PER_RANK = (2, 4)
+"""The microbatch counts that are measured if none is given."""
 BATCH, SECONDS = 32, 5.0
-"""Samples of a step and how long to search, where nothing is said."""
+"""Defaults: samples per step, and how long to search."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """The options."""
+class TrainOptions:
+    """The options as they were given; making one refuses options that do not go together."""
 
     source: str
     ranks: int | None = None
@@ -41,15 +41,16 @@ class Wish:
     check: bool = False
 
     def __post_init__(self) -> None:
-        from penstock.cli.plan import size
+        from penstock.cli.options import read_size
 
         least = {
             "--ranks": (self.ranks, 1),
             "--microbatches": (self.microbatches, 1),
             "--steps": (self.steps, 1),
             "--batch": (self.samples, 1),
+            "--every": (self.every, 0),
+            "--seed": (self.seed, 0),
         }
-        least |= {"--every": (self.every, 0), "--seed": (self.seed, 0)}
         for option, (value, low) in least.items():
             if value is not None and value < low:
                 raise UsageError(f"{option} {value}: give a whole number of at least {low}")
@@ -60,11 +61,11 @@ class Wish:
             raise UsageError(f"--microbatches {self.microbatches} of a --batch of {self.batch}: a microbatch has at least one sample")
         if self.is_planned and self.microbatches is not None and self.batch % self.microbatches:
             raise UsageError(f"--batch {self.batch} cannot be cut into {self.microbatches} equal microbatches: take a multiple")
-        size("--memory-limit", self.memory_limit)
+        read_size("--memory-limit", self.memory_limit)
         if self.checkpoints is not None and self.checkpoints.is_file():
             raise UsageError(f"--checkpoints {self.checkpoints} is a file: name a folder")
         if self.every and self.checkpoints is None:
-            raise UsageError("--every says how often to save: say where with --checkpoints FOLDER")
+            raise UsageError("--every is the interval of checkpoints: give their folder with --checkpoints FOLDER")
 
     def _check_schedule(self) -> None:
         from penstock.errors import nearest
@@ -72,35 +73,41 @@ class Wish:
 
         if self.is_file:
             if self.memory_limit is not None:
-                raise UsageError(f"--memory-limit is for what is planned: {self.schedule} is a file and stays as it is")
-            self._check_given()
+                raise UsageError(f"--memory-limit is for planning: {self.schedule} is a file and is used as it is")
+            self._check_file()
         elif self.schedule != AUTO and self.schedule not in algorithms():
             raise UsageError(f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, [*algorithms(), AUTO])}")
         for option, is_given in {"--recompute": self.recompute, "--seconds": self.search is not None}.items():
             if is_given and not self.is_planned:
-                raise UsageError(f"{option} is for what is planned: --schedule auto, or a NAME with a --memory-limit")
+                raise UsageError(f"{option} is for planning: use --schedule auto, or a NAME with a --memory-limit")
 
-    def _check_given(self) -> None:
-        """Refuse what a file says otherwise; a plan's memory and times hold for its own batch alone."""
-        table = getattr(self.given, "schedule", self.given)
-        said = {"--microbatches": (self.microbatches, table.microbatches)}
+    def _check_file(self) -> None:
+        """Refuse options that contradict the file; the memory and times of a plan hold only for its own batch."""
+        table = getattr(self.loaded, "schedule", self.loaded)
+        fixed = {"--microbatches": (self.microbatches, table.microbatches)}
         if self.planned_batch is not None:
-            said["--batch"] = (self.samples, self.planned_batch)
-        for option, (asked, there) in said.items():
-            if asked is not None and asked != there:
-                raise UsageError(f"{option} {asked}: {self.schedule} is for {there}: leave it out, or plan anew")
+            fixed["--batch"] = (self.samples, self.planned_batch)
+        for option, (value, expected) in fixed.items():
+            if value is not None and value != expected:
+                raise UsageError(f"{option} {value}: {self.schedule} is for {expected}: leave it out, or plan again")
 
     @cached_property
-    def given(self) -> Any:
-        """The plan, schedule or program in the file, if one is named."""
-        return self._loaded() if self.is_file else None
+    def loaded(self) -> Any:
+        """The plan, schedule or program in the file; None if --schedule is not a file."""
+        from penstock.planner.plan import Plan
+
+        if not self.is_file:
+            return None
+        source = ScheduleSource(self.schedule)
+        data = read_json_object(source.path())
+        return Plan.load(self.schedule) if data is not None and data.get("type") == "plan" else source.table()
 
     @property
     def planned_batch(self) -> int | None:
-        """The samples of a step that a plan in the file is for."""
+        """The samples per step of the plan in the file."""
         from penstock.planner.plan import Plan
 
-        return self.given.microbatches * self.given.microbatch if isinstance(self.given, Plan) else None
+        return self.loaded.microbatches * self.loaded.microbatch if isinstance(self.loaded, Plan) else None
 
     @property
     def batch(self) -> int:
@@ -112,51 +119,29 @@ class Wish:
 
     @property
     def is_file(self) -> bool:
-        from penstock.cli.source import Wanted
-
-        return self.schedule != AUTO and Wanted(self.schedule).is_file
+        return self.schedule != AUTO and ScheduleSource(self.schedule).is_file
 
     @property
     def is_planned(self) -> bool:
-        """Whether the model is measured and planned for: also where a schedule must fit into a limit."""
+        """Whether the model is measured and planned: for auto, and for a named schedule that must fit into a limit."""
         return self.schedule == AUTO or (self.memory_limit is not None and not self.is_file)
 
-    def _loaded(self) -> Any:
-        from penstock.cli.source import Wanted
-        from penstock.planner.plan import Plan
-
-        wanted = Wanted(self.schedule)
-        if _is_plan(wanted.path()):
-            return Plan.load(self.schedule)
-        return wanted.table()
-
-    def named(self, ranks: int) -> Any:
-        """The schedule of that name."""
+    def build_schedule(self, ranks: int) -> Any:
+        """Build the named schedule."""
         from penstock.schedules.registry import schedule
 
         return schedule(self.schedule, ranks, self.microbatches or min(2 * ranks, self.batch))
 
-    def sizes(self, ranks: int) -> list[int]:
-        """The microbatch sizes to measure, the largest first."""
+    def microbatch_sizes(self, ranks: int) -> list[int]:
+        """Choose the microbatch sizes to measure, the largest first."""
         if self.microbatches is not None:
             return [self.batch // self.microbatches]
-        cut = [self.batch // (finer * ranks) for finer in FINER if self.batch % (finer * ranks) == 0]
-        return cut or [next(size for size in range(max(1, self.batch // (2 * ranks)), 0, -1) if self.batch % size == 0)]
+        sizes = [self.batch // (count * ranks) for count in MICROBATCHES_PER_RANK if self.batch % (count * ranks) == 0]
+        return sizes or [next(size for size in range(max(1, self.batch // (2 * ranks)), 0, -1) if self.batch % size == 0)]
 
     def how(self) -> How:
-        """What each rank is told."""
+        """Give the settings of every rank."""
         from penstock.runtime.train.trainer import How, known_device
 
         folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
         return How(self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, known_device(self.device))
-
-
-def _is_plan(path: Path) -> bool:
-    """Whether a file is a plan; what is wrong with one that cannot be read is said when it is read as a schedule."""
-    if path.suffix.lower() != ".json":
-        return False
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(data, dict) and data.get("type") == "plan"

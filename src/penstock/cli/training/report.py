@@ -1,4 +1,4 @@
-"""A training run as a page: what was measured, planned, proved, trained and compared."""
+"""A training run as a web page: what was measured, planned, proved, trained and compared."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.draw.html import Card, Section, report_html
 from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
-    from penstock.cli.training import Session
+    from penstock.cli.training.session import Session
     from penstock.planner.plan import Plan
     from penstock.runtime.train.trainer import Trained
     from penstock.simulator.differences import Differences
@@ -23,14 +23,14 @@ MOST = 16
 """Candidates in the table."""
 
 
-def page(session: Session) -> str:
-    """The page of a run that has ended."""
+def write_report(session: Session) -> str:
+    """Write the page of a run that has ended."""
     done = session.trained
     assert done is not None
     table = session.table
     lead = (
-        f"{session.wish.source} as {format_count(table.stages, 'stage')} on {format_count(table.ranks, 'rank')}, "
-        f"{format_count(table.microbatches, 'microbatch')} a step, by the schedule {table.name or 'of the file'}: "
+        f"{session.options.source} as {format_count(table.stages, 'stage')} on {format_count(table.ranks, 'rank')}, "
+        f"{format_count(table.microbatches, 'microbatch')} per step, with the schedule {table.name or 'of the file'}: "
         "planned, proved, trained, and compared with the unpipelined model."
     )
     return report_html("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
@@ -39,11 +39,11 @@ def page(session: Session) -> str:
 def _cards(session: Session, done: Trained) -> Iterator[Card]:
     if done.losses:
         yield Card("loss", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{format_count(len(done.losses), 'step')}")
-        middle = statistics.median(done.seconds)
-        yield Card("a step", f"{middle * 1e3:.0f} ms", f"{session.wish.batch / middle:.0f} samples a second")
+        median = statistics.median(done.seconds)
+        yield Card("step time", f"{median * 1e3:.0f} ms", f"{session.options.batch / median:.0f} samples per second")
     if done.parity:
-        exact = all(each.loop.exact for each in done.parity.values())
-        worst = max(each.loop.worst for each in done.parity.values())
+        exact = all(parity.loop.exact for parity in done.parity.values())
+        worst = max(parity.loop.worst for parity in done.parity.values())
         value = "equal to the last bit" if exact else f"equal to {worst:.0e}" if done.equal else "different"
         yield Card("loss and gradients", value, "against the unpipelined model, same microbatches", done.equal)
     proof = session.proof
@@ -78,8 +78,8 @@ def _sections(session: Session, done: Trained) -> Iterator[Section]:
         from penstock.draw.figures.timelines import draw_timelines
 
         text = "One of the last steps, the one that took the median time."
-        yield Section("What was measured", text).figure(draw_timelines(done.timeline, unit="s", memory=False), "the measured timeline")
-    yield Section("Do it again", "The command that made this page.").code(_command())
+        yield Section("The measured step", text).figure(draw_timelines(done.timeline, unit="s", memory=False), "the measured timeline")
+    yield Section("Run it again", "The command that made this page.").code(_command())
 
 
 def _model(plan: Plan) -> Section:
@@ -94,8 +94,8 @@ def _model(plan: Plan) -> Section:
         ranks = "/".join(str(copy[stage]) for copy in plan.placement.copies)
         rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(held)])
         first += len(layers)
-    header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "kept")
-    text = f"Every layer was {plan.profile.source}; the plan cuts them into {format_count(len(rows), 'stage')}."
+    header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "state")
+    text = f"Every layer was {plan.profile.source}; the plan splits them into {format_count(len(rows), 'stage')}."
     return Section("The model, measured", text).table(header, rows)
 
 
@@ -109,35 +109,35 @@ def _candidates(plan: Plan) -> Section:
     rows = []
     for each in shown:
         fits = "fits" if each.fits else f"{units.size(each.excess or 0.0)} over"
-        said = [each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0)]
-        rows.append([*said, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), fits])
+        cells = [each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0)]
+        rows.append([*cells, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), fits])
     header = ("candidate", "placement", "microbatches", "takes", "bubble", "peak memory", "limit")
     text = (
         f"{len(plan.alternatives)} candidates were considered, {sum(each.fits for each in plan.alternatives)} fit. "
         f"No schedule with this placement and partition can take less than {units.time(plan.bound)}."
     )
-    made = Section("What the plan was chosen from", text).figure(draw_tradeoff(plan), "time against memory of the candidates")
-    return made.table(header, rows, chosen=shown.index(chosen))
+    section = Section("The candidates of the plan", text).figure(draw_tradeoff(plan), "time against memory of the candidates")
+    return section.table(header, rows, chosen=shown.index(chosen))
 
 
 def _proof(session: Session) -> Section:
     proof = session.proof
     assert proof is not None
-    what = "Every one of these holds for every action and message of the program that ran."
-    return Section("Proved before it ran", what).table(("rule", "what holds"), list(proof.rules.items()))
+    text = "Each of these rules holds for every action and message of the program that ran."
+    return Section("Proved before it ran", text).table(("rule", "what holds"), list(proof.rules.items()))
 
 
 def _predicted(plan: Plan) -> Section:
     from penstock.draw.figures.timelines import draw_timelines
 
-    text = "Each row is a rank, each box one microbatch's forward or backward; below, what the ranks hold."
-    return Section("The step as predicted", text).figure(draw_timelines(plan.predicted, unit="s"), "the predicted timeline")
+    text = "Each row is a rank, and each box the forward or backward of one microbatch; the memory of the ranks is below."
+    return Section("The predicted step", text).figure(draw_timelines(plan.predicted, unit="s"), "the predicted timeline")
 
 
 def _training(done: Trained) -> Section:
     from penstock.draw.figures.loss_curve import draw_loss_curve
 
-    begun = f" It went on from step {done.begun}." if done.begun else ""
+    begun = f" It resumed from step {done.begun}." if done.begun else ""
     return Section("Training", f"The loss of each step.{begun}").figure(
         draw_loss_curve(done.losses, first=done.begun + 1), "the loss by step"
     )
@@ -145,27 +145,27 @@ def _training(done: Trained) -> Section:
 
 def _parity(done: Trained) -> Section:
     rows = []
-    for step, each in done.parity.items():
-        for found in each.all:
-            reference, _, said = found.in_words().partition(": ")
-            rows.append([f"step {step}", reference, said])
+    for step, parity in done.parity.items():
+        for comparison in parity.all:
+            reference, _, result = comparison.in_words().partition(": ")
+            rows.append([f"step {step}", reference, result])
     text = (
-        "The loss, every gradient and their norm, against the unpipelined model with the same weights: over the same microbatches one "
-        "after the other, and over the whole batch at once, which rounds in another order."
+        "The loss, every gradient and the gradient norm, compared with the unpipelined model with the same weights: run on the same "
+        "microbatches one after the other, and on the whole batch at once, which rounds in another order."
     )
-    return Section("The numbers of the unpipelined model", text).table(("", "reference", "loss and gradients"), rows)
+    return Section("Parity with the unpipelined model", text).table(("", "reference", "loss and gradients"), rows)
 
 
 def _overlay(found: Differences) -> Section:
     from penstock.draw.differences import describe_differences
     from penstock.draw.figures.overlay import draw_overlay
 
-    text = "Of each rank the predicted step above, the measured one below, and how late it runs."
+    text = "For each rank: the predicted step above, the measured one below, and how late it runs."
     if found.scale != 1.0:
         text += f" The ranks shared this machine's {os.cpu_count()} cores: predicted times are multiplied by {found.scale:.2f}, "
-        text += "as the mean action took."
-    made = Section("Measured over predicted", text).figure(draw_overlay(found, unit="s"), "the measured timeline over the predicted one")
-    return made.texts(list(describe_differences(found, "s")), "all figures, and where they part")
+        text += "the mean slowdown."
+    section = Section("Measured over predicted", text).figure(draw_overlay(found, unit="s"), "the measured timeline over the predicted one")
+    return section.texts(list(describe_differences(found, "s")), "all figures, and where they part")
 
 
 def _command() -> str:

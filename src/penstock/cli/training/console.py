@@ -1,4 +1,4 @@
-"""What a training run says while it goes on: headings and figures on stdout, live progress on stderr."""
+"""The output of a training run: headings and figures on stdout, live progress on stderr."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.cli.wish import Wish
+    from penstock.cli.training.options import TrainOptions
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
     from penstock.runtime.train.trainer import Moment, Trained
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from penstock.verifier.proof import Proof
 
 SHOWN = 6
-"""Candidates that are listed."""
+"""Candidates of a plan that are listed."""
 LINES = 10
-"""Lines about training where no bar can be drawn."""
+"""Lines per training run if no bar can be drawn."""
 BLOCKS = "▁▂▃▄▅▆▇█"
 
 
-class Narrator:
-    """Speaks for the run. `quiet` says nothing on stdout, `silent` nothing at all."""
+class TrainConsole:
+    """Prints a run as it goes on. `quiet` prints nothing on stdout, `silent` nothing at all."""
 
     def __init__(self, quiet: bool, silent: bool = False) -> None:
         from rich.console import Console
@@ -34,7 +34,7 @@ class Narrator:
         self.err = Console(stderr=True, highlight=False, quiet=silent, soft_wrap=True)
         self.silent = silent
         self.step = 0
-        """The last one that was made."""
+        """The last step that has ended."""
         self._number = 0
 
     def head(self, title: str) -> None:
@@ -52,10 +52,10 @@ class Narrator:
     def _live(self) -> bool:
         return sys.stderr.isatty() and not self.silent
 
-    def busy(self, what: str) -> AbstractContextManager[None]:
-        """Say that something is under way which shows nothing of itself."""
+    def busy(self, work: str) -> AbstractContextManager[None]:
+        """Announce work that shows no progress."""
         if self._live:
-            self.err.print(f"[dim]{what} ...[/dim]")
+            self.err.print(f"[dim]{work} ...[/dim]")
         return nullcontext()
 
     @contextmanager
@@ -68,10 +68,10 @@ class Narrator:
             yield lambda moment: status.update(moment.what)
 
     def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
-        from penstock.cli.live import live
-        from penstock.planner.units import Units
+        from penstock.cli.progress import show_planning
+        from penstock.text.units import Units
 
-        return live(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
+        return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
 
     @contextmanager
     def training(self, steps: int, batch: int) -> Iterator[Callable[[Moment], None]]:
@@ -88,7 +88,7 @@ class Narrator:
             yield tell
 
     def _lines(self, steps: int) -> Callable[[Moment], None]:
-        """A line now and then."""
+        """Print a line now and then."""
 
         def tell(moment: Moment) -> None:
             if moment.loss is None:
@@ -100,67 +100,67 @@ class Narrator:
 
     # Results ----------------------------------------------------------------------------------------------------------
 
-    def profile(self, found: Profile) -> None:
-        from penstock.planner.units import Units
+    def profile(self, profile: Profile) -> None:
+        from penstock.text.units import Units
 
-        units, sizes = Units(found.time_unit, in_bytes=True), [found.at(size) for size in found.sizes]
-        times = ", ".join(f"{units.time(each.time)} for a microbatch of {each.microbatch}" for each in sizes)
-        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in found.layers)
-        self.say(f"{len(found)} layers, {times}; parameters, gradients and optimizer {units.size(held)}")
-        if found.bandwidth is not None:
-            self.say(f"a message between ranks takes {units.time(found.latency)} at least, then {units.size(found.bandwidth)} a second")
+        units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
+        times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
+        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
+        self.say(f"{len(profile)} layers, {times}; parameters, gradients and optimizer {units.size(held)}")
+        if profile.bandwidth is not None:
+            self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
 
-    def plan(self, found: Plan) -> None:
-        self.head(f"Plan: {found.name}, {found.placement.kind} placement, {found.microbatches} microbatches of {found.microbatch}")
-        units = found.units
-        self.say(f"predicted {units.time(found.objective)} a step, bubble {found.predicted.bubble:.1%}; bound {units.time(found.bound)}")
-        peak = units.size(max(found.predicted.peak_memory))
-        limit = "" if found.memory_limit is None else f" of {units.size(max(found.memory_limit))} allowed"
-        self.say(f"layers a stage {', '.join(map(str, found.partition))}; the fullest rank holds {peak}{limit}")
-        self.say("\n" + "\n".join(candidates(found, SHOWN)))
+    def plan(self, plan: Plan) -> None:
+        self.head(f"Plan: {plan.name}, {plan.placement.kind} placement, {plan.microbatches} microbatches of {plan.microbatch}")
+        units = plan.units
+        self.say(f"predicted {units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}; bound {units.time(plan.bound)}")
+        peak = units.size(max(plan.predicted.peak_memory))
+        limit = "" if plan.memory_limit is None else f" of {units.size(max(plan.memory_limit))} allowed"
+        self.say(f"layers per stage {', '.join(map(str, plan.partition))}; the fullest rank holds {peak}{limit}")
+        self.say("\n" + "\n".join(_candidate_lines(plan, SHOWN)))
 
     def proof(self, proof: Proof, plan: Plan | None) -> None:
         self.head("Prove it before it runs")
-        self.say(str(proof) if plan is None else _without_memory(proof, plan))
+        self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
 
-    def trained(self, done: Trained, wish: Wish) -> None:
+    def trained(self, done: Trained, options: TrainOptions) -> None:
         from penstock.text.numbers import format_count
 
         if done.loaded is not None:
-            self.say(f"went on from {done.loaded}")
+            self.say(f"resumed from {done.loaded}")
         if not done.losses:
-            self.say(f"nothing was left to do: the checkpoint is of step {done.begun}; ask for more --steps")
+            self.say(f"nothing to do: the checkpoint is at step {done.begun}; give more --steps")
             return
-        middle = sorted(done.seconds)[len(done.seconds) // 2]
+        median = sorted(done.seconds)[len(done.seconds) // 2]
         self.say(f"loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}   {sparkline(done.losses)}")
-        self.say(f"{format_count(len(done.losses), 'step')}, {middle * 1e3:.0f} ms each, {wish.batch / middle:.0f} samples a second")
+        self.say(f"{format_count(len(done.losses), 'step')}, {median * 1e3:.0f} ms each, {options.batch / median:.0f} samples per second")
 
     def parity(self, done: Trained) -> None:
         if not done.parity:
             return
         self.head("Compare loss and gradients with the unpipelined model")
-        for step, found in done.parity.items():
-            for each in found.all:
-                self.say(f"step {step}, {each.in_words()}")
+        for step, parity in done.parity.items():
+            for comparison in parity.all:
+                self.say(f"step {step}, {comparison.in_words()}")
 
-    def differences(self, found: Differences, plan: Plan | None) -> None:
-        from penstock.planner.units import Units
+    def differences(self, found: Differences) -> None:
+        from penstock.text.units import Units
 
         units = Units("s")
-        self.head("Lay the measured over the predicted step")
+        self.head("Overlay the measured and the predicted step")
         if found.scale != 1.0:
-            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {found.scale:.2f}, as the mean action took")
+            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {found.scale:.2f}, the mean slowdown")
         both, bubble = found.makespan, found.bubble
-        self.say(f"makespan {units.time(both.predicted)} predicted, {units.time(both.measured)} measured, the median of the last steps")
+        self.say(f"makespan {units.time(both.predicted)} predicted, {units.time(both.measured)} measured (the median of the last steps)")
         self.say(f"bubble {bubble.predicted:.1%} predicted, {bubble.measured:.1%} measured")
 
-    def saved(self, what: str, path: Path) -> None:
-        self.out.print(f"\nThe {what} is in [bold]{path}[/bold]")
+    def saved(self, result: str, path: Path) -> None:
+        self.out.print(f"\nThe {result} is in [bold]{path}[/bold]")
 
 
-def candidates(plan: Plan, shown: int) -> Iterator[str]:
-    """The quickest that fit and the quickest that do not, a line each."""
-    from penstock.planner.units import table
+def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
+    """The fastest candidates that fit and the fastest that do not, one line each."""
+    from penstock.text.table import format_table
 
     units = plan.units
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
@@ -168,15 +168,15 @@ def candidates(plan: Plan, shown: int) -> Iterator[str]:
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
     fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
     for each in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
-        said = (each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0))
+        cells = (each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0))
         end = "" if each.fits else f"{units.size(each.excess or 0.0)} over the limit"
-        rows.append(("->" if each is chosen else "", *said, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), end))
-    yield from table(rows, left=(1, 2, 7))
+        rows.append(("->" if each is chosen else "", *cells, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), end))
+    yield from format_table(rows, left=(1, 2, 7), indent="  ")
     yield f"  {len(fitting)} of {len(plan.alternatives)} candidates fit"
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
-    """The course of some values as a row of blocks.
+    """Draw a row of blocks, as high as the values.
 
     >>> sparkline([1.0, 2.0, 3.0, 8.0])
     '▁▂▃█'
@@ -190,8 +190,8 @@ def sparkline(values: list[float], width: int = 32) -> str:
     return "".join(BLOCKS[round(step)] for step in steps) if can_print(BLOCKS) and not math.isnan(sum(means)) else ""
 
 
-def _without_memory(proof: Proof, plan: Plan) -> str:
-    """The proof, with its memory in the plan's units."""
+def _proof_in_units(proof: Proof, plan: Plan) -> str:
+    """Write the proof with memory in the plan's units."""
     lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
     if plan.memory_limit is None:
         return "\n".join(lines)
@@ -201,8 +201,8 @@ def _without_memory(proof: Proof, plan: Plan) -> str:
 
 
 @contextmanager
-def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Moment], None]]:
-    """A bar with the loss and its course."""
+def _bar(steps: int, batch: int, console: TrainConsole) -> Iterator[Callable[[Moment], None]]:
+    """Show a bar with the loss and its curve."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
@@ -210,7 +210,7 @@ def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Momen
     texts = [TextColumn("{task.fields[loss]}", "bold", table_column=loss), TextColumn("{task.fields[what]}", "dim", table_column=what)]
     columns = [BarColumn(bar_width=16), MofNCompleteColumn(table_column=Column(no_wrap=True)), TimeElapsedColumn(), *texts]
     losses: list[float] = []
-    with Progress(*columns, console=narrator.err, transient=True, expand=True) as bar:
+    with Progress(*columns, console=console.err, transient=True, expand=True) as bar:
         task = bar.add_task("", total=steps, loss="", what="building the pipeline")
 
         def show(moment: Moment) -> None:

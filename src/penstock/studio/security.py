@@ -1,4 +1,4 @@
-"""Who may ask: this machine's own pages, and nobody who was sent here by a name or a page of somebody else's."""
+"""Which requests are allowed: only those of the studio's own page, by the Host, Origin and Sec-Fetch-Site headers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ LOCAL = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Hosts:
-    """The names under which the studio answers. Where it is open to others, also every address and the machine's own name.
+    """The host names that the studio answers to; if it is open to other machines, also every IP address and this machine's name.
 
-    A page of somebody else's can point a name of theirs at this machine, but not an address: names are what is checked.
+    An attacker's page can point its own host name at this machine (DNS rebinding), but not an address, so names are checked.
     """
 
     host: str
@@ -30,10 +30,10 @@ class Hosts:
         return self.host in LOCAL or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
     def knows(self, authority: str) -> bool:
-        """Whether a Host header, a name and maybe a port, is one of ours."""
+        """Whether a Host header (a name, maybe with a port) is one of ours."""
         try:
             name = urlsplit(f"//{authority}").hostname or ""
-            urlsplit(f"//{authority}").port  # noqa: B018 - refuses what is no port
+            urlsplit(f"//{authority}").port  # noqa: B018 - refuses an invalid port
         except ValueError:
             return False
         if "@" in authority or "/" in authority:
@@ -51,8 +51,8 @@ def _is_address(name: str) -> bool:
     return True
 
 
-class Guard:
-    """Refuses requests of other origins, and says with every answer what a browser may do with it."""
+class OriginGuard:
+    """Middleware that refuses requests of other origins, and adds security headers to every response."""
 
     def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self.app = app
@@ -78,13 +78,13 @@ class Guard:
 
     def refusal(self, scope: Scope) -> str | None:
         """Why the request is refused, if it is."""
-        given: list[tuple[bytes, bytes]] = list(scope["headers"])
-        hosts, origins, sites = ([value.decode("latin-1") for name, value in given if name == wanted] for wanted in _CHECKED)
+        headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        hosts, origins, sites = ([value.decode("latin-1") for name, value in headers if name == checked] for checked in _CHECKED)
         if len(hosts) != 1 or not self.hosts.knows(hosts[0]):
-            return "the studio does not answer under this name: open it as http://localhost with its port"
-        away = scope["path"] != "/" and any(site not in ("same-origin", "none") for site in sites)  # a link may lead to the page
-        if away or any(origin != f"http://{hosts[0]}" for origin in origins):
-            return "the studio answers its own page only, not pages of other origins"
+            return "the studio does not answer to this name: open it as http://localhost with its port"
+        foreign = scope["path"] != "/" and any(site not in ("same-origin", "none") for site in sites)  # other sites may link to the page
+        if foreign or any(origin != f"http://{hosts[0]}" for origin in origins):
+            return "the studio answers only its own page, not pages of other origins"
         return None
 
 
@@ -92,7 +92,7 @@ _CHECKED = (b"host", b"origin", b"sec-fetch-site")
 
 
 def _headers() -> list[tuple[bytes, bytes]]:
-    said: dict[str, Any] = {
+    headers: dict[str, Any] = {
         "content-security-policy": policy(),
         "x-content-type-options": "nosniff",
         "x-frame-options": "DENY",
@@ -101,4 +101,4 @@ def _headers() -> list[tuple[bytes, bytes]]:
         "cross-origin-resource-policy": "same-origin",
         "cache-control": "no-store",
     }
-    return [(name.encode(), value.encode()) for name, value in said.items()]
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
