@@ -35,21 +35,21 @@ class TextSection:
 
 
 def describe_differences(
-    found: Differences, unit: str | None = None, words: tuple[str, str] = WORDS, title: str | None = None
+    differences: Differences, unit: str | None = None, words: tuple[str, str] = WORDS, title: str | None = None
 ) -> Iterator[TextSection]:
     """Describe all differences; `words` are the names of the two timelines, and `title` is the first heading."""
-    whole = found.makespan.predicted
-    yield _whole(found, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}")
-    yield _shorten("by rank", ("", *_twice("busy", words), *_twice("idle", words)), _rank_rows(found), whole)
+    whole = differences.makespan.predicted
+    yield _whole(differences, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}")
+    yield _shorten("by rank", ("", *_twice("busy", words), *_twice("idle", words)), _rank_rows(differences), whole)
     yield TextSection(
-        "idle time of all ranks", ("", *words, "difference"), [_cause_row(cause, both) for cause, both in found.idle_by_cause.items()]
+        "idle time of all ranks", ("", *words, "difference"), [_cause_row(cause, both) for cause, both in differences.idle_by_cause.items()]
     )
-    yield _shorten("what an action takes", ("", "number", *words, "ratio"), _stage_rows(found), whole)
-    if found.channels:
+    yield _shorten("what an action takes", ("", "number", *words, "ratio"), _stage_rows(differences), whole)
+    if differences.channels:
         header = ("", "number", *_twice("until sent", words)[:2], *_twice("under way", words))
-        yield _shorten("what a message takes", header, _channel_rows(found), whole)
-    yield TextSection("where they part", sentences=list(_parting(found, unit)))
-    yield from _delays(found)
+        yield _shorten("what a message takes", header, _channel_rows(differences), whole)
+    yield TextSection("where they part", sentences=list(_parting(differences, unit)))
+    yield from _delays(differences)
 
 
 def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
@@ -65,26 +65,26 @@ def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _whole(found: Differences, words: tuple[str, str], title: str) -> TextSection:
+def _whole(differences: Differences, words: tuple[str, str], title: str) -> TextSection:
     rows = [
-        ("makespan", *_numbers(found.makespan), _ratio(found.makespan)),
-        ("bubble", format_percent(found.bubble.predicted), format_percent(found.bubble.measured), _ratio(found.bubble)),
-        ("messages under way", *_numbers(found.communication), _ratio(found.communication)),
+        ("makespan", *_numbers(differences.makespan), _ratio(differences.makespan)),
+        ("bubble", format_percent(differences.bubble.predicted), format_percent(differences.bubble.measured), _ratio(differences.bubble)),
+        ("messages under way", *_numbers(differences.communication), _ratio(differences.communication)),
     ]
-    return TextSection(title, ("", *words, "ratio"), rows, list(_notes(found, words)))
+    return TextSection(title, ("", *words, "ratio"), rows, list(_notes(differences, words)))
 
 
-def _notes(found: Differences, words: tuple[str, str]) -> Iterator[str]:
+def _notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
     """What readers of the tables must know."""
-    if found.scale != 1.0:
-        yield f"the {words[0]} times are multiplied by {format_number(found.scale)}"
-    if found.unlike is not None:
+    if differences.scale != 1.0:
+        yield f"the {words[0]} times are multiplied by {format_number(differences.scale)}"
+    if differences.unlike is not None:
         yield (
-            f"the median action takes {format_number(found.unlike)} times as long as {words[0]}: the units must differ; "
+            f"the median action takes {format_number(differences.unlike)} times as long as {words[0]}: the units must differ; "
             "name the unit of the prediction with --unit, or let --scale auto find the factor"
         )
-    if found.match.other_order is not None:
-        rank, one, other = found.match.other_order
+    if differences.match.other_order is not None:
+        rank, one, other = differences.match.other_order
         yield f"the orders differ on rank {rank}: {words[0]} {one}, {words[1]} {other}"
 
 
@@ -92,24 +92,24 @@ def _twice(what: str, words: tuple[str, str]) -> tuple[str, str, str]:
     return f"{what}: {words[0]}", words[1], "ratio"
 
 
-def _rank_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _rank_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (
             max(abs(busy.difference), abs(idle.difference)),
             [f"rank {rank}", *_numbers(busy), _ratio(busy), *_numbers(idle), _ratio(idle)],
         )
-        for rank, (busy, idle) in enumerate(zip(found.busy, found.idle, strict=True))
+        for rank, (busy, idle) in enumerate(zip(differences.busy, differences.idle, strict=True))
     ]
 
 
-def _stage_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _stage_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (abs(each.mean.difference) * each.count, [work_name(each.work), str(each.count), *_numbers(each.mean), _ratio(each.mean)])
-        for each in found.lengths
+        for each in differences.lengths
     ]
 
 
-def _channel_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _channel_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (
             abs(each.held.difference + each.travel.difference) * each.count,
@@ -121,7 +121,7 @@ def _channel_rows(found: Differences) -> list[tuple[float, list[str]]]:
                 _ratio(each.travel),
             ],
         )
-        for each in found.channels
+        for each in differences.channels
     ]
 
 
@@ -147,15 +147,16 @@ def _shorten(title: str, header: Sequence[str], rows: list[tuple[float, list[str
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def _parting(found: Differences, unit: str | None) -> Iterator[str]:
-    allowed = f"{format_number(found.allowed)}{f' {unit}' if unit else ''} ({format_percent(found.tolerance)} of the predicted makespan)"
-    first = found.first
+def _parting(differences: Differences, unit: str | None) -> Iterator[str]:
+    share = format_percent(differences.tolerance)
+    allowed = f"{format_number(differences.allowed)}{f' {unit}' if unit else ''} ({share} of the predicted makespan)"
+    first = differences.first
     if first is None:
         yield f"nowhere: no action ends more than {allowed} off"
         return
     yield f"first at {first.action} on rank {first.rank}: it ends at {_instead(first.end.measured, first.end.predicted)},"
     yield f"{format_number(abs(first.late))} too {'late' if first.late > 0 else 'early'}; all before it are within {allowed}"
-    yield from _reasons(first, found.makespan.predicted)
+    yield from _reasons(first, differences.makespan.predicted)
 
 
 def _reasons(parting: Parting, whole: float) -> Iterator[str]:
@@ -168,10 +169,10 @@ def _reasons(parting: Parting, whole: float) -> Iterator[str]:
             yield f"{format_signed(total.added)}: {total.name}, {format_count(len(total.delays), 'time')} on the critical path"
 
 
-def _delays(found: Differences) -> Iterator[TextSection]:
+def _delays(differences: Differences) -> Iterator[TextSection]:
     """The parts of the difference of the makespans: by stage, channel and rank, then the largest one by one."""
-    difference, least = found.makespan.difference, _SMALL * found.makespan.predicted
-    all_totals = [total for total in totals(found.way) if abs(total.added) > least]
+    difference, least = differences.makespan.difference, _SMALL * differences.makespan.predicted
+    all_totals = [total for total in totals(differences.way) if abs(total.added) > least]
     if not all_totals:
         return
     longer = "longer" if difference >= 0 else "shorter"
@@ -184,7 +185,7 @@ def _delays(found: Differences) -> Iterator[TextSection]:
         rows.append(("all others", "", format_signed(rest), _share(rest, difference)))
     title = f"what makes it {format_number(abs(difference))} {longer}, along the critical path"
     yield TextSection(title, ("", "number", "adds", "share"), rows)
-    single = sorted((delay for delay in found.way if delay.what != SLACK), key=lambda delay: -abs(delay.added))[:MOST_DELAYS]
+    single = sorted((delay for delay in differences.way if delay.what != SLACK), key=lambda delay: -abs(delay.added))[:MOST_DELAYS]
     named = [f"{format_signed(delay.added)}: {describe_delay(delay)}" for delay in single if abs(delay.added) > least]
     if named:
         yield TextSection("the largest delays, one by one", sentences=named)

@@ -111,7 +111,7 @@ def compare(
         ),
     ] = None,
 ) -> None:
-    """Time several schedules and rank them, and lay measured timelines over predicted ones.
+    """Time several schedules and rank them.
 
     By default the costs are those of all stages of a rank together, so that schedules with one and with several stages per rank do
     the same work; with --per stage, every stage has these costs. Saved timelines stay as they are unless --costs are given, and

@@ -40,10 +40,10 @@ def convert(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a description of the file as JSON and nothing else.")] = False,
 ) -> None:
-    """Convert files between PyTorch's CSV, JSON and DeepSpeed's instruction streams.
+    """Convert between CSV, JSON and DeepSpeed streams.
 
-    csv holds only compute actions, so a program loses all others; lowered-csv holds the whole program, so a schedule is lowered first.
-    By suffix, .csv and .json keep the input as it is, and .ds is deepspeed.
+    The CSV files are PyTorch's. csv holds only compute actions, so a program loses all others; lowered-csv holds the whole program, so
+    a schedule is lowered first. By suffix, .csv and .json keep the input as it is, and .ds is deepspeed.
 
     \b
     Examples:

@@ -28,10 +28,10 @@ def export(
         typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="The .html file to write.  [default: stdout]"),
     ] = None,
 ) -> None:
-    """Write the studio's page with schedules in it: one file that works offline.
+    """Write schedules into a copy of the studio's page.
 
-    The page itself times, explains and compares the schedules in it, also under other costs; only other schedules need 'penstock
-    studio'. A file with mistakes is shown with the verifier's findings at their places.
+    The page is one file that works offline. It times, explains and compares the schedules in it, also under other costs; only other
+    schedules need 'penstock studio'. A file with mistakes is shown with the verifier's findings at their places.
 
     \b
     Examples:

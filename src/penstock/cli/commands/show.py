@@ -15,10 +15,10 @@ def show(
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
-    """Draw a schedule or program: one row per step, one column per rank.
+    """Draw a schedule or program as a grid.
 
-    Each action is in the first step in which it could run if every action took one step. With -o, a .csv or .json FILE can be
-    loaded again; any other suffix gets the picture.
+    One row per step, one column per rank: each action is in the first step in which it could run if every action took one step.
+    With -o, a .csv or .json FILE can be loaded again; any other suffix gets the picture.
 
     \b
     Examples:

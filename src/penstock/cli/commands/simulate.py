@@ -58,9 +58,10 @@ def simulate(
         ),
     ] = None,
 ) -> None:
-    """Time a schedule or program: what runs when, the memory, and why ranks are idle.
+    """Time a schedule or program.
 
-    --fsdp, --merge-backward and --receive imply --lower. A FILE may also be a saved timeline; with --costs it is timed again.
+    Shows what runs when, the memory of each rank, and why ranks are idle. --fsdp, --merge-backward and --receive imply --lower. A FILE
+    may also be a saved timeline; with --costs it is timed again.
 
     \b
     Examples:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from penstock.cli.training.options import TrainOptions
+    from penstock.planner.candidate import Candidate
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
     from penstock.runtime.train.trainer import Moment, Trained
@@ -143,14 +144,14 @@ class TrainConsole:
             for comparison in parity.all:
                 self.say(f"step {step}, {comparison.in_words()}")
 
-    def differences(self, found: Differences) -> None:
+    def differences(self, differences: Differences) -> None:
         from penstock.text.units import Units
 
         units = Units("s")
         self.head("Overlay the measured and the predicted step")
-        if found.scale != 1.0:
-            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {found.scale:.2f}, the mean slowdown")
-        both, bubble = found.makespan, found.bubble
+        if differences.scale != 1.0:
+            self.say(f"the ranks share this machine's cores: predicted times are multiplied by {differences.scale:.2f}, the mean slowdown")
+        both, bubble = differences.makespan, differences.bubble
         self.say(f"makespan {units.time(both.predicted)} predicted, {units.time(both.measured)} measured (the median of the last steps)")
         self.say(f"bubble {bubble.predicted:.1%} predicted, {bubble.measured:.1%} measured")
 
@@ -167,12 +168,18 @@ def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
     chosen = plan.alternatives[plan.chosen]
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
     fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
-    for each in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
-        cells = (each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0))
-        end = "" if each.fits else f"{units.size(each.excess or 0.0)} over the limit"
-        rows.append(("->" if each is chosen else "", *cells, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), end))
+    for candidate in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
+        excess = "" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over the limit"
+        rows.append(("->" if candidate is chosen else "", *candidate_cells(plan, candidate), excess))
     yield from format_table(rows, left=(1, 2, 7), indent="  ")
     yield f"  {len(fitting)} of {len(plan.alternatives)} candidates fit"
+
+
+def candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
+    units = plan.units
+    microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
+    return candidate.name, candidate.placement, microbatches, time, f"{candidate.bubble or 0.0:.1%}", units.size(candidate.peak or 0.0)
 
 
 def sparkline(values: list[float], width: int = 32) -> str:

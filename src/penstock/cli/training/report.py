@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from penstock.cli.training.console import candidate_cells
 from penstock.draw.html import Card, Section, report_html
 from penstock.text.numbers import format_count
 
@@ -61,7 +62,7 @@ def _plan_cards(plan: Plan) -> Iterator[Card]:
 
 
 def _sections(session: Session, done: Trained) -> Iterator[Section]:
-    plan, found = session.plan, session.differences
+    plan, differences = session.plan, session.differences
     if plan is not None:
         yield _model(plan)
         yield _candidates(plan)
@@ -72,8 +73,8 @@ def _sections(session: Session, done: Trained) -> Iterator[Section]:
         yield _training(done)
     if done.parity:
         yield _parity(done)
-    if found is not None:
-        yield _overlay(found)
+    if differences is not None:
+        yield _overlay(differences)
     elif done.timeline is not None:
         from penstock.draw.figures.timelines import draw_timelines
 
@@ -107,10 +108,9 @@ def _candidates(plan: Plan) -> Section:
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
     shown.sort(key=lambda each: (not each.fits, each.objective or 0.0))
     rows = []
-    for each in shown:
-        fits = "fits" if each.fits else f"{units.size(each.excess or 0.0)} over"
-        cells = [each.name, each.placement, f"{each.microbatches} x {each.microbatch}", units.time(each.objective or 0.0)]
-        rows.append([*cells, f"{each.bubble or 0.0:.1%}", units.size(each.peak or 0.0), fits])
+    for candidate in shown:
+        fits = "fits" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over"
+        rows.append([*candidate_cells(plan, candidate), fits])
     header = ("candidate", "placement", "microbatches", "takes", "bubble", "peak memory", "limit")
     text = (
         f"{len(plan.alternatives)} candidates were considered, {sum(each.fits for each in plan.alternatives)} fit. "
@@ -156,16 +156,18 @@ def _parity(done: Trained) -> Section:
     return Section("Parity with the unpipelined model", text).table(("", "reference", "loss and gradients"), rows)
 
 
-def _overlay(found: Differences) -> Section:
+def _overlay(differences: Differences) -> Section:
     from penstock.draw.differences import describe_differences
     from penstock.draw.figures.overlay import draw_overlay
 
     text = "For each rank: the predicted step above, the measured one below, and how late it runs."
-    if found.scale != 1.0:
-        text += f" The ranks shared this machine's {os.cpu_count()} cores: predicted times are multiplied by {found.scale:.2f}, "
+    if differences.scale != 1.0:
+        text += f" The ranks shared this machine's {os.cpu_count()} cores: predicted times are multiplied by {differences.scale:.2f}, "
         text += "the mean slowdown."
-    section = Section("Measured over predicted", text).figure(draw_overlay(found, unit="s"), "the measured timeline over the predicted one")
-    return section.texts(list(describe_differences(found, "s")), "all figures, and where they part")
+    section = Section("Measured over predicted", text).figure(
+        draw_overlay(differences, unit="s"), "the measured timeline over the predicted one"
+    )
+    return section.texts(list(describe_differences(differences, "s")), "all figures, and where they part")
 
 
 def _command() -> str:

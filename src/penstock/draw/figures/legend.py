@@ -53,14 +53,14 @@ def timeline_entries(timelines: Sequence[Timeline], memory: str) -> list[LegendE
 
 def _kinds(timelines: Sequence[Timeline], chunks: int) -> list[tuple[list[str], str]]:
     present = [kind for kind in COMPUTE if any(timeline.table.rows.is_kind(kind).any() for timeline in timelines)]
-    found = [([shade(TONES[kind], chunk, chunks).fill for chunk in range(chunks)], TONES[kind].means) for kind in present]
+    kinds = [([shade(TONES[kind], chunk, chunks).fill for chunk in range(chunks)], TONES[kind].means) for kind in present]
     if any(timeline.optimizer.any() for timeline in timelines):
-        found.append(([OPTIMIZER.fill], OPTIMIZER.means))
+        kinds.append(([OPTIMIZER.fill], OPTIMIZER.means))
     collective = {kind for timeline in timelines for kind in collective_boxes(timeline).kind.tolist()}
     for place, (kind, means) in enumerate(((Kind.REDUCE_GRAD, "gradients reduced"), (Kind.UNSHARD, "parameters gathered"))):
         if kind in collective:
-            found.append(([shade(SHARDING, place, 2).fill], means))
-    return found
+            kinds.append(([shade(SHARDING, place, 2).fill], means))
+    return kinds
 
 
 def _memory(timelines: Sequence[Timeline], memory: str) -> list[tuple[str, str]]:

@@ -83,46 +83,46 @@ class _Panels:
     timelines: list[Timeline]
     names: list[str]
     labels: bool
-    found: list[Differences]
+    pairs: list[Differences]
     words: tuple[str, str]
 
     def bands(self) -> list[Band]:
         """All bands from the top down."""
         bands: list[Band] = []
-        for panel, (name, found) in enumerate(zip(self.names, self.found, strict=True)):
+        for panel, (name, pair) in enumerate(zip(self.names, self.pairs, strict=True)):
             bands += [self.sheet.space()] if bands else []
-            bands += [self.sheet.header(name, self._facts(found)), self._pair(panel, found)]
+            bands += [self.sheet.header(name, self._facts(pair)), self._pair(panel, pair)]
         return [*bands, *self.sheet.footer(self._entries())]
 
-    def _facts(self, found: Differences) -> list[str]:
+    def _facts(self, pair: Differences) -> list[str]:
         unit, (one, other) = f" {self.sheet.unit}" if self.sheet.unit else "", self.words
-        makespan, bubble = found.makespan, found.bubble
+        makespan, bubble = pair.makespan, pair.bubble
         ratio = "" if makespan.ratio is None else f" ({makespan.ratio:.3f} times that)"
         return [
-            ", ".join(shape_of(found.measured)),
+            ", ".join(shape_of(pair.measured)),
             f"makespan {format_number(makespan.predicted)}{unit} {one}, {format_number(makespan.measured)}{unit} {other}{ratio}",
             f"bubble {format_percent(bubble.predicted)} {one}, {format_percent(bubble.measured)} {other}",
         ]
 
     def _entries(self) -> list[LegendEntry]:
         one, other = self.words
-        late = np.concatenate([np.zeros(1), *(found.lateness.late for found in self.found)])
+        late = np.concatenate([np.zeros(1), *(pair.lateness.late for pair in self.pairs)])
         most, least = float(late.max()), float(late.min())
         entries = [*timeline_entries(self.timelines, ""), LegendEntry((), f"upper row (pale): {one}, lower row: {other}")]
         entries += [LegendEntry((LATE,), f"late, up to {format_signed(most)}")] if most > 0 else []
         entries += [LegendEntry((EARLY,), f"early, up to {format_signed(least)}")] if least < 0 else []
-        if any(found.first is not None for found in self.found):
-            entries.append(LegendEntry((), f"framed: the first action that is more than {format_percent(self.found[0].tolerance)} off"))
+        if any(pair.first is not None for pair in self.pairs):
+            entries.append(LegendEntry((), f"framed: the first action that is more than {format_percent(self.pairs[0].tolerance)} off"))
         return entries
 
-    def _pair(self, panel: int, found: Differences) -> Band:
-        ranks = found.measured.ranks
+    def _pair(self, panel: int, pair: Differences) -> Band:
+        ranks = pair.measured.ranks
         height = _row_height(ranks)
         layout = _WIDE if height >= _LEAST_WIDE else _TIGHT
 
         def draw(axes: Axes) -> None:
             axes.set_ylim(ranks * layout.pitch, 0)
-            _Pair(found, layout, self.sheet.unit_points, height * POINTS, self.labels, panel, SMALL * self.sheet.zoom).draw(axes)
+            _Pair(pair, layout, self.sheet.unit_points, height * POINTS, self.labels, panel, SMALL * self.sheet.zoom).draw(axes)
             axes.set_xlim(0.0, self.sheet.end)
             self.sheet.rank_ticks(axes, np.arange(ranks) * layout.pitch + layout.middle, height * layout.pitch, "rank")
 
@@ -133,7 +133,7 @@ class _Panels:
 class _Pair:
     """Two timelines, drawn to scale: `unit_points` per unit of time, `row_points` per row."""
 
-    found: Differences
+    differences: Differences
     layout: _Layout
     unit_points: float
     row_points: float
@@ -143,7 +143,7 @@ class _Pair:
     """Points: the text at the right."""
 
     def draw(self, axes: Axes) -> None:
-        rows = ((self.found.predicted, 0.0, _PALE), (self.found.measured, self.layout.below, 0.0))
+        rows = ((self.differences.predicted, 0.0, _PALE), (self.differences.measured, self.layout.below, 0.0))
         for place, (timeline, shift, pale) in enumerate(rows):
             index = 2 * self.panel + place
             RankRows(timeline, self.unit_points, self.row_points, self.labels, index, self.layout.pitch, shift, pale).draw(axes)
@@ -155,21 +155,21 @@ class _Pair:
     @cached_property
     def _ends(self) -> tuple[Floats, Floats]:
         """The end of each compute action, predicted and measured."""
-        measured = self.found.match.measured
-        return measured.end - self.found.lateness.late, measured.end
+        measured = self.differences.match.measured
+        return measured.end - self.differences.lateness.late, measured.end
 
     def _draw_lines(self, axes: Axes) -> None:
         """Draw a line from the predicted to the measured end of each action, or of some if there are many."""
         from matplotlib.collections import LineCollection
 
-        rank, late = self.found.match.measured.rank, self.found.lateness.late
-        room = max(int(self.found.measured.makespan * self.unit_points / _BETWEEN), 1)
+        rank, late = self.differences.match.measured.rank, self.differences.lateness.late
+        room = max(int(self.differences.measured.makespan * self.unit_points / _BETWEEN), 1)
         step = max(-(-int(np.bincount(rank, minlength=1).max()) // room), 1)
         of = np.arange(0, len(rank), step)
         lines, rows = np.empty((len(of), 2, 2)), rank[of] * self.layout.pitch
         lines[:, 0, 0], lines[:, 1, 0] = self._ends[0][of], self._ends[1][of]
         lines[:, 0, 1], lines[:, 1, 1] = rows + 0.95, rows + self.layout.below + 0.05
-        apart = np.abs(late[of]) > self.found.allowed
+        apart = np.abs(late[of]) > self.differences.allowed
         colours = np.where(apart, np.where(late[of] > 0, LATE, EARLY), FAINT)
         collection = LineCollection(list(lines), colors=colours.tolist(), linewidths=0.5, clip_on=False)
         collection.set_gid(f"lines-{self.panel}")
@@ -177,10 +177,10 @@ class _Pair:
 
     def _draw_lateness(self, axes: Axes) -> None:
         """Draw how late each rank is after each of its actions: late above its line, early below it."""
-        waits, late = self.found.match.measured, self.found.lateness.late
+        waits, late = self.differences.match.measured, self.differences.lateness.late
         most, least = float(late.max(initial=0.0)), float(late.min(initial=0.0))
         scale = self.layout.strip_height / ((most - least) or 1.0)
-        bounds = np.searchsorted(waits.rank, np.arange(self.found.measured.ranks + 1)).tolist()
+        bounds = np.searchsorted(waits.rank, np.arange(self.differences.measured.ranks + 1)).tolist()
         for rank, (low, high) in enumerate(pairwise(bounds)):
             base = rank * self.layout.pitch + self.layout.strip + most * scale
             times, values = np.append(0.0, waits.end[low:high]), np.append(0.0, late[low:high])
@@ -190,16 +190,16 @@ class _Pair:
                     area.set_gid(f"{name}-{self.panel}-{rank}")
             axes.plot([0, float(times[-1])], [base] * 2, color=FAINT, linewidth=0.4, clip_on=False)
             if self.row_points * self.layout.pitch > 1.3 * self.size and values[-1]:
-                annotate(axes, (self.found.measured.makespan, base), format_signed(float(values[-1])), self.size)
+                annotate(axes, (self.differences.measured.makespan, base), format_signed(float(values[-1])), self.size)
 
     def _frame_first(self, axes: Axes) -> None:
         """Draw a frame around the action at which the timelines part."""
         from matplotlib.patches import Rectangle
 
-        first = self.found.first_place
+        first = self.differences.first_place
         if first is None:
             return
-        waits = self.found.match.measured
+        waits = self.differences.match.measured
         start, length = float(waits.start[first]), float(waits.end[first] - waits.start[first])
         corner = (start, float(waits.rank[first]) * self.layout.pitch + self.layout.below + 0.02)
         frame = Rectangle(corner, length, 0.96, fill=False, edgecolor=INK, linewidth=1.2, clip_on=False)

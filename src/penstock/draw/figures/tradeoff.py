@@ -53,10 +53,10 @@ class _Plot:
     @cached_property
     def shown(self) -> list[Candidate]:
         """The candidates that were timed and are not far too slow."""
-        timed = [each for each in self.plan.alternatives if each.objective is not None and each.peak is not None]
+        timed = [candidate for candidate in self.plan.alternatives if candidate.objective is not None and candidate.peak is not None]
         if not timed:
             raise UsageError("the plan has no alternatives to draw: it was made without them")
-        return [each for each in timed if self._time(each) <= _SLOWEST * self.plan.objective]
+        return [candidate for candidate in timed if self._time(candidate) <= _SLOWEST * self.plan.objective]
 
     @cached_property
     def shares(self) -> bool:
@@ -71,17 +71,17 @@ class _Plot:
         label = "peak memory of the fullest rank"
         if not self.plan.in_bytes:
             return 1.0, label
-        largest = max(each.peak or 0.0 for each in self.shown)
+        largest = max(candidate.peak or 0.0 for candidate in self.shown)
         return (2.0**30, f"{label} (GiB)") if largest >= 2.0**30 else (2.0**20, f"{label} (MiB)")
 
-    def _memory(self, each: Candidate) -> float:
-        peak = each.peak or 0.0
+    def _memory(self, candidate: Candidate) -> float:
+        peak = candidate.peak or 0.0
         if self.shares:
-            return peak / (peak - (each.excess or 0.0))
+            return peak / (peak - (candidate.excess or 0.0))
         return peak / self.scale[0]
 
-    def _time(self, each: Candidate) -> float:
-        return each.objective or 0.0
+    def _time(self, candidate: Candidate) -> float:
+        return candidate.objective or 0.0
 
     def figure(self) -> Figure:
         figure, axes = make_plot(_WIDTH, _HEIGHT)
@@ -97,7 +97,7 @@ class _Plot:
         from matplotlib.ticker import LogLocator
 
         plan = self.plan
-        memories = [self._memory(each) for each in self.shown]
+        memories = [self._memory(candidate) for candidate in self.shown]
         if min(memories) > 0 and max(memories) > 3 * min(memories):
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
@@ -106,7 +106,7 @@ class _Plot:
         what = "makespan" if plan.barrier else "longest rank span"
         axes.set_xlabel(self.scale[1], fontsize=TEXT)
         axes.set_ylabel(f"{what}{f' ({plan.profile.time_unit})' if plan.profile.time_unit else ''}", fontsize=TEXT)
-        slower = sum(each.objective is not None for each in plan.alternatives) - len(self.shown)
+        slower = sum(candidate.objective is not None for candidate in plan.alternatives) - len(self.shown)
         left_out = f"; {slower} slower ones are not shown" if slower else ""
         axes.set_title(f"{plan.placement.ranks} ranks, {len(self.shown)} candidates{left_out}", fontsize=TEXT, color=FAINT, loc="left")
 
@@ -117,14 +117,14 @@ class _Plot:
             axes.axvline(1.0 if self.shares else limits[0] / self.scale[0], color=INK, linewidth=0.8, linestyle="--", label="memory limit")
 
     def _marks(self, axes: Axes) -> None:
-        for kind in dict.fromkeys(each.placement for each in self.shown):
+        for kind in dict.fromkeys(candidate.placement for candidate in self.shown):
             colour = _COLOURS.get(kind, FAINT)
             for fits in (True, False):
-                candidates = [each for each in self.shown if each.placement == kind and each.fits is fits]
-                points = [self._memory(each) for each in candidates], [self._time(each) for each in candidates]
-                if not candidates:
+                members = [candidate for candidate in self.shown if candidate.placement == kind and candidate.fits is fits]
+                points = [self._memory(candidate) for candidate in members], [self._time(candidate) for candidate in members]
+                if not members:
                     continue
-                label = kind if fits or not any(each.placement == kind and each.fits for each in self.shown) else "_"
+                label = kind if fits or not any(candidate.placement == kind and candidate.fits for candidate in self.shown) else "_"
                 axes.scatter(*points, s=22, facecolors=colour if fits else "none", edgecolors=colour, linewidths=0.9, label=label, zorder=3)
         chosen = self.plan.alternatives[self.plan.chosen]
         axes.scatter(
@@ -142,25 +142,25 @@ class _Plot:
         """Name the plan and the Pareto front of time and memory, if there is room for the name."""
         chosen = self.plan.alternatives[self.plan.chosen]
         taken: list[tuple[float, float, float, float]] = []
-        for each in dict.fromkeys([chosen, *self._front()]):
-            bold = each is chosen
-            box = self._free_box(axes, each, text_width(each.name, SMALL, bold), taken)
+        for candidate in dict.fromkeys([chosen, *self._front()]):
+            bold = candidate is chosen
+            box = self._free_box(axes, candidate, text_width(candidate.name, SMALL, bold), taken)
             if box is None:
                 continue
             taken.append(box)
             axes.text(
                 box[0],
                 box[1],
-                each.name,
+                candidate.name,
                 transform=axes.figure.dpi_scale_trans,
                 fontsize=SMALL,
                 color=INK if bold else FAINT,
                 fontweight="bold" if bold else "normal",
             )
 
-    def _free_box(self, axes: Axes, each: Candidate, width: float, taken: Sequence[tuple[float, float, float, float]]) -> Any:
+    def _free_box(self, axes: Axes, candidate: Candidate, width: float, taken: Sequence[tuple[float, float, float, float]]) -> Any:
         """The first free place beside a mark: left, bottom, right and top in inches."""
-        at = axes.transData.transform((self._memory(each), self._time(each))) / axes.figure.dpi
+        at = axes.transData.transform((self._memory(candidate), self._time(candidate))) / axes.figure.dpi
         height, away = SMALL / POINTS, 0.09
         lefts, bottoms = (at[0] + away, at[0] - away - width), (at[1] + 0.03, at[1] - height, at[1] + 0.12, at[1] - 0.12 - height)
         for left, bottom in ((left, bottom) for bottom in bottoms for left in lefts):
@@ -173,7 +173,7 @@ class _Plot:
     def _front(self) -> Sequence[Candidate]:
         """The candidates that no other beats in both time and memory."""
         front: list[Candidate] = []
-        for each in sorted(self.shown, key=lambda each: (self._memory(each), self._time(each))):
-            if not front or self._time(each) < self._time(front[-1]) * (1 - 1e-9):
-                front.append(each)
+        for candidate in sorted(self.shown, key=lambda candidate: (self._memory(candidate), self._time(candidate))):
+            if not front or self._time(candidate) < self._time(front[-1]) * (1 - 1e-9):
+                front.append(candidate)
         return front

@@ -35,6 +35,7 @@ from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.split_backward.deferrable import in_place
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Group, Operation, Outbox, Route
+from penstock.text.table import format_table
 
 logger = logging.getLogger(__name__)
 
@@ -298,10 +299,7 @@ def _is_profiled() -> bool:
 def new_sizes(sends: Mapping[Route, Sequence[Action]], outboxes: Mapping[Route, Outbox]) -> str:
     """A line for each run of messages of one stage that look the same; empty where all look as they did."""
     rows = [row for route, outbox in outboxes.items() for row in _rows(route, sends[route], outbox)]
-    if not rows:
-        return ""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows)
+    return "\n".join(format_table(rows, left=None))
 
 
 def _rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
