@@ -170,7 +170,7 @@ def test_functions_that_fail_are_named(run, pool, tmp_path, old, new, said):
         (("--batch", "-3"), "--batch -3"),
         (("-m", "64"), "--microbatches 64 of a --batch of 32"),
         (("--memory-limit", "12MBB"), "--memory-limit: "),
-        (("--every", "5"), "say where with --checkpoints FOLDER"),
+        (("--every", "5"), "with --checkpoints FOLDER"),
         (("--device", "gpu"), "device 'gpu': "),
         (("--save-plan", "plan.toml"), "the suffix is not one of .json"),
         (("--schedule", "1f1b", "--save-plan", "plan.json"), "--save-plan needs a plan"),
