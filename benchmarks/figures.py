@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from benchmarks.rows import Found, Row
 
 from penstock.draw import palette
-from penstock.draw.canvas import FAINT, INK, PAPER, rendered, style, text_width
+from penstock.draw.figures.canvas import FAINT, INK, PAPER, render, text_width, use_style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ _MET, _RED, _FREE = palette.WEIGHT.fill, palette.BACKWARD.fill, palette.FORWARD.
 
 def ratios(suite: Found, judged: bool = True) -> bytes:
     """The rows of a suite as SVG."""
-    with style():
+    with use_style():
         from matplotlib.figure import Figure
 
         labels = [f"{row.case}  /  {row.against}" for row in suite.rows]
@@ -31,7 +31,7 @@ def ratios(suite: Found, judged: bool = True) -> bytes:
         _draw(axes, suite.rows, judged)
         axes.set_yticks(range(len(labels)), labels, fontsize=_TEXT)
         axes.set_title(f"{suite.name}: ours over the other, less is better", fontsize=_TEXT + 2, color=INK)
-        return rendered(figure, "svg")
+        return render(figure, "svg")
 
 
 def _draw(axes: Axes, rows: list[Row], judged: bool) -> None:

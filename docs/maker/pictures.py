@@ -7,9 +7,9 @@ from functools import partial
 
 import penstock as ps
 from maker.figures import simulated
-from penstock.draw.canvas import rendered
-from penstock.draw.figure import figure
-from penstock.draw.tradeoff import tradeoff
+from penstock.draw.figures.canvas import render
+from penstock.draw.figures.timelines import draw_timelines
+from penstock.draw.figures.tradeoff import draw_tradeoff
 from penstock.schedules.registry import algorithms
 
 RANKS, MICROBATCHES = 4, 8
@@ -23,7 +23,7 @@ def schedule_picture(name: str) -> bytes:
 
 
 def _drawn(timelines: Sequence[ps.Timeline], memory: bool = True, names: Sequence[str] | None = None) -> bytes:
-    return rendered(figure(timelines, width=WIDTH, memory=memory, names=names), "svg")
+    return render(draw_timelines(timelines, width=WIDTH, memory=memory, names=names), "svg")
 
 
 def _compared(*names: str) -> bytes:
@@ -52,7 +52,7 @@ def _candidates() -> bytes:
     """What a plan for unequal layers is chosen from."""
     layers = [ps.Layer(f=t, i=t, w=t, activation=t, weight_stash=t / 2, parameters=2 * t) for t in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])]
     plan = ps.plan(ps.Profile(layers=layers, latency=0.1), ranks=RANKS, microbatches=MICROBATCHES, memory_limit=16.0, seconds=0.5)
-    return rendered(tradeoff(plan), "svg")
+    return render(draw_tradeoff(plan), "svg")
 
 
 CONCEPTS: dict[str, Callable[[], bytes]] = {

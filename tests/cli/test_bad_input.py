@@ -135,7 +135,7 @@ OPTIONS = [
     ((*TRAIN, "--schedule", "binary.json"), 1, "binary.json: not a JSON file"),
     ((*TRAIN, "--schedule", "other.json"), 1, "other.json: not a Penstock schedule or program"),
     ((*TRAIN, "--memory-limit", "12mb"), 2, "did you mean 12MB?"),
-    ((*TRAIN, "--schedule", "good.csv", "--memory-limit", "1GiB"), 2, "good.csv is a file and stays as it is"),
+    ((*TRAIN, "--schedule", "good.csv", "--memory-limit", "1GiB"), 2, "good.csv is a file and is used as it is"),
     ((*TRAIN, "--checkpoints", "odd.txt"), 2, "odd.txt is a file: name a folder"),
     ((*TRAIN, "--report", "folder"), 2, "the suffix is not one of .html"),
     ((*TRAIN, "--report", "odd.txt/report.html"), 2, "cannot be written"),

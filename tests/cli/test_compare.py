@@ -7,7 +7,7 @@ import json
 import pytest
 
 import penstock as ps
-from penstock.cli.costs import of_stages
+from penstock.cli.costs import divide_among_stages
 
 
 def names(out: str) -> list[str]:
@@ -33,7 +33,7 @@ def test_figures_are_the_library_s_with_costs_divided_among_stages(run):
     costs = ps.Costs(f=1, i=2, w=1.5, latency=0.1, activation=2)
     for each in compared(run, "zbv", "1f1b", "-p", 4, "-m", 8, "--costs", "f=1,i=2,w=1.5,latency=0.1,activation=2"):
         schedule = ps.schedule(each["source"], ranks=4, microbatches=8)
-        wanted = ps.simulate(schedule, of_stages(costs, schedule.stages, 4))
+        wanted = ps.simulate(schedule, divide_among_stages(costs, schedule.stages, 4))
         assert each["timeline"]["makespan"] == wanted.makespan
         assert each["timeline"]["peak_memory"] == wanted.peak_memory
         assert sum(each["timeline"]["busy"]) == pytest.approx(4 * 8 * 4.5)
@@ -119,4 +119,4 @@ def test_wrong_usage_is_2(refused, args, said):
 def test_a_shape_needs_a_name(refused, tmp_path):
     ps.schedule("gpipe", ranks=4, microbatches=8).to_csv(tmp_path / "a.csv")
     assert "for schedules by name" in refused(2, "compare", tmp_path / "a.csv", "-p", 4)
-    assert "holds its own shape" in refused(2, "compare", f"{tmp_path / 'a.csv'}{{chunks=2}}", "zbv")
+    assert "has its own shape" in refused(2, "compare", f"{tmp_path / 'a.csv'}{{chunks=2}}", "zbv")

@@ -115,7 +115,7 @@ def test_two_simulated_ones_when_asked_for(run, files):
     assert "where they part" not in run("compare", "1f1b", "gpipe").out
     result = run("compare", "1f1b", "gpipe", "--overlay")
     assert "gpipe against 1f1b" in result.out
-    assert "the orders differ: rank 0 runs 0B0 where it runs 0F4 as second" in result.out
+    assert "the orders differ on rank 0: first 0B0, second 0F4" in result.out
     assert "where they part" not in run("compare", "predicted.json", "measured.json", "--no-overlay").out
 
 
@@ -156,7 +156,7 @@ def test_one_figure_of_the_pair(run, files, suffix):
         assert b"time (s)" in made
         assert b"upper row (pale): predicted, lower row: measured" in made
     if suffix == "html":
-        assert b"<h2>where they part</h2>" in made
+        assert b"<h3>where they part</h3>" in made
         assert b"2F0 on rank 2 takes 1.5 instead of 1" in made
 
 

@@ -131,7 +131,7 @@ def test_the_refusal_lets_all_else_pass():
         ((), "OUT or -o FILE"),
         (("a.json", "-o", "b.json"), "not both"),
         (("a.yaml",), "none of .csv, .json, .ds"),
-        (("-",), "say --to"),
+        (("-",), "give --to"),
         (("-", "--to", "json", "--json"), "stdout already"),
         (("a.json", "--from", "deepspeed"), "there is no file gpipe"),
         (("nowhere/a.json",), "no folder nowhere"),

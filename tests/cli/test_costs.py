@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from penstock.cli.costs import of_stages, read_costs
+from penstock.cli.costs import divide_among_stages, read_costs
 from penstock.errors import FileFormatError, UsageError
 
 
@@ -62,17 +62,17 @@ def test_a_bad_file_is_an_error_of_the_file(tmp_path):
 
 def test_a_rank_s_costs_are_divided_among_its_stages():
     costs = ps.Costs(f=4, i=2, w=1, b=3, activation=8, parameters=6, optimizer=2, latency=5, output=7, bandwidth=9, overlap=0.9)
-    assert of_stages(costs, stages=8, ranks=4) == ps.Costs(
+    assert divide_among_stages(costs, stages=8, ranks=4) == ps.Costs(
         f=2, i=1, w=0.5, b=1.5, activation=4, parameters=3, optimizer=1, latency=5, output=7, bandwidth=9, overlap=0.9
     )
-    assert of_stages(costs, stages=4, ranks=4) == costs
+    assert divide_among_stages(costs, stages=4, ranks=4) == costs
     listed = ps.Costs(f=[1, 2, 3, 4], i=2)
-    assert of_stages(listed, stages=4, ranks=2) == ps.Costs(f=[1, 2, 3, 4], i=1, w=0.5, activation=0.5)
+    assert divide_among_stages(listed, stages=4, ranks=2) == ps.Costs(f=[1, 2, 3, 4], i=1, w=0.5, activation=0.5)
 
 
 @pytest.mark.parametrize("name", ["zbv", "interleaved-1f1b", "1f1b", "dualpipe"])
 def test_every_schedule_does_the_same_work_for_a_rank_s_costs(name):
     """Busy time over all ranks: microbatches x ranks x (F + I + W), however the model is cut."""
     schedule = ps.schedule(name, ranks=4, microbatches=8)
-    timeline = ps.simulate(schedule, of_stages(ps.Costs(f=1, i=2, w=3), schedule.stages, schedule.ranks))
+    timeline = ps.simulate(schedule, divide_among_stages(ps.Costs(f=1, i=2, w=3), schedule.stages, schedule.ranks))
     assert timeline.busy.sum() == pytest.approx(8 * 4 * 6)

@@ -21,7 +21,7 @@ def test_the_demo_trains_and_reports(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     heads = re.findall(r"^\d\. (\w+)", done.stdout, flags=re.MULTILINE)
-    assert heads == ["Measure", "Plan", "Prove", "Train", "Compare", "Lay"]
+    assert heads == ["Measure", "Plan", "Prove", "Train", "Compare", "Overlay"]
     assert "candidates fit" in done.stdout
     assert re.search(r"peak memory: [\d.]+MiB of 15MiB allowed", done.stdout)
     for step in (1, 4):

@@ -107,4 +107,4 @@ def test_a_file_that_is_none_is_refused(refused, tmp_path):
     (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in refused(1, "export", tmp_path / "x.csv")
     (tmp_path / "x.json").write_text('{"type": "other"}')
-    assert "not a schedule, a program, a timeline or a plan" in refused(1, "export", tmp_path / "x.json")
+    assert "not a Penstock schedule, program, timeline or plan" in refused(1, "export", tmp_path / "x.json")

@@ -10,10 +10,10 @@ import signal
 import pytest
 
 import penstock as ps
-from penstock.cli.live import live
+from penstock.cli.progress import show_planning
 from penstock.planner import plan as planning
 from penstock.planner.request import Progress
-from penstock.planner.units import Units
+from penstock.text.units import Units
 
 MODEL = ps.Profile(
     [ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5, parameters=2)] * 8,
@@ -193,7 +193,7 @@ def test_progress_shows_the_best_so_far(monkeypatch):
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "200")
-    with live(Units("s")) as tell:
+    with show_planning(Units("s")) as tell:
         tell(Progress("timing named schedules", 3, 20, "zbv", 0.25, "1f1b"))
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", stderr.getvalue())
     assert "timing named schedules" in shown
@@ -204,6 +204,6 @@ def test_progress_shows_the_best_so_far(monkeypatch):
 def test_nothing_is_shown_where_stderr_is_no_terminal(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
-    with live(Units()) as tell:
+    with show_planning(Units()) as tell:
         tell(Progress("searching", 1, 2))
     assert stderr.getvalue() == ""

@@ -17,7 +17,7 @@ from torch import nn
 
 import penstock as ps
 from penstock.cli.main import main
-from penstock.cli.wish import Wish
+from penstock.cli.training.options import TrainOptions
 from penstock.runtime import DataOrder
 from penstock.runtime.train import ranks as rank_processes
 
@@ -107,7 +107,7 @@ def test_auto_measures_plans_and_saves_everything(run, pool, file, tmp_path):
     assert measured.source == "measured"
     assert measured.makespan == found["measured"]
     page = report.read_text()
-    for title in ("What the plan was chosen from", "Proved before it ran", "The step as predicted", "Measured over predicted"):
+    for title in ("The candidates of the plan", "Proved before it ran", "The predicted step", "Measured over predicted"):
         assert f"<h2>{title}</h2>" in page
     assert not re.search(r'(src|href)="(?!#)', page)  # one file, offline
     again = train(run, file, "--schedule", plan, "--steps", 3)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_from_its_checkpoint(run, pool, file, tmp_path):
     assert second["begun"] == 3
     assert first["losses"] + second["losses"] == pytest.approx(unpipelined(file, 6, 16, 4), rel=1e-6)
     done = run("train", file, "-p", 4, "--batch", 16, "--device", "cpu", *options, "--steps", 6)
-    assert "nothing was left to do" in done.out
+    assert "nothing to do: the checkpoint is at step" in done.out
 
 
 def test_a_schedule_from_a_file_says_how_many_ranks(run, pool, file, tmp_path):
@@ -170,12 +170,12 @@ def test_functions_that_fail_are_named(run, pool, tmp_path, old, new, said):
         (("--batch", "-3"), "--batch -3"),
         (("-m", "64"), "--microbatches 64 of a --batch of 32"),
         (("--memory-limit", "12MBB"), "--memory-limit: "),
-        (("--every", "5"), "say where with --checkpoints FOLDER"),
+        (("--every", "5"), "with --checkpoints FOLDER"),
         (("--device", "gpu"), "device 'gpu': "),
         (("--save-plan", "plan.toml"), "the suffix is not one of .json"),
-        (("--schedule", "1f1b", "--save-plan", "plan.json"), "--save-plan saves what is planned"),
-        (("--schedule", "1f1b", "--recompute"), "--recompute is for what is planned"),
-        (("--schedule", "1f1b", "--seconds", "3"), "--seconds is for what is planned"),
+        (("--schedule", "1f1b", "--save-plan", "plan.json"), "--save-plan needs a plan"),
+        (("--schedule", "1f1b", "--recompute"), "--recompute is for planning"),
+        (("--schedule", "1f1b", "--seconds", "3"), "--seconds is for planning"),
         (("-m", "3"), "--batch 32 cannot be cut into 3 equal microbatches"),
         (("--report", "report.pdf"), "the suffix is not one of .html"),
         (("--seconds", "nan"), "--seconds nan"),
@@ -199,7 +199,7 @@ def plan_file(tmp_path: Path) -> Path:
         (("--batch", 256), "--batch 256: .*plan.json is for 16: leave it out"),
         (("-m", 2), "--microbatches 2: .*plan.json is for 4: leave it out"),
         (("-p", 3), "--ranks 3: .*plan.json is for 2: leave it out"),
-        (("--recompute",), "--recompute is for what is planned"),
+        (("--recompute",), "--recompute is for planning"),
     ],
 )
 def test_a_plan_stays_what_it_was_proved_for(refused, file, plan_file, options, said, monkeypatch):
@@ -208,8 +208,8 @@ def test_a_plan_stays_what_it_was_proved_for(refused, file, plan_file, options, 
 
 
 def test_a_plan_brings_its_batch(file, plan_file):
-    assert Wish(str(file), schedule=str(plan_file)).batch == 16
-    assert Wish(str(file)).batch == 32
+    assert TrainOptions(str(file), schedule=str(plan_file)).batch == 16
+    assert TrainOptions(str(file)).batch == 32
 
 
 def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypatch):

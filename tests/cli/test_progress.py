@@ -9,7 +9,7 @@ import time
 import pytest
 
 from penstock.cli import progress as module
-from penstock.cli.progress import progress
+from penstock.cli.progress import show_steps
 
 
 class Terminal(io.StringIO):
@@ -30,7 +30,7 @@ def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
 def test_what_is_quick_shows_nothing(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     before = threading.active_count()
-    with progress(2) as step:
+    with show_steps(2) as step:
         step("one")
         step("two")
     assert terminal.getvalue() == ""
@@ -40,7 +40,7 @@ def test_what_is_quick_shows_nothing(monkeypatch):
 def test_what_takes_long_shows_how_far_it_is(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
-    with progress(2) as step:
+    with show_steps(2) as step:
         step("first part")
         time.sleep(0.3)
         step("second part")
@@ -56,7 +56,7 @@ def test_nothing_where_stderr_is_no_terminal(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setattr(module, "PATIENCE", 0.0)
-    with progress(1) as step:
+    with show_steps(1) as step:
         step("one")
         time.sleep(0.05)
     assert stderr.getvalue() == ""
@@ -66,7 +66,7 @@ def test_an_error_passes_and_leaves_no_bar(monkeypatch):
     on_a_terminal(monkeypatch)
 
     def fail() -> None:
-        with progress(1) as step:
+        with show_steps(1) as step:
             step("one")
             raise RuntimeError("broken")
 

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock as ps
-from penstock.draw.terminal import plain
-from penstock.draw.timeline import ASCII_BARS, timeline_lines
+from penstock.draw.terminal.lines import plain_text
+from penstock.draw.terminal.timeline import ASCII_BARS, timeline_lines
 from penstock.schedules.registry import algorithms
 
 
@@ -29,7 +29,7 @@ def test_prints_the_library_s_picture(run):
     timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=1, i=1.1, latency=0.1))
     result = run("simulate", "zbv", "-p", 4, "-m", 8, "--costs", "f=1,i=1.1,latency=0.1")
     assert (result.code, result.err) == (0, "")
-    assert result.out == "".join(f"{line}\n" for line in plain(timeline_lines(timeline)))
+    assert result.out == "".join(f"{line}\n" for line in plain_text(timeline_lines(timeline)))
 
 
 @pytest.mark.parametrize("name", sorted(algorithms()))
@@ -123,7 +123,7 @@ def test_ascii_where_stdout_has_no_more():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "penstock", "simulate", "zbv"], capture_output=True, check=True, env=environment)
     timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8))
-    assert done.stdout.decode("ascii").splitlines() == list(plain(timeline_lines(timeline, bars=ASCII_BARS)))
+    assert done.stdout.decode("ascii").splitlines() == list(plain_text(timeline_lines(timeline, bars=ASCII_BARS)))
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_bad_file_is_a_finding(refused, tmp_path):
 
 def test_a_saved_timeline_has_its_own_shape(refused, run, tmp_path):
     run("simulate", "zbv", "-o", tmp_path / "a.json")
-    assert "holds its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
+    assert "has its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
 
 
 def test_without_matplotlib_a_picture_says_what_to_install(refused, run, monkeypatch, tmp_path):

@@ -7,20 +7,20 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.cli.source import Wanted, parse_options
+from penstock.cli.schedule_source import ScheduleSource, parse_options
 from penstock.errors import UsageError
 from penstock.ir.files import save
 
 
 def test_a_name_has_defaults_and_takes_its_shape():
-    assert Wanted("1f1b").table() == ps.schedule("1f1b", ranks=4, microbatches=8)
-    assert Wanted("1f1b", 2, 3).table() == ps.schedule("1f1b", ranks=2, microbatches=3)
-    shaped = Wanted("interleaved-1f1b", 2, 8, 3, ["group_size=4"]).table()
+    assert ScheduleSource("1f1b").table() == ps.schedule("1f1b", ranks=4, microbatches=8)
+    assert ScheduleSource("1f1b", 2, 3).table() == ps.schedule("1f1b", ranks=2, microbatches=3)
+    shaped = ScheduleSource("interleaved-1f1b", 2, 8, 3, ["group_size=4"]).table()
     assert shaped == ps.schedule("interleaved-1f1b", ranks=2, microbatches=8, chunks=3, group_size=4)
 
 
 def test_a_schedule_of_one_rank_needs_no_rank_count():
-    assert Wanted("data-parallel").table().ranks == 1
+    assert ScheduleSource("data-parallel").table().ranks == 1
 
 
 def test_with_ranks_given_nothing_is_tried_for_one(refused):
@@ -30,7 +30,7 @@ def test_with_ranks_given_nothing_is_tried_for_one(refused):
 def test_a_registered_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("gpipe").mkdir()
-    assert Wanted("gpipe").table().name == "gpipe"
+    assert ScheduleSource("gpipe").table().name == "gpipe"
 
 
 def test_files_by_suffix(tmp_path):
@@ -38,13 +38,13 @@ def test_files_by_suffix(tmp_path):
     for suffix in ("csv", "json", "CSV"):
         path = tmp_path / f"one.{suffix}"
         save(schedule, path)
-        assert Wanted(str(path)).table() == schedule
+        assert ScheduleSource(str(path)).table() == schedule
 
 
 @pytest.mark.parametrize("option", [("-p", 4), ("-m", 8), ("--chunks", 2), ("-O", "group_size=2")])
 def test_a_file_has_its_own_shape(refused, tmp_path, option):
     ps.schedule("gpipe", ranks=2, microbatches=2).to_csv(tmp_path / "a.csv")
-    assert "holds its own shape" in refused(2, "show", tmp_path / "a.csv", *option)
+    assert "has its own shape" in refused(2, "show", tmp_path / "a.csv", *option)
 
 
 def test_missing_file_folder_and_strange_suffix_are_wrong_usage(refused, tmp_path):

@@ -15,8 +15,8 @@ from http.client import HTTPConnection
 
 import pytest
 
-from penstock.studio import serve
-from penstock.studio.serve import Address
+from penstock.studio import server
+from penstock.studio.server import Address
 
 LONG = 300
 """Seconds that nothing here takes unless it hangs."""
@@ -96,7 +96,7 @@ def test_what_cannot_be_is_refused(refused, args, said):
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
 def test_without_the_extra_it_says_what_to_install(refused, monkeypatch, missing):
-    monkeypatch.setattr(serve, "find_spec", lambda name: None if name == missing else importlib.util.find_spec(name))
+    monkeypatch.setattr(server, "find_spec", lambda name: None if name == missing else importlib.util.find_spec(name))
     assert f"the studio needs {missing}, which is not installed: pip install 'penstock[studio]'" in refused(2, "studio", "--no-open")
 
 
@@ -106,7 +106,7 @@ def test_the_browser_is_opened_and_others_are_warned_of(monkeypatch, host, url):
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: ran.append(sockets[0].getsockname()[1]))
     monkeypatch.setattr("threading.Thread.start", lambda self: self.run())
-    serve.serve([], Address(host, 0), open_browser=True, tell=told.append)
+    server.serve([], Address(host, 0), open_browser=True, tell=told.append)
     assert opened == [f"http://{url}:{ran[0]}/"]
     assert told[0] == f"the studio is at {opened[0]} (Ctrl-C ends it)"
-    assert [("everyone who can reach this machine" in text) for text in told[1:]] == ([] if host == "127.0.0.1" else [True])
+    assert [("anyone who can reach this machine" in text) for text in told[1:]] == ([] if host == "127.0.0.1" else [True])

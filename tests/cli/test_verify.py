@@ -94,7 +94,7 @@ def test_weight_stash_counts(run):
         (("--memory-limit", "40GBB"), "--memory-limit: '40GBB' is not a size"),
         (("--memory-limit", ""), "--memory-limit: '' is not a size"),
         (("--memory-limit", "-1"), "--memory-limit: "),
-        (("--memory-limit", "40GiB"), "say with --activation"),
+        (("--memory-limit", "40GiB"), "with --activation"),
         (("--memory-limit", "4", "--activation", "much"), "--activation: 'much'"),
         (("--weight-stash", "1 1"), "--weight-stash: "),
     ],

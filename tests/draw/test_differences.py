@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.draw.differences import MOST_ROWS, lines, parts
-from penstock.draw.terminal import plain
+from penstock.draw.differences import MOST_ROWS, describe_differences, section_lines
 from penstock.ir.costs import Costs
 from penstock.simulator.differences import Differences, differences
 
@@ -23,7 +22,7 @@ def said(found: Differences, **options: object) -> dict[str, list[str]]:
     """The lines under each title."""
     made: dict[str, list[str]] = {}
     title = ""
-    for line in plain(lines(list(parts(found, **options)))):  # type: ignore[arg-type]
+    for line in section_lines(list(describe_differences(found, **options))):  # type: ignore[arg-type]
         if line.startswith("  "):
             made[title].append(line.strip())
         elif line:
@@ -77,7 +76,7 @@ def test_what_is_the_same_is_said_to_be():
     assert not any(title.startswith("what makes") for title in text)
     takes = text["what an action takes"]
     assert len(takes) == 1
-    assert takes[0].endswith("are as predicted; penstock compare --json has all")
+    assert takes[0].endswith("are as predicted; penstock compare --json lists all")
 
 
 def test_of_many_rows_those_that_differ_are_shown():
@@ -86,12 +85,12 @@ def test_of_many_rows_those_that_differ_are_shown():
     text = said(laid("1f1b", 16, 20, Costs(), Costs(f=rows.tolist())))
     takes = text["what an action takes"]
     assert [line.split()[:3] for line in takes[1:-1]] == [["stage", "5", "F"]]
-    assert takes[-1] == "the other 31 of 32 are as predicted; penstock compare --json has all"
+    assert takes[-1] == "the other 31 of 32 are as predicted; penstock compare --json lists all"
     chance = np.random.default_rng(1)
     text = said(laid("1f1b", 16, 20, Costs(), Costs(f=chance.uniform(1.1, 2, 16).tolist())))
     takes = text["what an action takes"]
     assert len(takes) == 1 + MOST_ROWS + 1
-    assert takes[-1] == f"the other {32 - MOST_ROWS} of 32 differ less; penstock compare --json has all"
+    assert takes[-1] == f"the other {32 - MOST_ROWS} of 32 differ less; penstock compare --json lists all"
 
 
 def test_early_units_and_order_are_said():
@@ -102,7 +101,7 @@ def test_early_units_and_order_are_said():
     assert any("0.01 times as long as predicted: the units must differ" in line for line in text)
     tables = [ps.simulate(ps.schedule(name, ranks=2, microbatches=4)) for name in ("1f1b", "gpipe")]
     text = said(differences(*tables), words=("first", "second"))["first and second"]
-    assert "the orders differ: rank 0 runs 0B0 where it runs 0F2 as second" in text
+    assert "the orders differ on rank 0: first 0B0, second 0F2" in text
 
 
 def test_every_line_adds_up():

@@ -14,12 +14,12 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw import bars
 from penstock.draw.boxes import collective_boxes, compute_boxes
-from penstock.draw.canvas import IDLE, rendered, style
-from penstock.draw.figure import figure
-from penstock.draw.mixed import mixed, spaced
-from penstock.draw.palette import TONES, shaded
+from penstock.draw.figures import rank_rows
+from penstock.draw.figures.canvas import IDLE, render, use_style
+from penstock.draw.figures.rank_rows import mix_colours, space_rows
+from penstock.draw.figures.timelines import draw_timelines
+from penstock.draw.palette import TONES, shade
 from penstock.errors import MissingExtraError, UsageError
 from penstock.ir.kind import Kind
 
@@ -29,7 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def tree(*timelines: ps.Timeline, **options: Any) -> ElementTree.Element:
-    return ElementTree.fromstring(rendered(figure(timelines, **options), "svg"))
+    return ElementTree.fromstring(render(draw_timelines(timelines, **options), "svg"))
 
 
 def group(root: ElementTree.Element, name: str) -> list[ElementTree.Element]:
@@ -52,7 +52,7 @@ def test_there_is_a_box_for_each_part_of_each_action(name):
         for chunk in range(chunks):
             found = group(root, f"boxes-0-{kind.name}{chunk}")
             assert len(found) == np.count_nonzero((boxes.kind == kind) & (boxes.chunk == chunk))
-            assert all(f"fill: {shaded(TONES[kind], chunk, chunks).fill}" in box.get("style", "") for box in found)
+            assert all(f"fill: {shade(TONES[kind], chunk, chunks).fill}" in box.get("style", "") for box in found)
             seen += len(found)
     assert seen == len(boxes) > 0
     assert len(group(root, "boxes-0-idle")) == timeline.ranks
@@ -97,18 +97,18 @@ def test_labels_can_be_left_out_and_so_can_memory_and_legend():
 @pytest.mark.parametrize("width", [3.5, None])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_no_text_runs_into_another_or_over_the_edge(name, width):
-    check_texts(figure(SAMPLES[name], width=width))
+    check_texts(draw_timelines(SAMPLES[name], width=width))
 
 
 def test_no_text_of_several_timelines_runs_into_another():
-    check_texts(figure([SAMPLES[name] for name in ("1f1b", "zbv", "zb-h1")], names=["one", "a name " * 40, "$x^2$ <&>"]))
+    check_texts(draw_timelines([SAMPLES[name] for name in ("1f1b", "zbv", "zb-h1")], names=["one", "a name " * 40, "$x^2$ <&>"]))
 
 
 def check_texts(made: Any) -> None:
     from matplotlib.axes import Axes
     from matplotlib.text import Text
 
-    with style():
+    with use_style():
         made.canvas.draw()
         ticks = [
             (tick, *sorted(axis.get_view_interval()))
@@ -133,11 +133,11 @@ def check_texts(made: Any) -> None:
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "fsdp", "interleaved"])
 def test_labels_stand_inside_their_boxes(name):
     timeline = SAMPLES[name]
-    made = figure(timeline)
+    made = draw_timelines(timeline)
     boxes = compute_boxes(timeline)
     middles = {(round((s + e) / 2, 9), r): e - s for s, e, r in zip(boxes.start, boxes.end, boxes.rank, strict=True)}
     axes = made.axes[1]
-    with style():
+    with use_style():
         made.canvas.draw()
         assert axes.texts
         for label in axes.texts:
@@ -150,7 +150,7 @@ def test_labels_stand_inside_their_boxes(name):
 
 def test_several_timelines_share_one_axis():
     timelines = [SAMPLES["1f1b"], SAMPLES["zbv"]]
-    made = figure(timelines)
+    made = draw_timelines(timelines)
     rows = [axes for axes in made.axes if axes.get_ylabel() == "rank"]
     assert len(rows) == 2
     assert {axes.get_xlim() for axes in rows} == {(0.0, max(timeline.makespan for timeline in timelines))}
@@ -165,13 +165,13 @@ def test_ids_are_unique():
 
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_the_same_picture_is_the_same_file(form):
-    assert rendered(figure(SAMPLES["fsdp"]), form) == rendered(figure(SAMPLES["fsdp"]), form)
+    assert render(draw_timelines(SAMPLES["fsdp"]), form) == render(draw_timelines(SAMPLES["fsdp"]), form)
 
 
 @pytest.mark.parametrize(("width", "dpi"), [(7.2, 100), (5.0, 200)])
 def test_png_has_the_size_that_was_asked_for(width, dpi):
-    made = figure(SAMPLES["1f1b"], width=width)
-    data = rendered(made, "png", dpi)
+    made = draw_timelines(SAMPLES["1f1b"], width=width)
+    data = render(made, "png", dpi)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     wanted = [made.get_figwidth() * dpi, made.get_figheight() * dpi]
     assert list(struct.unpack(">II", data[16:24])) == pytest.approx(wanted, abs=1)
@@ -189,9 +189,9 @@ def test_names_are_not_taken_for_formulas_or_markup():
 )
 def test_wrong_options_are_refused(options, said):
     with pytest.raises(UsageError, match=said):
-        figure(SAMPLES["1f1b"], **options)
+        draw_timelines(SAMPLES["1f1b"], **options)
     with pytest.raises(UsageError, match="at least one"):
-        figure([])
+        draw_timelines([])
 
 
 def test_a_picture_leaves_no_trace(tmp_path):
@@ -206,26 +206,26 @@ assert settings() == before
 assert "matplotlib.pyplot" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "error", "-c", code, tmp_path / "a.svg"], check=True)
-    usual = rendered(figure(ps.simulate(ps.schedule("1f1b", 2, 2))), "svg")
+    usual = render(draw_timelines(ps.simulate(ps.schedule("1f1b", 2, 2))), "svg")
     assert (tmp_path / "a.svg").read_bytes() == usual
 
 
 def test_without_matplotlib_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'penstock\[plot\]'"):
-        figure(SAMPLES["1f1b"])
+        draw_timelines(SAMPLES["1f1b"])
 
 
 # More boxes than can be seen apart ------------------------------------------------------------------------------------
 
 
 def test_many_boxes_become_an_image(monkeypatch):
-    monkeypatch.setattr(bars, "MOST_BOXES", 10)
+    monkeypatch.setattr(rank_rows, "MOST_BOXES", 10)
     root = tree(SAMPLES["dualpipe-v"])
     assert not group(root, "boxes-0-F0")
     assert any(each.get("id") == "boxes-0-mixed" for each in root.iter())
     assert any(text.startswith("mixed colours") for text in texts(root))
-    check_texts(figure(SAMPLES["dualpipe-v"]))
+    check_texts(draw_timelines(SAMPLES["dualpipe-v"]))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "interleaved"])
@@ -233,13 +233,13 @@ def test_mixed_colours_are_averages(name):
     """Each pixel against the boxes under it, one by one."""
     timeline = SAMPLES[name]
     boxes, chunks, columns = compute_boxes(timeline), timeline.table.chunks, 23
-    image = mixed(timeline, boxes, columns)
+    image = mix_colours(timeline, boxes, columns)
     parts = int(boxes.parts.max())
     edges = np.linspace(0.0, timeline.makespan, columns + 1)
     wanted = np.zeros((timeline.ranks * parts, columns, 3))
     left = np.ones((timeline.ranks * parts, columns))
     for box in range(len(boxes)):
-        fill = np.frombuffer(bytes.fromhex(shaded(TONES[Kind(int(boxes.kind[box]))], int(boxes.chunk[box]), chunks).fill[1:]), np.uint8)
+        fill = np.frombuffer(bytes.fromhex(shade(TONES[Kind(int(boxes.kind[box]))], int(boxes.chunk[box]), chunks).fill[1:]), np.uint8)
         share = np.clip(np.minimum(boxes.end[box], edges[1:]) - np.maximum(boxes.start[box], edges[:-1]), 0, None) / np.diff(edges)
         lines = range(parts) if boxes.parts[box] == 1 else [int(boxes.part[box])]
         for line in lines:
@@ -251,8 +251,8 @@ def test_mixed_colours_are_averages(name):
 
 def test_rows_are_set_apart_where_there_is_room():
     image = np.arange(6, dtype=np.uint8).reshape(6, 1, 1).repeat(3, axis=2)  # three ranks of two parts each
-    apart = spaced(image, 3, (0.25, 0.75))
+    apart = space_rows(image, 3, (0.25, 0.75))
     assert len(apart) == 3 * 24
     assert [line[0, 0] for line in apart if line[0, 3]] == sorted([0, 1, 2, 3, 4, 5] * 6)
     assert sum(line[0, 3] == 0 for line in apart) == 3 * 12
-    assert spaced(image.repeat(1000, axis=0), 3000, (0.25, 0.75)).shape == (6000, 1, 3)
+    assert space_rows(image.repeat(1000, axis=0), 3000, (0.25, 0.75)).shape == (6000, 1, 3)

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from draw.samples import SAMPLES
-from penstock.draw.html import html
+from penstock.draw.html import timelines_html
 
 VOID = {"meta", "link", "br", "img", "input", "hr"}
 
@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "fsdp"])
 def test_nothing_is_fetched(name):
-    text = html([SAMPLES[name]])
+    text = timelines_html([SAMPLES[name]])
     page = Page(text)
     assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "img"}
     for _, attributes in page.tags:
@@ -58,7 +58,7 @@ def test_nothing_is_fetched(name):
 
 
 def test_the_table_has_a_column_a_timeline():
-    page = Page(html([SAMPLES["1f1b"], SAMPLES["zbv"]], unit="ms"))
+    page = Page(timelines_html([SAMPLES["1f1b"], SAMPLES["zbv"]], unit="ms"))
     assert page.rows[0] == ["", "1f1b", "zbv"]
     table = {row[0]: row[1:] for row in page.rows[1:]}
     assert table["makespan"][0] == "33 ms"
@@ -68,7 +68,7 @@ def test_the_table_has_a_column_a_timeline():
 
 def test_names_are_escaped():
     name = "<script>alert('&')</script>"
-    text = html([SAMPLES["1f1b"]], names=[name])
+    text = timelines_html([SAMPLES["1f1b"]], names=[name])
     page = Page(text)
     assert name not in text
     assert not [tag for tag, _ in page.tags if tag == "script"]
@@ -76,7 +76,7 @@ def test_names_are_escaped():
 
 
 def test_text_and_idle_follow_the_page_and_kinds_do_not():
-    text = html([SAMPLES["1f1b"]])
+    text = timelines_html([SAMPLES["1f1b"]])
     svg = text[text.index("<svg") : text.index("</svg>")]
     for colour in ("#222222", "#666666", "#ebebeb"):
         assert colour not in svg
@@ -88,4 +88,4 @@ def test_text_and_idle_follow_the_page_and_kinds_do_not():
 
 
 def test_it_is_the_same_each_time():
-    assert html([SAMPLES["fsdp"]]) == html([SAMPLES["fsdp"]])
+    assert timelines_html([SAMPLES["fsdp"]]) == timelines_html([SAMPLES["fsdp"]])

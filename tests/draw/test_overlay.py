@@ -14,11 +14,11 @@ import penstock as ps
 from draw.samples import SAMPLES
 from draw.test_figure import check_texts, group, texts
 from draw.test_html import Page
-from penstock.draw import bars
 from penstock.draw.boxes import compute_boxes
-from penstock.draw.canvas import rendered
+from penstock.draw.figures import rank_rows
+from penstock.draw.figures.canvas import render
+from penstock.draw.figures.overlay import EARLY, LATE, draw_overlay
 from penstock.draw.html import overlay_html
-from penstock.draw.overlay import EARLY, LATE, overlay
 from penstock.draw.save import save_overlay
 from penstock.errors import UsageError
 from penstock.ir.kind import COMPUTE
@@ -39,7 +39,7 @@ def slowed(name: str) -> Differences:
 
 
 def tree(found: Differences, **options: Any) -> ElementTree.Element:
-    return ElementTree.fromstring(rendered(overlay(found, **options), "svg"))
+    return ElementTree.fromstring(render(draw_overlay(found, **options), "svg"))
 
 
 def sides(path: ElementTree.Element) -> tuple[float, float, float, float]:
@@ -59,7 +59,7 @@ def test_every_action_is_there_twice_and_no_text_runs_into_another(name):
         ]
         assert len(seen) == len(boxes)
         assert len(group(root, f"boxes-{panel}-idle")) == timeline.ranks
-    check_texts(overlay(found))
+    check_texts(draw_overlay(found))
 
 
 def test_pairs_stand_below_each_other_on_one_axis():
@@ -144,27 +144,27 @@ def test_many_ranks_and_many_boxes(monkeypatch):
     root = tree(found)
     assert not group(root, "lines-0")  # rows too low for lines between them
     assert group(root, "late-0-0")
-    check_texts(overlay(found))
-    monkeypatch.setattr(bars, "MOST_BOXES", 10)
+    check_texts(draw_overlay(found))
+    monkeypatch.setattr(rank_rows, "MOST_BOXES", 10)
     found = slowed("dualpipe-v")
-    made = overlay(found)
+    made = draw_overlay(found)
     images = [image for axes in made.axes for image in axes.images]
     assert [image.get_extent()[1] for image in images] == [found.predicted.makespan] * 3 + [found.measured.makespan] * 3
     rows = sorted((image.get_extent()[3], image.get_extent()[2]) for image in images)
     assert all(upper[1] < lower[0] for upper, lower in pairwise(rows))
     assert images[0].get_array().mean() > images[3].get_array().mean()  # the prediction is paler
-    assert not group(ElementTree.fromstring(rendered(made, "svg")), "boxes-0-F0")
-    check_texts(overlay(slowed("dualpipe-v")))
+    assert not group(ElementTree.fromstring(render(made, "svg")), "boxes-0-F0")
+    check_texts(draw_overlay(slowed("dualpipe-v")))
 
 
 def test_several_pairs():
     found = [slowed("1f1b"), slowed("fsdp")]
-    check_texts(overlay(found, names=["one", "a name " * 40]))
-    root = ElementTree.fromstring(rendered(overlay(found), "svg"))
+    check_texts(draw_overlay(found, names=["one", "a name " * 40]))
+    root = ElementTree.fromstring(render(draw_overlay(found), "svg"))
     ids = [each.get("id") for each in root.iter() if each.get("id")]
     assert len(ids) == len(set(ids))
     assert group(root, "boxes-3-idle")
-    assert rendered(overlay(found), "svg") == rendered(overlay(found), "svg")
+    assert render(draw_overlay(found), "svg") == render(draw_overlay(found), "svg")
 
 
 def test_the_page_has_figure_and_tables(tmp_path):
@@ -180,9 +180,9 @@ def test_the_page_has_figure_and_tables(tmp_path):
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(UsageError, match="at least one pair"):
-        overlay([])
+    with pytest.raises(UsageError, match="0 pairs of timelines and 0 names: give at least one"):
+        draw_overlay([])
     with pytest.raises(UsageError, match="2 names"):
-        overlay(slowed("1f1b"), names=["a", "b"])
+        draw_overlay(slowed("1f1b"), names=["a", "b"])
     with pytest.raises(UsageError, match="'weeks'"):
-        overlay(slowed("1f1b"), unit="weeks")
+        draw_overlay(slowed("1f1b"), unit="weeks")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.draw.canvas import GRID, INK
-from penstock.draw.curve import curve
-from penstock.draw.differences import Part
-from penstock.draw.figure import figure
-from penstock.draw.page import Card, Section, page
+from penstock.draw.differences import TextSection
+from penstock.draw.figures.canvas import GRID, INK
+from penstock.draw.figures.loss_curve import draw_loss_curve
+from penstock.draw.figures.timelines import draw_timelines
+from penstock.draw.html import Card, Section, report_html
 
 VOID = {"meta", "br", "hr", "img", "link", "path", "use", "rect", "stop"}
 
@@ -42,12 +42,12 @@ class Balanced(HTMLParser):
 def made() -> str:
     timeline = ps.simulate(ps.schedule("zbv", 2, 4))
     sections = [
-        Section("One", "A < B").figure(figure(timeline), "a picture"),
+        Section("One", "A < B").figure(draw_timelines(timeline), "a picture"),
         Section("Two").table(("name", "value"), [("a", "1"), ("<b>", "2")], chosen=1),
-        Section("Three").parts("more", [Part("inner", ("x",), [("y",)], ["said"])]).code("penstock list > here"),
-        Section("Four").figure(curve([3.0, 2.0, 1.0]), "the loss"),
+        Section("Three").texts([TextSection("inner", ("x",), [("y",)], ["said"])], "more").code("penstock list > here"),
+        Section("Four").figure(draw_loss_curve([3.0, 2.0, 1.0]), "the loss"),
     ]
-    return page(
+    return report_html(
         "A report & more", "What it is", [Card("loss", "1 → 2", "note", good=True), Card("other", "3", good=False)], sections, "made"
     )
 
@@ -81,7 +81,7 @@ def test_pictures_take_the_page_s_colours(made):
 
 def test_a_curve_shows_every_value_and_their_mean():
     values = [float(value) for value in np.linspace(5, 1, 30)]
-    axes = curve(values, first=11, name="loss").axes[0]
+    axes = draw_loss_curve(values, first=11, name="loss").axes[0]
     each, mean = axes.lines
     assert list(each.get_xdata()) == list(range(11, 41))
     assert list(each.get_ydata()) == values
@@ -92,5 +92,5 @@ def test_a_curve_shows_every_value_and_their_mean():
 
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_short_curve_has_no_mean(count):
-    axes = curve([1.0] * count).axes[0]
+    axes = draw_loss_curve([1.0] * count).axes[0]
     assert len(axes.lines) == 1

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.color import Color, ColorSystem
 
-from penstock.draw.palette import BASIC_INK, OPTIMIZER, TONES, ink_on, shaded
+from penstock.draw.palette import BASIC_INK, OPTIMIZER, TONES, ink_on, shade
 from penstock.ir.kind import COMPUTE, Kind
 
 ALL = list(dict.fromkeys(TONES.values()))
@@ -71,7 +71,7 @@ def test_fills_stay_apart_with_few_colours():
     assert len({Color.parse(tone.basic).number for tone in ALL}) == len(ALL)
 
 
-SHADES = {f"{kind.name}{chunk}": shaded(TONES[kind], chunk, 2) for kind in COMPUTE for chunk in (0, 1)}
+SHADES = {f"{kind.name}{chunk}": shade(TONES[kind], chunk, 2) for kind in COMPUTE for chunk in (0, 1)}
 
 
 @pytest.mark.parametrize("vision", VISION)
@@ -84,13 +84,13 @@ def test_kinds_and_two_chunks_stay_apart_however_colours_are_seen(vision):
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kind", COMPUTE)
 def test_shades_go_from_dark_to_light_with_ink_that_reads(kind, chunks):
-    shades = [shaded(TONES[kind], chunk, chunks) for chunk in range(chunks)]
-    light = [luminance(shade.fill) for shade in shades]
+    shades = [shade(TONES[kind], chunk, chunks) for chunk in range(chunks)]
+    light = [luminance(tone.fill) for tone in shades]
     assert light == sorted(set(light))
-    for shade in shades:
-        inks = {ink: contrast(ink, shade.fill) for ink in ("#000000", "#ffffff")}
-        assert inks[shade.ink] == max(inks.values()) >= 4.5
-        assert shade.basic == TONES[kind].basic
+    for tone in shades:
+        inks = {ink: contrast(ink, tone.fill) for ink in ("#000000", "#ffffff")}
+        assert inks[tone.ink] == max(inks.values()) >= 4.5
+        assert tone.basic == TONES[kind].basic
     assert shades == [TONES[kind]] or chunks > 1
 
 

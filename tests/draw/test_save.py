@@ -8,7 +8,7 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw import canvas
+from penstock.draw.figures import canvas
 from penstock.draw.save import save, save_picture
 from penstock.errors import FileFormatError
 
@@ -72,7 +72,7 @@ def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> bytes:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(canvas, "rendered", fail)
+    monkeypatch.setattr(canvas, "render", fail)
     with pytest.raises(RuntimeError, match="no ink"):
         TIMELINE.save(path)
     assert path.read_text() == "old"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draw.samples import SAMPLES
-from penstock.draw.slices import main_class, most_held, shares
+from penstock.draw.time_slices import main_class, most_held, shares
 
 Box = tuple[int, int, float, float]
 

@@ -7,13 +7,13 @@ import json
 import pytest
 
 from draw.samples import SAMPLES
-from penstock.draw.summary import figures, fullest_rank, shape_of, summary, title_of
+from penstock.draw.summary import fullest_rank, shape_of, summarize, summary_rows, title_of
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_data_is_the_timeline_s_and_plain(name):
     timeline = SAMPLES[name]
-    said = figures(timeline)
+    said = summarize(timeline)
     assert json.loads(json.dumps(said)) == said
     for key in ("makespan", "bubble", "span_bubble", "peak_memory", "idle_by_cause"):
         assert said[key] == getattr(timeline, key)
@@ -23,7 +23,7 @@ def test_data_is_the_timeline_s_and_plain(name):
 
 def test_text_by_hand():
     """1f1b with 4 ranks and 8 microbatches: (8 + 3) x (1 + 2) long, of which 3 x 3 idle on each rank."""
-    rows = dict(summary(SAMPLES["1f1b"], "ms"))
+    rows = dict(summary_rows(SAMPLES["1f1b"], "ms"))
     assert rows["makespan"] == "33 ms"
     assert rows["bubble"].startswith("27.3%")
     assert rows["peak memory"] == "4 on rank 0, least 1"
@@ -33,9 +33,9 @@ def test_text_by_hand():
 
 def test_titles():
     assert title_of(SAMPLES["zbv"]) == "zbv"
-    assert shape_of(SAMPLES["zbv"]) == ["4 ranks", "2 chunks a rank", "12 microbatches"]
+    assert shape_of(SAMPLES["zbv"]) == ["4 ranks", "2 chunks per rank", "12 microbatches"]
     assert shape_of(SAMPLES["one rank"]) == ["1 rank", "3 microbatches"]
 
 
 def test_nothing_idle_is_no_division_by_zero():
-    assert dict(summary(SAMPLES["no time"]))["idle"] == "0"
+    assert dict(summary_rows(SAMPLES["no time"]))["idle"] == "0"

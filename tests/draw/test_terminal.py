@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.draw.palette import TONES
-from penstock.draw.terminal import grid_lines, legend_lines, painted, plain
+from penstock.draw.terminal.grid import grid_legend, grid_lines
+from penstock.draw.terminal.lines import paint, plain_text
 from penstock.ir.grid import Grid
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -23,24 +24,24 @@ TABLES = [
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_plain_lines_are_the_grid(table):
-    assert "\n".join(plain(grid_lines(Grid.spaced(table)))) == table.grid()
+    assert "\n".join(plain_text(grid_lines(Grid.spaced(table)))) == table.grid()
 
 
 def test_overlapped_actions_are_joined():
     schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=8)
     grid = Grid.spaced(schedule)
-    shown = "\n".join(plain(grid_lines(grid)))
+    shown = "\n".join(plain_text(grid_lines(grid)))
     overlapped = [action for row in schedule for action in row if action.sub_actions]
     assert overlapped
     assert all("&".join(map(str, action.sub_actions)) in shown for action in overlapped)
     assert "OVERLAP" not in shown
-    assert "& run together" in "\n".join(plain(legend_lines(grid)))
+    assert "& run together" in "\n".join(plain_text(grid_legend(grid)))
 
 
 @given(st.integers(1, 200), st.sampled_from(TABLES))
 def test_blocks_fit_the_width_and_lose_nothing(width, table):
     grid = Grid.spaced(table)
-    text = "\n".join(plain(grid_lines(grid, width=width)))
+    text = "\n".join(plain_text(grid_lines(grid, width=width)))
     blocks = [block.splitlines() for block in text.split("\n\n")]
     shown = [rank for block in blocks for rank in re.findall(r"rank \d+", block[0])]
     assert shown == [f"rank {rank}" for rank in range(table.ranks)]
@@ -53,7 +54,7 @@ def test_blocks_fit_the_width_and_lose_nothing(width, table):
 @given(st.integers(1, 200), st.sampled_from(TABLES))
 def test_legend_names_each_kind_once_in_lines_that_fit(width, table):
     grid = Grid.spaced(table)
-    lines = list(plain(legend_lines(grid, width=width)))
+    lines = list(plain_text(grid_legend(grid, width=width)))
     entries = [f"{tone.sample} {tone.means}" for tone in dict.fromkeys(TONES[action.kind] for row in table for action in row)]
     assert sorted("  ".join(lines).split("  ")) == sorted(entries)
     assert all(len(line) <= width or line in entries for line in lines)
@@ -62,22 +63,22 @@ def test_legend_names_each_kind_once_in_lines_that_fit(width, table):
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard"])
 @pytest.mark.parametrize("table", TABLES, ids=repr)
 def test_colour_adds_nothing_but_colour(table, colours):
-    lines = list(painted(grid_lines(Grid.spaced(table)), colours))
+    lines = list(paint(grid_lines(Grid.spaced(table)), colours))
     assert [ESCAPE.sub("", line).rstrip() for line in lines] == table.grid().splitlines()
 
 
 def test_one_terminal_does_not_colour_the_next():
     grid = Grid.spaced(TABLES[0])
-    first = list(painted(grid_lines(grid), "256"))
-    list(painted(grid_lines(grid), "standard"))
+    first = list(paint(grid_lines(grid), "256"))
+    list(paint(grid_lines(grid), "standard"))
     assert any("48;5;" in line for line in first)
-    assert list(painted(grid_lines(grid), "256")) == first
+    assert list(paint(grid_lines(grid), "256")) == first
 
 
 def test_each_cell_has_the_fill_and_ink_of_its_kind():
     """Read back: every coloured run of text is an action, in the colours of its tone."""
     table = TABLES[1]
-    text = "\n".join(painted(grid_lines(Grid.spaced(table)), "truecolor"))
+    text = "\n".join(paint(grid_lines(Grid.spaced(table)), "truecolor"))
     runs = re.findall(r"\x1b\[38;2;(\d+);(\d+);(\d+);48;2;(\d+);(\d+);(\d+)m([^\x1b]*)\x1b\[0m", text)
     assert len(runs) == sum(len(row) for row in table)
     for *numbers, cell in runs:
@@ -88,6 +89,6 @@ def test_each_cell_has_the_fill_and_ink_of_its_kind():
 
 def test_columns_may_be_other_ranks():
     grid = Grid((TABLES[0][2],))
-    header, first, *_ = plain(grid_lines(grid, ranks=[2]))
+    header, first, *_ = plain_text(grid_lines(grid, ranks=[2]))
     assert header.split() == ["rank", "2"]
     assert first.split() == ["0", str(TABLES[0][2][0])]

@@ -9,10 +9,9 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.cells import IDLE
-from penstock.draw.palette import TONES, shaded
-from penstock.draw.terminal import painted, plain
-from penstock.draw.timeline import ASCII_BARS, BARS, MOST_RANKS, sparkline, timeline_lines
+from penstock.draw.palette import TONES, shade
+from penstock.draw.terminal.lines import paint, plain_text
+from penstock.draw.terminal.timeline import ASCII_BARS, BARS, IDLE, MOST_RANKS, sparkline, timeline_lines
 from penstock.ir.kind import Kind
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
@@ -20,7 +19,7 @@ ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 
 def blocks(timeline, **options) -> list[list[str]]:
     """The parts of the picture: rows, memory, legend, figures."""
-    return [block.splitlines() for block in "\n".join(plain(timeline_lines(timeline, **options))).split("\n\n")]
+    return [block.splitlines() for block in "\n".join(plain_text(timeline_lines(timeline, **options))).split("\n\n")]
 
 
 def rows_of(timeline, width) -> list[str]:
@@ -30,7 +29,7 @@ def rows_of(timeline, width) -> list[str]:
 @pytest.mark.parametrize("width", [60, 100, 333])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_lines_fit_the_width(name, width):
-    lines = list(plain(timeline_lines(SAMPLES[name], width=width)))
+    lines = list(plain_text(timeline_lines(SAMPLES[name], width=width)))
     assert max(map(len, lines)) <= width
 
 
@@ -77,24 +76,24 @@ def test_letters_are_what_runs_in_most_of_a_cell(name):
 
 def test_colours_are_those_of_kind_and_chunk():
     timeline = SAMPLES["zbv"]
-    text = "\n".join(painted(timeline_lines(timeline, width=700), "truecolor"))
+    text = "\n".join(paint(timeline_lines(timeline, width=700), "truecolor"))
     found = {f"#{bytes(map(int, colour)).hex()}" for colour in re.findall(r"48;2;(\d+);(\d+);(\d+)m", text)}
-    wanted = {shaded(TONES[kind], chunk, 2).fill for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}
-    assert found == wanted | {TONES[kind].fill for kind in (Kind.F, Kind.I, Kind.W)}  # the legend's are not shaded
+    wanted = {shade(TONES[kind], chunk, 2).fill for kind in (Kind.F, Kind.I, Kind.W) for chunk in (0, 1)}
+    assert found == wanted | {TONES[kind].fill for kind in (Kind.F, Kind.I, Kind.W)}  # the legend's are not shade
 
 
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard"])
 @pytest.mark.parametrize("name", SAMPLES)
 def test_colour_adds_nothing_but_colour(name, colours):
-    lines = list(painted(timeline_lines(SAMPLES[name], width=80), colours))
-    assert [ESCAPE.sub("", line).rstrip() for line in lines] == list(plain(timeline_lines(SAMPLES[name], width=80)))
+    lines = list(paint(timeline_lines(SAMPLES[name], width=80), colours))
+    assert [ESCAPE.sub("", line).rstrip() for line in lines] == list(plain_text(timeline_lines(SAMPLES[name], width=80)))
 
 
 def test_of_many_ranks_some_are_shown():
     timeline = ps.simulate(ps.schedule("gpipe", ranks=MOST_RANKS + 1, microbatches=2))
     rows, memory, notes, _ = blocks(timeline, width=100)
     assert len(rows) - 2 == len(memory) - 1 == (MOST_RANKS + 2) // 2
-    assert notes[0] == f"of {MOST_RANKS + 1} ranks one in 2 is shown"
+    assert notes[0] == f"1 in 2 of the {MOST_RANKS + 1} ranks is shown"
 
 
 def test_sparkline_by_hand():
@@ -106,7 +105,7 @@ def test_sparkline_by_hand():
 
 
 def test_ascii_where_asked_for():
-    text = "\n".join(plain(timeline_lines(SAMPLES["fsdp"], width=80, bars=ASCII_BARS)))
+    text = "\n".join(plain_text(timeline_lines(SAMPLES["fsdp"], width=80, bars=ASCII_BARS)))
     assert text.isascii()
 
 

@@ -12,19 +12,19 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.trace import trace
+from penstock.draw.trace import build_trace
 from penstock.errors import UsageError
 
 TICK = 0.125
 
 
 def events(timeline: ps.Timeline, *phases: str, **options: Any) -> list[dict[str, Any]]:
-    return [event for event in trace(timeline, **options)["traceEvents"] if event["ph"] in phases]
+    return [event for event in build_trace(timeline, **options)["traceEvents"] if event["ph"] in phases]
 
 
 def check(timeline: ps.Timeline, **options: Any) -> None:
     """Everything that must hold of any trace."""
-    data = trace(timeline, **options)
+    data = build_trace(timeline, **options)
     assert json.loads(json.dumps(data)) == data
     slices = defaultdict(list)
     for event in data["traceEvents"]:
@@ -147,9 +147,9 @@ def test_processes_are_ranks_in_order_and_lanes_are_named():
 def test_units(unit, scale):
     last = max(event["ts"] + event["dur"] for event in events(SAMPLES["1f1b"], "X", unit=unit))
     assert last == pytest.approx(33 * scale)
-    assert trace(SAMPLES["1f1b"], unit=unit)["otherData"]["unit"] == unit
+    assert build_trace(SAMPLES["1f1b"], unit=unit)["otherData"]["unit"] == unit
 
 
 def test_a_unit_without_scale_is_refused():
     with pytest.raises(UsageError, match="'fortnight'"):
-        trace(SAMPLES["1f1b"], unit="fortnight")
+        build_trace(SAMPLES["1f1b"], unit="fortnight")

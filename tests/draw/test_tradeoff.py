@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.draw.tradeoff import tradeoff
+from penstock.draw.figures.tradeoff import draw_tradeoff
 from penstock.errors import FileFormatError, UsageError
 
 MODEL = ps.Profile([ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5, parameters=2)] * 8, latency=0.5)
@@ -25,30 +25,30 @@ def marks(figure) -> list[tuple[float, float]]:
 
 def test_a_mark_for_every_candidate_that_is_not_far_too_slow(plan):
     timed = [each for each in plan.alternatives if each.objective is not None and each.objective <= 1.5 * plan.objective]
-    assert sorted(marks(tradeoff(plan))) == sorted((each.peak, each.objective) for each in timed)
+    assert sorted(marks(draw_tradeoff(plan))) == sorted((each.peak, each.objective) for each in timed)
     assert any(not each.fits for each in timed)
 
 
 def test_the_ring_is_around_the_plan(plan):
-    ring = tradeoff(plan).axes[0].collections[-1].get_offsets()[0]
+    ring = draw_tradeoff(plan).axes[0].collections[-1].get_offsets()[0]
     assert tuple(ring) == (max(plan.predicted.peak_memory), plan.objective)
 
 
 def test_what_does_not_fit_is_hollow_and_beyond_the_limit(plan):
-    for points in tradeoff(plan).axes[0].collections[:-1]:
+    for points in draw_tradeoff(plan).axes[0].collections[:-1]:
         for memory, _ in points.get_offsets():
             assert (memory > 14.0) == (len(points.get_facecolors()) == 0)
 
 
 def test_limit_and_bound_are_drawn(plan):
-    lines = {line.get_label(): line for line in tradeoff(plan).axes[0].lines}
+    lines = {line.get_label(): line for line in draw_tradeoff(plan).axes[0].lines}
     assert set(lines["memory limit"].get_xdata()) == {14.0}
     assert set(lines["bound of all candidates"].get_ydata()) == {plan.overall_bound}
 
 
 def test_of_different_limits_the_share_is_shown():
     plan = ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=[14.0, 20.0, 20.0, 20.0], seconds=0)
-    axes = tradeoff(plan).axes[0]
+    axes = draw_tradeoff(plan).axes[0]
     assert "share" in axes.get_xlabel()
     chosen = plan.alternatives[plan.chosen]
     shares = [peak / limit for peak, limit in zip(plan.predicted.peak_memory, plan.memory_limit, strict=True)]
@@ -56,7 +56,7 @@ def test_of_different_limits_the_share_is_shown():
 
 
 def test_names_do_not_cover_each_other(plan):
-    figure = tradeoff(plan)
+    figure = draw_tradeoff(plan)
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
     assert plan.name in [text.get_text() for text in figure.axes[0].texts]
@@ -79,4 +79,4 @@ def test_what_cannot_be_drawn(plan, tmp_path):
     with pytest.raises(FileFormatError, match="not one of"):
         plan.save(tmp_path / "plan.pdf")
     with pytest.raises(UsageError, match="no alternatives"):
-        tradeoff(replace(plan, alternatives=()))
+        draw_tradeoff(replace(plan, alternatives=()))

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.draw.trace import trace
+from penstock.draw.trace import build_trace
 from penstock.errors import ScheduleError
 from penstock.ir import json_form
 from penstock.ir.costs import CONTENTION, Costs
@@ -98,7 +98,7 @@ def check_files(timeline: Timeline, said: dict[str, Any]) -> None:
     assert again.table == table
     assert again.costs == timeline.costs
     assert said["timeline"] == timeline.to_json()
-    theirs, ours = said["trace"], json.loads(json.dumps(trace(timeline)))
+    theirs, ours = said["trace"], json.loads(json.dumps(build_trace(timeline)))
     assert theirs["traceEvents"] == ours["traceEvents"]
     assert theirs["otherData"] == ours["otherData"]
 

@@ -7,7 +7,7 @@ import socket
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.studio.guard import Hosts
+from penstock.studio.security import Hosts
 
 LOCAL = Hosts("127.0.0.1")
 OPEN = Hosts("0.0.0.0")

@@ -12,7 +12,7 @@ import penstock as ps
 from penstock.errors import BusyError
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
-from penstock.studio.jobs import GRACE, Jobs
+from penstock.studio.plan_jobs import GRACE, Jobs
 from penstock.studio.server import application
 from studio.page import Page
 
@@ -127,7 +127,7 @@ def test_a_plan_that_takes_too_long_is_ended():
     job = jobs.get(jobs.start(ENDLESS, seconds=-GRACE))
     while not job.ended:
         job.after(len(job.events), LONG)
-    assert "took longer than it may" in job.events[-1].data["error"]
+    assert "took too long" in job.events[-1].data["error"]
     jobs.close()
     assert not job.process.is_alive()
 

@@ -178,9 +178,9 @@ def test_a_measured_timeline_brings_its_times(client, page: Page):
     [
         ("", "the file is empty"),
         ("0F0,zap\n", "'zap' is not an action"),
-        ("{}", "not a schedule, a program, a timeline or a plan"),
+        ("{}", "not a Penstock schedule, program, timeline or plan"),
         ("[1, 2", "not a JSON file"),
-        ('{"type": "view"}', "not a schedule, a program, a timeline or a plan"),
+        ('{"type": "view"}', "not a Penstock schedule, program, timeline or plan"),
         ('{"type": "schedule"}', "not a Penstock schedule"),
         ('{"type": "plan", "x": NaN}', "NaN is not a number"),
         ("[" * 100_000, "not a JSON file"),

@@ -55,7 +55,7 @@ def test_a_process_that_dies_is_replaced(worker: Worker):
 
 def test_a_process_that_dies_at_work_is_an_error_of_the_request(worker: Worker):
     worker.ask("view", VIEW)
-    with pytest.raises(UsageError, match="ended the process that worked on it"):
+    with pytest.raises(UsageError, match="the process that worked on this has ended"):
         worker.ask("view", Ending())
     assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
 

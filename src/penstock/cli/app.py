@@ -1,4 +1,4 @@
-"""The commands, put together."""
+"""The command line: all commands, and the options of `penstock` itself."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.compare import compare
-from penstock.cli.convert import convert
-from penstock.cli.export import export
-from penstock.cli.list import list_
-from penstock.cli.lower import lower
-from penstock.cli.plan import plan
-from penstock.cli.profile import profile
-from penstock.cli.show import show
-from penstock.cli.simulate import simulate
-from penstock.cli.studio import studio
-from penstock.cli.train import train
-from penstock.cli.verify import verify
+from penstock.cli.commands.compare import compare
+from penstock.cli.commands.convert import convert
+from penstock.cli.commands.export import export
+from penstock.cli.commands.list import list_
+from penstock.cli.commands.lower import lower
+from penstock.cli.commands.plan import plan
+from penstock.cli.commands.profile import profile
+from penstock.cli.commands.show import show
+from penstock.cli.commands.simulate import simulate
+from penstock.cli.commands.studio import studio
+from penstock.cli.commands.train import train
+from penstock.cli.commands.verify import verify
 
-# Plain help loads in a fraction of the time of Rich's, and reads the same in a pipe.
+# Plain help loads much faster than Rich's, and reads the same in a pipe.
 app = typer.Typer(
     rich_markup_mode=None,
     add_completion=False,
@@ -28,8 +28,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(value: bool) -> None:
+    if value:
         from penstock import __version__
 
         typer.echo(f"penstock {__version__}")

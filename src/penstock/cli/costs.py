@@ -1,4 +1,4 @@
-"""Costs as they are given to a command."""
+"""The option --costs: a file, or costs written out."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from penstock.ir.costs import Costs
 
 _FILES = (".toml", ".json")
-# What grows with a stage: its work and what it holds. Messages are as large however the model is cut.
-_OF_A_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
+# The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
+_PER_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
 
 
 class Per(StrEnum):
-    """What a single number in the costs is for."""
+    """What one number in the costs is for."""
 
     STAGE = "stage"
     RANK = "rank"
 
 
-PerOption = Annotated[Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank.")]
+PerOption = Annotated[Per, typer.Option("--per", help="What one number in the costs is for: each stage, or all stages of a rank together.")]
 
 
 def read_costs(text: str) -> Costs:
-    """Costs from a file, or written out as `f=1,latency=0.1,activation=[1,2]`."""
+    """Read costs from a file, or from text like `f=1,latency=0.1,activation=[1,2]`."""
     from penstock.errors import CostsError
     from penstock.ir.costs import Costs
 
@@ -44,38 +44,38 @@ def read_costs(text: str) -> Costs:
             raise UsageError(f"--costs: there is no file {path}")
         return Costs.load(path)
     try:
-        return Costs.from_json(_written(text))
+        return Costs.from_json(_parse(text))
     except CostsError as error:
         raise UsageError(f"--costs: {error}") from None
 
 
-def of_stages(costs: Costs, stages: int, ranks: int) -> Costs:
-    """Costs of a rank's share of the model as those of its stages: each number that grows with a stage is divided among them.
+def divide_among_stages(costs: Costs, stages: int, ranks: int) -> Costs:
+    """Turn the costs of all stages of a rank into the costs of one: divide each number that grows with a stage.
 
-    Lists, which have one value a stage, stay as they are.
+    Lists have one value per stage already, and stay as they are.
     """
     share = ranks / stages
-    values = {name: getattr(costs, name) for name in _OF_A_STAGE}
+    values = {name: getattr(costs, name) for name in _PER_STAGE}
     divided: dict[str, Any] = {name: value * share for name, value in values.items() if isinstance(value, float)}
     return replace(costs, **divided)
 
 
-def _written(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _parse(text: str) -> dict[str, Any]:
+    costs: dict[str, Any] = {}
     for part in re.split(r",(?=[^\[\]]*(?:=|$))", text):
-        name, equals, value = (each.strip() for each in part.partition("="))
+        name, equals, value = map(str.strip, part.partition("="))
         if not equals or not name.isidentifier():
             raise UsageError(f'--costs: {part.strip()!r} is not NAME=VALUE: write "f=1,i=1,w=1,latency=0.1", or name a .toml or .json file')
-        if name in found:
+        if name in costs:
             raise UsageError(f"--costs: {name} is given twice")
-        found[name] = _value(value)
-    return found
+        costs[name] = _parse_value(value)
+    return costs
 
 
-def _value(text: str) -> Any:
-    """A number, a list of them, a size like 1.5GiB, or a word."""
+def _parse_value(text: str) -> Any:
+    """Read a number, a list of numbers, a size like 1.5GiB, or a word."""
     from penstock.errors import CostsError
-    from penstock.ir.costs import parse_size
+    from penstock.text.units import parse_size
 
     try:
         return json.loads(text)

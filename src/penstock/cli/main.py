@@ -1,4 +1,4 @@
-"""The entry point: runs a command and turns what it raises into one message and an exit code."""
+"""The entry point: runs a command and turns an error into one message and an exit code."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run the command line and give its exit code: 0 good, 1 a finding, 2 wrong usage, 130 interrupted."""
+    """Run the command line and return its exit code: 0 good, 1 a finding, 2 wrong usage, 130 interrupted."""
     try:
         return _run(args)
     except KeyboardInterrupt:

@@ -1,4 +1,4 @@
-"""A timeline as boxes: one for each thing that a rank does, in flat arrays."""
+"""A timeline as boxes, one per action, in flat arrays."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Boxes:
-    """Compute actions in the order of the rows. What runs together is one box a part: part `part` of `parts`."""
+    """Actions in the order of the rows. Actions that run together have one box each: box `part` of `parts`."""
 
     rank: Ints
     start: Floats
@@ -41,7 +41,7 @@ class Boxes:
 
 
 def compute_boxes(timeline: Timeline) -> Boxes:
-    """Every compute action, overlapped ones part by part."""
+    """Give one box per compute action, and one per part of an overlapped action."""
     rows, placement = timeline.table.rows, timeline.table.placement
     entry = np.flatnonzero(rows.is_kind(*COMPUTE))
     node, stage, microbatch = rows.group[entry], rows.stage[entry], rows.microbatch[entry]
@@ -60,7 +60,7 @@ def compute_boxes(timeline: Timeline) -> Boxes:
 
 
 def collective_boxes(timeline: Timeline) -> Boxes:
-    """Every gather of parameters and every reduction of gradients that takes time."""
+    """Give one box per all-gather of parameters and reduction of gradients that takes time."""
     rows = timeline.table.rows
     entry = np.flatnonzero(rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD))
     node = rows.group[entry]
@@ -71,7 +71,7 @@ def collective_boxes(timeline: Timeline) -> Boxes:
 
 
 def optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
-    """Rank, start and end of each optimizer's step that takes time."""
+    """Give rank, start and end of each optimizer step that takes time."""
     rank = np.flatnonzero(timeline.optimizer > 0)
     end = timeline.finished[rank]
     return rank, end - timeline.optimizer[rank], end

@@ -1,4 +1,4 @@
-"""A measured timeline against its prediction in words: tables of both, and where they part."""
+"""A measured timeline against its prediction: tables of both, and sentences on where and why they differ."""
 
 from __future__ import annotations
 
@@ -6,110 +6,110 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.draw.numbers import count, number, percent
 from penstock.simulator.lateness import ACTION, AFTER, BETWEEN, MESSAGE, OPTIMIZER, SLACK
 from penstock.simulator.totals import channel_name, totals, work_name
+from penstock.text.numbers import format_count, format_number, format_percent, format_signed
+from penstock.text.table import format_table
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal import Line
     from penstock.simulator.differences import Both, Differences, Parting
     from penstock.simulator.lateness import Delay
 
 MOST_ROWS = 12
-"""Rows of a table; of more only those that differ the most are shown."""
+"""Rows per table; of more, the ones that differ most are shown."""
 MOST_DELAYS = 5
-"""Single delays that are named."""
+"""Delays that are described one by one."""
 WORDS = ("predicted", "measured")
 _SMALL = 5e-4
-"""Of the predicted makespan: what adds less is not worth a line."""
+"""Delays below this share of the predicted makespan are not listed."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A heading, then rows under a header, then sentences; rows and sentences may be none."""
+class TextSection:
+    """A heading, a table and sentences; the table and the sentences may be empty."""
 
     title: str
     header: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
-    said: Sequence[str] = ()
+    sentences: Sequence[str] = ()
 
 
-def parts(found: Differences, unit: str | None = None, words: tuple[str, str] = WORDS, title: str | None = None) -> Iterator[Part]:
-    """Everything there is to say; `words` are what the two timelines are called, and `title` stands over it all."""
-    whole = found.makespan.predicted
-    yield _whole(found, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}")
-    yield _shortened("by rank", ("", *_twice("busy", words), *_twice("idle", words)), _rank_rows(found), whole)
-    yield Part("idle time of all ranks", ("", *words, "difference"), [_cause_row(*each) for each in found.idle_by_cause.items()])
-    yield _shortened("what an action takes", ("", "number", *words, "ratio"), _stage_rows(found), whole)
-    if found.channels:
+def describe_differences(
+    differences: Differences, unit: str | None = None, words: tuple[str, str] = WORDS, title: str | None = None
+) -> Iterator[TextSection]:
+    """Describe all differences; `words` are the names of the two timelines, and `title` is the first heading."""
+    whole = differences.makespan.predicted
+    yield _whole(differences, words, f"{title or ' and '.join(words)}{f', in {unit}' if unit else ''}")
+    yield _shorten("by rank", ("", *_twice("busy", words), *_twice("idle", words)), _rank_rows(differences), whole)
+    yield TextSection(
+        "idle time of all ranks", ("", *words, "difference"), [_cause_row(cause, both) for cause, both in differences.idle_by_cause.items()]
+    )
+    yield _shorten("what an action takes", ("", "number", *words, "ratio"), _stage_rows(differences), whole)
+    if differences.channels:
         header = ("", "number", *_twice("until sent", words)[:2], *_twice("under way", words))
-        yield _shortened("what a message takes", header, _channel_rows(found), whole)
-    yield Part("where they part", said=list(_parting(found, unit)))
-    yield from _delays(found)
+        yield _shorten("what a message takes", header, _channel_rows(differences), whole)
+    yield TextSection("where they part", sentences=list(_parting(differences, unit)))
+    yield from _delays(differences)
 
 
-def lines(found: Sequence[Part]) -> Iterator[Line]:
-    """The parts for the terminal, with an empty line between them."""
-    for place, part in enumerate(found):
+def section_lines(sections: Sequence[TextSection]) -> Iterator[str]:
+    """Write the sections as plain text, with an empty line between them."""
+    for place, section in enumerate(sections):
         if place:
-            yield []
-        yield [(part.title, None)]
-        table = [part.header, *part.rows] if part.rows else []
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        for row in table:
-            cells = [cell.rjust(width) if at else cell.ljust(width) for at, (cell, width) in enumerate(zip(row, widths, strict=True))]
-            yield [(f"  {'  '.join(cells)}", None)]
-        yield from ([(f"  {sentence}", None)] for sentence in part.said)
+            yield ""
+        yield section.title
+        yield from format_table([section.header, *section.rows] if section.rows else [], indent="  ")
+        yield from (f"  {sentence}" for sentence in section.sentences)
 
 
 # Tables ---------------------------------------------------------------------------------------------------------------
 
 
-def _whole(found: Differences, words: tuple[str, str], title: str) -> Part:
+def _whole(differences: Differences, words: tuple[str, str], title: str) -> TextSection:
     rows = [
-        ("makespan", *_numbers(found.makespan), _ratio(found.makespan)),
-        ("bubble", percent(found.bubble.predicted), percent(found.bubble.measured), _ratio(found.bubble)),
-        ("messages under way", *_numbers(found.communication), _ratio(found.communication)),
+        ("makespan", *_numbers(differences.makespan), _ratio(differences.makespan)),
+        ("bubble", format_percent(differences.bubble.predicted), format_percent(differences.bubble.measured), _ratio(differences.bubble)),
+        ("messages under way", *_numbers(differences.communication), _ratio(differences.communication)),
     ]
-    return Part(title, ("", *words, "ratio"), rows, list(_notes(found, words)))
+    return TextSection(title, ("", *words, "ratio"), rows, list(_notes(differences, words)))
 
 
-def _notes(found: Differences, words: tuple[str, str]) -> Iterator[str]:
-    """What must be known to read the tables."""
-    if found.scale != 1.0:
-        yield f"the {words[0]} times are multiplied by {number(found.scale)}"
-    if found.unlike is not None:
+def _notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
+    """What readers of the tables must know."""
+    if differences.scale != 1.0:
+        yield f"the {words[0]} times are multiplied by {format_number(differences.scale)}"
+    if differences.unlike is not None:
         yield (
-            f"the median action takes {number(found.unlike)} times as long as {words[0]}: the units must differ; "
-            "name the prediction's with --unit, or let --scale auto find the factor"
+            f"the median action takes {format_number(differences.unlike)} times as long as {words[0]}: the units must differ; "
+            "name the unit of the prediction with --unit, or let --scale auto find the factor"
         )
-    if found.match.other_order is not None:
-        rank, one, other = found.match.other_order
-        yield f"the orders differ: rank {rank} runs {one} where it runs {other} as {words[1]}"
+    if differences.match.other_order is not None:
+        rank, one, other = differences.match.other_order
+        yield f"the orders differ on rank {rank}: {words[0]} {one}, {words[1]} {other}"
 
 
 def _twice(what: str, words: tuple[str, str]) -> tuple[str, str, str]:
     return f"{what}: {words[0]}", words[1], "ratio"
 
 
-def _rank_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _rank_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (
             max(abs(busy.difference), abs(idle.difference)),
             [f"rank {rank}", *_numbers(busy), _ratio(busy), *_numbers(idle), _ratio(idle)],
         )
-        for rank, (busy, idle) in enumerate(zip(found.busy, found.idle, strict=True))
+        for rank, (busy, idle) in enumerate(zip(differences.busy, differences.idle, strict=True))
     ]
 
 
-def _stage_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _stage_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (abs(each.mean.difference) * each.count, [work_name(each.work), str(each.count), *_numbers(each.mean), _ratio(each.mean)])
-        for each in found.lengths
+        for each in differences.lengths
     ]
 
 
-def _channel_rows(found: Differences) -> list[tuple[float, list[str]]]:
+def _channel_rows(differences: Differences) -> list[tuple[float, list[str]]]:
     return [
         (
             abs(each.held.difference + each.travel.difference) * each.count,
@@ -121,102 +121,102 @@ def _channel_rows(found: Differences) -> list[tuple[float, list[str]]]:
                 _ratio(each.travel),
             ],
         )
-        for each in found.channels
+        for each in differences.channels
     ]
 
 
 def _cause_row(cause: str, both: Both) -> tuple[str, ...]:
-    return cause, *_numbers(both), signed(both.difference)
+    return cause, *_numbers(both), format_signed(both.difference)
 
 
-def _shortened(title: str, header: Sequence[str], rows: list[tuple[float, list[str]]], whole: float) -> Part:
-    """If there are too many rows, those that differ the most, in their own order; each comes with the time by which it differs."""
+def _shorten(title: str, header: Sequence[str], rows: list[tuple[float, list[str]]], whole: float) -> TextSection:
+    """Show the rows that differ most, in their own order, if there are too many. Each row comes with the time by which it differs."""
     if len(rows) <= MOST_ROWS:
-        return Part(title, header, [row for _, row in rows])
-    apart = [at for at, (by, _) in enumerate(rows) if by > _SMALL * whole]
-    shown = sorted(sorted(apart, key=lambda at: -rows[at][0])[:MOST_ROWS])
-    others = "differ less" if len(apart) > MOST_ROWS else "are as predicted"
-    return Part(
+        return TextSection(title, header, [row for _, row in rows])
+    differing = [at for at, (by, _) in enumerate(rows) if by > _SMALL * whole]
+    shown = sorted(sorted(differing, key=lambda at: -rows[at][0])[:MOST_ROWS])
+    others = "differ less" if len(differing) > MOST_ROWS else "are as predicted"
+    return TextSection(
         title,
         header,
         [rows[at][1] for at in shown],
-        [f"the other {len(rows) - len(shown)} of {len(rows)} {others}; penstock compare --json has all"],
+        [f"the other {len(rows) - len(shown)} of {len(rows)} {others}; penstock compare --json lists all"],
     )
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------
 
 
-def _parting(found: Differences, unit: str | None) -> Iterator[str]:
-    allowed = f"{number(found.allowed)}{f' {unit}' if unit else ''} ({percent(found.tolerance)} of the predicted makespan)"
-    first = found.first
+def _parting(differences: Differences, unit: str | None) -> Iterator[str]:
+    share = format_percent(differences.tolerance)
+    allowed = f"{format_number(differences.allowed)}{f' {unit}' if unit else ''} ({share} of the predicted makespan)"
+    first = differences.first
     if first is None:
         yield f"nowhere: no action ends more than {allowed} off"
         return
-    yield f"first at {first.action} on rank {first.rank}: it ends at {number(first.end.measured)} instead of {number(first.end.predicted)},"
-    yield f"{number(abs(first.late))} too {'late' if first.late > 0 else 'early'}; all before it are within {allowed}"
-    yield from _reasons(first, found.makespan.predicted)
+    yield f"first at {first.action} on rank {first.rank}: it ends at {_instead(first.end.measured, first.end.predicted)},"
+    yield f"{format_number(abs(first.late))} too {'late' if first.late > 0 else 'early'}; all before it are within {allowed}"
+    yield from _reasons(first, differences.makespan.predicted)
 
 
 def _reasons(parting: Parting, whole: float) -> Iterator[str]:
-    """The largest of what made an action late."""
+    """The largest delays that made an action late."""
     worst = [total for total in totals(parting.way) if abs(total.added) > _SMALL * whole and total.what != SLACK]
     for total in worst[:MOST_DELAYS]:
         if len(total.delays) == 1:
-            yield f"{signed(total.added)}: {sentence(total.delays[0])}"
+            yield f"{format_signed(total.added)}: {describe_delay(total.delays[0])}"
         else:
-            yield f"{signed(total.added)}: {total.name}, {count(len(total.delays), 'time')} on the way"
+            yield f"{format_signed(total.added)}: {total.name}, {format_count(len(total.delays), 'time')} on the critical path"
 
 
-def _delays(found: Differences) -> Iterator[Part]:
-    """What the difference of the makespans is made of: by stage, channel and rank, then the largest one by one."""
-    difference, least = found.makespan.difference, _SMALL * found.makespan.predicted
-    all_totals = [total for total in totals(found.way) if abs(total.added) > least]
+def _delays(differences: Differences) -> Iterator[TextSection]:
+    """The parts of the difference of the makespans: by stage, channel and rank, then the largest one by one."""
+    difference, least = differences.makespan.difference, _SMALL * differences.makespan.predicted
+    all_totals = [total for total in totals(differences.way) if abs(total.added) > least]
     if not all_totals:
         return
     longer = "longer" if difference >= 0 else "shorter"
-    rows = [(total.name, str(len(total.delays)), signed(total.added), _share(total.added, difference)) for total in all_totals[:MOST_ROWS]]
+    rows = [
+        (total.name, str(len(total.delays)), format_signed(total.added), _share(total.added, difference))
+        for total in all_totals[:MOST_ROWS]
+    ]
     rest = difference - sum(total.added for total in all_totals[:MOST_ROWS])
     if abs(rest) > least:
-        rows.append(("all the rest", "", signed(rest), _share(rest, difference)))
-    title = f"what makes it {number(abs(difference))} {longer}, on the way to the end"
-    yield Part(title, ("", "number", "adds", "share"), rows)
-    single = sorted((delay for delay in found.way if delay.what != SLACK), key=lambda delay: -abs(delay.added))[:MOST_DELAYS]
-    named = [f"{signed(delay.added)}: {sentence(delay)}" for delay in single if abs(delay.added) > least]
+        rows.append(("all others", "", format_signed(rest), _share(rest, difference)))
+    title = f"what makes it {format_number(abs(difference))} {longer}, along the critical path"
+    yield TextSection(title, ("", "number", "adds", "share"), rows)
+    single = sorted((delay for delay in differences.way if delay.what != SLACK), key=lambda delay: -abs(delay.added))[:MOST_DELAYS]
+    named = [f"{format_signed(delay.added)}: {describe_delay(delay)}" for delay in single if abs(delay.added) > least]
     if named:
-        yield Part("the largest of it, one by one", said=named)
+        yield TextSection("the largest delays, one by one", sentences=named)
 
 
-def sentence(delay: Delay) -> str:
-    """One delay in words."""
-    instead = f"{number(delay.measured)} instead of {number(delay.predicted)}"
+def describe_delay(delay: Delay) -> str:
+    """Describe one delay in a sentence."""
+    instead = _instead(delay.measured, delay.predicted)
     return {
         ACTION: f"{delay.action} on rank {delay.rank} takes {instead}",
         MESSAGE: f"the message of {delay.action} from rank {delay.source} to {delay.rank} takes {instead}",
-        BETWEEN: f"rank {delay.rank} has all that {delay.action} needs, and begins {instead} later",
+        BETWEEN: f"rank {delay.rank} has everything that {delay.action} needs, and starts it {instead} later",
         AFTER: f"rank {delay.rank} ends {instead} after its last action",
         OPTIMIZER: f"the optimizer's step on rank {delay.rank} takes {instead}",
-        SLACK: f"the prediction has {number(delay.predicted)} to spare before {delay.action or 'the end'} on rank {delay.rank}",
+        SLACK: f"the prediction has {format_number(delay.predicted)} to spare before {delay.action or 'the end'} on rank {delay.rank}",
     }[delay.what]
 
 
-def signed(value: float) -> str:
-    """
-    >>> signed(1.5), signed(-0.25)
-    ('+1.5', '-0.25')
-    """
-    return f"{'-' if value < 0 else '+'}{number(abs(value))}"
+def _instead(measured: float, predicted: float) -> str:
+    return f"{format_number(measured)} instead of {format_number(predicted)}"
 
 
 def _numbers(both: Both) -> tuple[str, str]:
-    return number(both.predicted), number(both.measured)
+    return format_number(both.predicted), format_number(both.measured)
 
 
 def _ratio(both: Both) -> str:
     if both.ratio is None:
         return "-"
-    return f"{both.ratio:.3f}" if 0.1 <= both.ratio < 1000 else number(both.ratio)
+    return f"{both.ratio:.3f}" if 0.1 <= both.ratio < 1000 else format_number(both.ratio)
 
 
 def _share(added: float, whole: float) -> str:
-    return percent(added / whole) if whole else "-"
+    return format_percent(added / whole) if whole else "-"

@@ -1,7 +1,7 @@
 """One colour for each kind of action, the same in every picture.
 
-The fills are the colours of Okabe and Ito, which stay apart for people who do not see red and green as two colours,
-with a grey in place of their black. The ink on each fill is black or white, whichever reads better.
+The fills are the colours of Okabe and Ito, which colour-blind readers can tell apart, with a grey in place of
+their black. The ink on each fill is black or white, whichever reads better.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from penstock.ir.kind import Kind
 
 @dataclass(frozen=True, slots=True)
 class Tone:
-    """How one family of kinds is drawn: `sample` as it looks in a picture, what it `means`, its two colours,
-    and the nearest to its fill that a terminal of 16 colours has and no other tone takes."""
+    """How one family of kinds is drawn: its `sample` in a legend, what it `means`, its two colours,
+    and `basic`, the nearest of a terminal's 16 colours that no other tone has taken."""
 
     sample: str
     means: str
@@ -53,38 +53,33 @@ BASIC_INK = {tone.basic: tone.ink for tone in (*TONES.values(), OPTIMIZER)}
 _DARKEST, _LIGHTEST, _LIGHTEST_OF_MANY = -0.2, 0.3, 0.6
 
 
-def shaded(tone: Tone, chunk: int, chunks: int) -> Tone:
-    """The tone for one of a rank's chunks: the first the darkest, the last the lightest."""
+def shade(tone: Tone, chunk: int, chunks: int) -> Tone:
+    """Give the tone of one of a rank's chunks: the first is the darkest, the last the lightest."""
     if chunks < 2:
         return tone
     lightest = min(_LIGHTEST + 0.1 * (chunks - 2), _LIGHTEST_OF_MANY)
-    fill = _mixed(tone.fill, _DARKEST + (lightest - _DARKEST) * chunk / (chunks - 1))
-    return replace(tone, fill=fill, ink=ink_on(fill))
+    return lighten(tone, _DARKEST + (lightest - _DARKEST) * chunk / (chunks - 1))
 
 
-def paler(tone: Tone, white: float) -> Tone:
-    """The tone with so much white in it."""
+def lighten(tone: Tone, white: float) -> Tone:
+    """Mix a share of white into the tone, or of black if the share is negative."""
     if not white:
         return tone
-    fill = _mixed(tone.fill, white)
+    share, other = abs(white), 255 if white > 0 else 0
+    fill = "#" + bytes(round(c * (1 - share) + other * share) for c in rgb(tone.fill)).hex()
     return replace(tone, fill=fill, ink=ink_on(fill))
 
 
 def ink_on(fill: str) -> str:
-    """Black or white, whichever reads better on the fill: the two are even at a luminance of 0.179."""
+    """Choose black or white, whichever reads better on the fill: they are even at a luminance of 0.179."""
     return "#000000" if _luminance(fill) > 0.179 else "#ffffff"
 
 
 def _luminance(colour: str) -> float:
-    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in (c / 255 for c in _rgb(colour))]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in (c / 255 for c in rgb(colour))]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
-def _mixed(colour: str, white: float) -> str:
-    """The colour with so much white in it, or black where that is negative."""
-    share, other = abs(white), 255 if white > 0 else 0
-    return "#" + bytes(round(c * (1 - share) + other * share) for c in _rgb(colour)).hex()
-
-
-def _rgb(colour: str) -> bytes:
+def rgb(colour: str) -> bytes:
+    """Read `#rrggbb` as three bytes."""
     return bytes.fromhex(colour.removeprefix("#"))

@@ -9,6 +9,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import FileFormatError
+from penstock.ir.csv_form import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,61 +22,55 @@ SUFFIXES = (".trace.json", ".json", *PICTURES)
 
 
 def save(timeline: Timeline, path: str | PathLike[str], **options: Any) -> None:
-    """Write one timeline, all of it or nothing.
+    """Write one timeline to a file, whole or not at all.
 
     `.json` is the timeline itself, for `Timeline.load`; `.trace.json` is for Perfetto, with the option `unit`; `.svg`, `.png` and
-    `.html` are pictures, with the options of `penstock.draw.figure.figure`, and `dpi` for `.png`.
+    `.html` are pictures, with the options of `penstock.draw.figures.timelines.draw_timelines`, and `dpi` for `.png`.
     """
     suffix = suffix_of(path, SUFFIXES)
     if suffix in PICTURES:
         save_picture([timeline], path, **options)
     elif suffix == ".json":
-        _write(path, lambda: json.dumps(timeline.to_json(**options)) + "\n")
+        write_whole(path, json.dumps(timeline.to_json(**options)) + "\n")
     else:
-        from penstock.draw.trace import trace
+        from penstock.draw.trace import build_trace
 
-        _write(path, lambda: json.dumps(trace(timeline, **options), separators=(",", ":")) + "\n")
+        write_whole(path, json.dumps(build_trace(timeline, **options), separators=(",", ":")) + "\n")
 
 
 def save_picture(timelines: Sequence[Timeline], path: str | PathLike[str], **options: Any) -> None:
     """Write several timelines as one `.svg`, `.png` or `.html` picture on one time axis."""
-    from penstock.draw.figure import figure
-    from penstock.draw.html import html
+    from penstock.draw.figures.timelines import draw_timelines
+    from penstock.draw.html import timelines_html
 
-    _write_picture(path, timelines, html, figure, options)
+    _write_picture(path, timelines, timelines_html, draw_timelines, options)
 
 
-def save_overlay(found: Sequence[Differences], path: str | PathLike[str], **options: Any) -> None:
-    """Write measured timelines under their predictions as one picture; options are those of `penstock.draw.overlay.overlay`."""
+def save_overlay(pairs: Sequence[Differences], path: str | PathLike[str], **options: Any) -> None:
+    """Write measured timelines under their predictions as one picture; the options are those of `draw_overlay`."""
+    from penstock.draw.figures.overlay import draw_overlay
     from penstock.draw.html import overlay_html
-    from penstock.draw.overlay import overlay
 
-    _write_picture(path, found, overlay_html, overlay, options)
+    _write_picture(path, pairs, overlay_html, draw_overlay, options)
 
 
 def _write_picture(
-    path: str | PathLike[str], what: Sequence[Any], page: Callable[..., str], figure: Callable[..., Figure], options: dict[str, Any]
+    path: str | PathLike[str], shown: Sequence[Any], page: Callable[..., str], draw: Callable[..., Figure], options: dict[str, Any]
 ) -> None:
-    from penstock.draw.canvas import rendered
+    from penstock.draw.figures.canvas import render
 
     suffix = suffix_of(path, PICTURES)
     if suffix == ".html":
-        _write(path, lambda: page(what, **options))
+        write_whole(path, page(shown, **options))
         return
     dpi = {"dpi": options.pop("dpi")} if suffix == ".png" and "dpi" in options else {}
-    _write(path, lambda: rendered(figure(what, **options), suffix.removeprefix("."), **dpi))
+    write_whole(path, render(draw(shown, **options), suffix.removeprefix("."), **dpi))
 
 
 def suffix_of(path: str | PathLike[str], known: Sequence[str]) -> str:
-    """Which of the suffixes the path ends in."""
+    """Find which of the known suffixes the path ends in."""
     file = os.fspath(path)
-    found = next((suffix for suffix in known if file.lower().endswith(suffix)), None)
-    if found is None:
+    suffix = next((known_suffix for known_suffix in known if file.lower().endswith(known_suffix)), None)
+    if suffix is None:
         raise FileFormatError(file, f"the suffix is not one of {', '.join(known)}")
-    return found
-
-
-def _write(path: str | PathLike[str], make: Callable[[], str | bytes]) -> None:
-    from penstock.ir.csv_form import write_whole
-
-    write_whole(path, make())
+    return suffix

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.numbers import count, number, percent
+from penstock.text.numbers import format_count, format_number, format_percent
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
 
 def title_of(timeline: Timeline) -> str:
-    """Its name, or that it has none."""
+    """Give the name of a timeline, or say that it has none."""
     return timeline.table.name or f"unnamed {type(timeline.table).__name__.lower()}"
 
 
 def shape_of(timeline: Timeline) -> list[str]:
-    """Ranks, chunks where a rank has several, and microbatches."""
+    """List ranks, chunks if a rank has several, and microbatches."""
     table = timeline.table
-    chunks = [f"{table.chunks} chunks a rank"] if table.chunks > 1 else []
-    return [count(table.ranks, "rank"), *chunks, count(table.microbatches, "microbatch")]
+    chunks = [f"{table.chunks} chunks per rank"] if table.chunks > 1 else []
+    return [format_count(table.ranks, "rank"), *chunks, format_count(table.microbatches, "microbatch")]
 
 
 def fullest_rank(timeline: Timeline) -> int:
-    """The rank with the highest peak, the first of them."""
+    """Find the first rank with the highest peak memory."""
     peaks = timeline.peak_memory
     return peaks.index(max(peaks))
 
 
-def figures(timeline: Timeline) -> dict[str, Any]:
-    """Everything that a summary says, as plain data."""
+def summarize(timeline: Timeline) -> dict[str, Any]:
+    """Sum up a timeline as plain data."""
     table = timeline.table
     return {
         "name": table.name,
@@ -47,17 +47,18 @@ def figures(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def summary(timeline: Timeline, unit: str | None = None) -> list[tuple[str, str]]:
-    """The figures as rows of a name and a text."""
+def summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple[str, str]]:
+    """Sum up a timeline as rows of a name and a text."""
     idle = timeline.idle_by_cause
     total = sum(idle.values())
     peak = fullest_rank(timeline)
     rows = [
-        ("makespan", f"{number(timeline.makespan)} {unit or ''}".rstrip()),
-        ("bubble", f"{percent(timeline.bubble)} of all ranks' time"),
-        ("span bubble", f"{percent(timeline.span_bubble)} of the longest rank's span"),
-        ("peak memory", f"{number(timeline.peak_memory[peak])} on rank {peak}, least {number(min(timeline.peak_memory))}"),
+        ("makespan", f"{format_number(timeline.makespan)} {unit or ''}".rstrip()),
+        ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
+        ("span bubble", f"{format_percent(timeline.span_bubble)} of the longest rank's span"),
+        ("peak memory", f"{format_number(timeline.peak_memory[peak])} on rank {peak}, least {format_number(min(timeline.peak_memory))}"),
         ("messages", str(timeline.num_messages)),
-        ("idle", f"{number(total)} {unit or ''}".rstrip()),
+        ("idle", f"{format_number(total)} {unit or ''}".rstrip()),
     ]
-    return rows + [(f"  {cause}", f"{number(spent)} ({percent(spent / total)})") for cause, spent in idle.items() if spent > 0]
+    causes = ((cause, spent) for cause, spent in idle.items() if spent > 0)
+    return rows + [(f"  {cause}", f"{format_number(spent)} ({format_percent(spent / total)})") for cause, spent in causes]

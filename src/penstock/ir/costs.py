@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from os import PathLike
@@ -13,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.reading import read_settings, suffix_of
+from penstock.text.units import check_number
+from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,8 +26,6 @@ CONTENTION = ("independent", "pair", "duplex", "rank")
 _ONE_NUMBER = ("overlap", "latency", "bandwidth")
 _OPTIONAL = ("b", "bandwidth")
 _PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
-_UNITS = {"": 1, "B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
 @dataclass(frozen=True)
@@ -177,40 +175,4 @@ def _checked(name: str, value: Any, depth: int = 0) -> Any:
         if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{each}[" for each in _PER_ACTION))):
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_checked(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
-    return _number(name, value)
-
-
-def _number(name: str, value: Any) -> float:
-    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
-        value = value.item()  # a NumPy scalar
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise CostsError(f"{name} must be a number, got {value!r}")
-    if not 0 <= value <= sys.float_info.max:
-        raise CostsError(f"{name} must be a finite number of at least 0, got {value}")
-    return float(value)
-
-
-def parse_size(value: float | str) -> float:
-    """A number as it is, or a text like "40GiB" in bytes.
-
-    >>> parse_size("1.5KiB")
-    1536.0
-    """
-    if not isinstance(value, str):
-        return _number("a size", value)
-    match = _SIZE.fullmatch(value)
-    if match is None or match[2] not in _UNITS:
-        meant = _meant(value)
-        hint = f"did you mean {meant}? " if meant else ""
-        raise CostsError(f"{value!r} is not a size: {hint}write a number and one of {', '.join(u for u in _UNITS if u)}, like 40GiB")
-    return float(match[1]) * float(_UNITS[match[2]])
-
-
-def _meant(text: str) -> str | None:
-    """The size that a text with a unit in other letters, or without its B, stands for."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
-    if match is None:
-        return None
-    units = {unit.lower(): unit for unit in _UNITS if unit} | {unit.lower().removesuffix("b"): unit for unit in _UNITS if len(unit) > 1}
-    found = units.get(match[2].lower()) or units.get(match[2].lower().rstrip("b"))
-    return None if found is None else f"{match[1]}{found}"
+    return check_number(name, value)

@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.ir.dependencies import Needs
 from penstock.ir.steps import walk
+from penstock.text.table import format_table
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
@@ -49,12 +50,9 @@ class Grid:
         who = range(len(self.columns)) if ranks is None else ranks
         header = ["", *(f"rank {rank}" for rank in who)]
         table = [header, *([str(step), *(_text(self.cell(rank, step)) for rank in who)] for step in shown)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = []
-        for number, row in enumerate(table):
-            cells = [row[0].rjust(widths[0]), *(text.ljust(width) for text, width in zip(row[1:], widths[1:], strict=True))]
-            line = "  ".join(cells).rstrip()
-            lines.append(line + "  <-- here" if number and shown[number - 1] == mark else line)
+        lines = list(format_table(table, left=range(1, len(header))))
+        if mark is not None and mark in shown:
+            lines[1 + shown.index(mark)] += "  <-- here"
         return "\n".join(lines)
 
 

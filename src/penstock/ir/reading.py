@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import tomllib
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import FileFormatError
+from penstock.errors import FileFormatError, nearest
 
 SUFFIXES = (".json", ".toml")
 
@@ -50,3 +51,49 @@ def suffix_of(path: str | PathLike[str]) -> str:
     if suffix not in SUFFIXES:
         raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of {', '.join(SUFFIXES)}")
     return suffix
+
+
+def check_fields(
+    data: Any,
+    fields: Mapping[str, tuple[type, ...]],
+    *,
+    error: Callable[[str], Exception],
+    required: Iterable[str] | None = None,
+    closed: bool = False,
+) -> dict[str, Any]:
+    """Check the fields of a JSON object by their types, and give the object back.
+
+    `fields` maps each name to the types that its value may have, exactly: `True` is no `int`. `required` fields must be there, by
+    default all; a `closed` object has no others. `error` makes the exception from a sentence, such as `UsageError` or
+    `partial(FileFormatError, file)`.
+    """
+    if not isinstance(data, dict):
+        raise error(f"the data must be an object, got {json_type(data)}")
+    for name in fields if required is None else required:
+        if name not in data:
+            raise error(f"{name!r} is missing")
+    for name, value in data.items():
+        if name not in fields:
+            if closed:
+                raise error(f"there is no field {name[:_SHOWN]!r}: {nearest(name[:_SHOWN], fields)}")
+        elif type(value) not in fields[name]:
+            raise error(f"{name!r} must be {' or '.join(_TYPE_NAMES[kind] for kind in fields[name])}, got {json_type(value)}")
+    return data
+
+
+def json_type(value: Any) -> str:
+    """Name the JSON type of a value."""
+    return _TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+_SHOWN = 200
+"""Characters of an unknown name that an error shows."""
+_TYPE_NAMES: dict[type, str] = {
+    str: "text",
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+    type(None): "null",
+}

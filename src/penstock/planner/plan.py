@@ -196,7 +196,7 @@ class Plan:
 
             write(self, path)
         elif suffix in (".svg", ".png"):
-            from penstock.draw.tradeoff import save_tradeoff
+            from penstock.draw.figures.tradeoff import save_tradeoff
 
             save_tradeoff(self, path)
         else:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.ir.costs import Costs, parse_size
+from penstock.ir.costs import Costs
 from penstock.schedules._rehearsal import Stage, rehearse
 from penstock.schedules._zb_search import search
 from penstock.schedules.registry import Shape, linear, register
+from penstock.text.units import parse_size
 
 
 def _stages(shape: Shape, costs: Costs) -> list[Stage]:

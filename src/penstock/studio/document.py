@@ -1,10 +1,12 @@
 """What the page draws: a schedule or program with its timing graph, as plain data.
 
-The page times the graph itself under whatever costs it is given, so that a document holds no times but measured ones.
+The page times the graph itself under any costs, so a document holds no times but measured ones. Columns of numbers are the base64 of
+their bytes, which the page reads without parsing digits.
 """
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,18 +22,19 @@ from penstock.ir.table import Table
 from penstock.simulator.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
-from penstock.studio.columns import real, small, whole
 from penstock.studio.limits import check_costs
+from penstock.text.numbers import format_count
 from penstock.verifier.finding import Finding
 
 VERSION = 1
 MOST_FINDINGS = 1000
-"""In one document: a table that is wrong everywhere is not shown cell by cell."""
+"""Findings per document: a table that is wrong everywhere is not shown cell by cell."""
 FEW = 100_000
-"""Actions that are timed sooner than numba is loaded."""
+"""Fewer actions than this are timed sooner than numba is loaded."""
 
 Document = dict[str, Any]
 Limit = float | Sequence[float] | None
+Column = dict[str, str]
 
 _GRAPH = ("need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot")
 _TIMES = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
@@ -47,11 +50,11 @@ def document(
     depends_on_costs: bool = False,
     units: tuple[str, str] = ("", ""),
 ) -> Document:
-    """A table as the page reads it; one that cannot run is drawn as a grid with the findings in their places."""
+    """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.microbatches)
     check_costs(costs.to_json())
-    found = list(findings)
+    all_findings = list(findings)
     return {
         "format": FORMAT,
         "type": "view",
@@ -67,42 +70,41 @@ def document(
         "table": _about(table),
         "kinds": [kind.name for kind in Kind],
         "entries": _entries(table.rows),
-        **_structure(table, costs, any(found)),
+        **_structure(table, costs, any(all_findings)),
         "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
-        "findings": [_said(finding) for finding in found[:MOST_FINDINGS]],
-        "num_findings": len(found),
+        "findings": [_finding(finding) for finding in all_findings[:MOST_FINDINGS]],
+        "num_findings": len(all_findings),
     }
 
 
 def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limit: Limit = None, **options: Any) -> Document:
-    """A timeline as the page reads it: its times too where they were measured."""
-    made = document(timeline.table, timeline.costs, source=source, memory_limit=memory_limit, **options)
-    if timeline.source != "simulated" and made["timed"]:
-        made["measured"] = {"source": timeline.source, **{name: real(getattr(timeline, name)) for name in _TIMES}}
-    return made
+    """Describe a timeline for the page, with its times if they were measured."""
+    view = document(timeline.table, timeline.costs, source=source, memory_limit=memory_limit, **options)
+    if timeline.source != "simulated" and view["timed"]:
+        view["measured"] = {"source": timeline.source, **{name: real(getattr(timeline, name)) for name in _TIMES}}
+    return view
 
 
 def title_of(table: Table) -> str:
-    """One line: the name, ranks and microbatches."""
+    """Give the name, ranks and microbatches in one line."""
     name = table.name or type(table).__name__.lower()
-    ranks, microbatches = table.ranks, table.microbatches
-    return f"{name}, {ranks} rank{'s'[: ranks != 1]}, {microbatches} microbatch{'es' if microbatches != 1 else ''}"
+    return f"{name}, {format_count(table.ranks, 'rank')}, {format_count(table.microbatches, 'microbatch')}"
 
 
 def _about(table: Table) -> dict[str, Any]:
     """What a file of the table holds besides its rows."""
-    made: dict[str, Any] = {
+    about: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
         "name": table.name,
         "placement": table.placement.kind,
         "edges": [list(edge) for edge in table.graph.edges],
     }
     if isinstance(table, Program):
-        made |= {"passes": table.passes, "buffers": None if table.buffers is None else table.buffers.to_json()}
-    return made
+        about |= {"passes": table.passes, "buffers": None if table.buffers is None else table.buffers.to_json()}
+    return about
 
 
 def _entries(rows: Rows) -> dict[str, Any]:
@@ -116,7 +118,7 @@ def _entries(rows: Rows) -> dict[str, Any]:
 
 
 def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
-    """The timing graph, or the rows' bounds alone where nothing can be timed."""
+    """The timing graph, or only the bounds of the rows if the table cannot be timed."""
     if suspect and not _runs(table, costs):
         return {"timed": False, "graph": {"bounds": whole(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
     flat = Flat(table)
@@ -135,7 +137,7 @@ def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
 
 
 def _runs(table: Table, costs: Costs) -> bool:
-    """Whether every rank gets to its end."""
+    """Whether every rank reaches its end."""
     inside = (table.rows.stage < table.stages) & (table.rows.microbatch < table.microbatches)
     try:
         simulate(table, costs, engine="plain" if len(table.rows.codes) < FEW else "auto")
@@ -144,7 +146,7 @@ def _runs(table: Table, costs: Costs) -> bool:
     return bool(inside.all())
 
 
-def _said(finding: Finding) -> dict[str, Any]:
+def _finding(finding: Finding) -> dict[str, Any]:
     return {
         "rule": finding.rule,
         "severity": finding.severity.name.lower(),
@@ -154,3 +156,25 @@ def _said(finding: Finding) -> dict[str, Any]:
         "message": finding.message,
         "remedy": finding.remedy,
     }
+
+
+# Columns --------------------------------------------------------------------------------------------------------------
+
+
+def small(values: Any) -> Column:
+    """Pack whole numbers from -128 to 127."""
+    return _pack("i8", "<i1", values)
+
+
+def whole(values: Any) -> Column:
+    """Pack whole numbers of 32 bits."""
+    return _pack("i32", "<i4", values)
+
+
+def real(values: Any) -> Column:
+    """Pack floating-point numbers, to the last bit."""
+    return _pack("f64", "<f8", values)
+
+
+def _pack(name: str, dtype: str, values: Any) -> Column:
+    return {name: base64.b64encode(np.asarray(values).astype(dtype).tobytes()).decode("ascii")}

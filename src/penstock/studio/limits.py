@@ -1,34 +1,40 @@
-"""How much the studio does for one request: whoever reaches it must not be able to fill the machine."""
+"""Limits on one request, so that nobody who reaches the studio can overload the machine."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.errors import UsageError, nearest
+from penstock.errors import UsageError
 from penstock.ir.codes import MAX_STAGES
+from penstock.ir.reading import check_fields
 from penstock.ir.table import Table
 from penstock.schedules.registry import Shape
 
 MOST_ACTIONS = 1_000_000
 MOST_CELLS = 4 * MOST_ACTIONS
-"""Stages times microbatches, which tables are made of even where there are few actions."""
+"""Stages times microbatches: tables are this large even with few actions."""
 MOST_BYTES = 64 << 20
-"""Of a request's body."""
+"""The largest request body."""
 MOST_LAYERS = 10_000
 MOST_PLANNED = 200_000
-"""Actions of a schedule that is planned for: dozens of such are timed."""
+"""Actions per schedule in a plan request: dozens of schedules are timed."""
 MOST_SECONDS = 600.0
-"""That a plan may be searched for."""
+"""The longest search for a plan."""
 ANSWER_SECONDS = 30.0
-"""That any other request may take."""
+"""The longest time for any other request."""
 LONGEST_NAME = 200
 MOST_COST = 1e24
-"""Of any cost, and one over it the least but 0: beyond, nothing can be drawn to scale."""
+"""The largest cost; the smallest but 0 is its inverse. Others cannot be drawn to scale."""
+
+
+def check_request(body: Any, fields: dict[str, tuple[type, ...]], required: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Refuse a request body that lacks a required field, or has an unknown one or one of the wrong type."""
+    return check_fields(body, fields, error=UsageError, required=required, closed=True)
 
 
 def check_costs(costs: dict[str, Any]) -> None:
-    """Refuse costs, as `Costs.to_json` gives them, that cannot be drawn."""
+    """Refuse costs (as `Costs.to_json` gives them) that cannot be drawn."""
     for name, value in costs.items():
         for number in _numbers(value):
             if number and not 1 / MOST_COST <= number <= MOST_COST:
@@ -37,8 +43,8 @@ def check_costs(costs: dict[str, Any]) -> None:
 
 def _numbers(value: Any) -> Iterator[float]:
     if isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _numbers(each)
+        for item in value:
+            yield from _numbers(item)
     elif isinstance(value, (int, float)):
         yield float(value)
 
@@ -49,7 +55,7 @@ def check_actions(count: int, most: int = MOST_ACTIONS) -> None:
 
 
 def check_shape(shape: Shape) -> None:
-    """Refuse a schedule that is too large before it is built: every microbatch has two actions a stage at least."""
+    """Refuse a schedule that is too large before it is built: every microbatch has at least two actions per stage."""
     check_actions(2 * shape.ranks * shape.chunks * shape.microbatches)
 
 
@@ -62,7 +68,7 @@ def check_table(table: Table) -> None:
 
 
 def check_file(data: dict[str, Any]) -> None:
-    """Refuse counts in a file that are too large to be read, before anything is made of them."""
+    """Refuse a file with too many ranks before anything is built from it."""
     placement = data.get("placement")
     ranks = placement.get("ranks") if isinstance(placement, dict) else None
     if isinstance(ranks, int) and ranks > MAX_STAGES:
@@ -70,33 +76,3 @@ def check_file(data: dict[str, Any]) -> None:
     for part in ("table", "schedule"):
         if isinstance(data.get(part), dict):
             check_file(data[part])
-
-
-def check_fields(body: Any, known: dict[str, tuple[type, ...]], needed: tuple[str, ...] = ()) -> dict[str, Any]:
-    """The body of a request: an object with these fields and no others, each of one of its types."""
-    if not isinstance(body, dict):
-        raise UsageError(f"the request must be an object, got {_name(body)}")
-    for name, value in body.items():
-        if name not in known:
-            raise UsageError(f"there is no field {name!r}: {nearest(name[:LONGEST_NAME], known)}")
-        if type(value) not in known[name]:
-            raise UsageError(f"{name!r} must be {' or '.join(_NAMES[kind] for kind in known[name])}, got {_name(value)}")
-    for name in needed:
-        if body.get(name) is None:
-            raise UsageError(f"{name!r} is missing")
-    return body
-
-
-_NAMES = {
-    str: "text",
-    int: "a whole number",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-    type(None): "null",
-}
-
-
-def _name(value: Any) -> str:
-    return _NAMES.get(type(value), type(value).__name__)

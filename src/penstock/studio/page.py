@@ -1,4 +1,4 @@
-"""The page: one HTML file that ships with the package, with the documents it shows written into it."""
+"""The page: one HTML file that ships with the package, with the documents that it shows written into it."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def source() -> str:
 
 
 def page(documents: Sequence[Any] | None = None, *, server: bool = False) -> str:
-    """The page with these documents; `server` says that it can ask for more."""
+    """Write the documents into the page; `server` tells it that it can ask for more."""
     text = source()
     assert text.count(_PLACE) == 1, "the page has one place for documents"
-    said = json.dumps(list(documents) if documents else None, allow_nan=False, separators=(",", ":"))
-    data = said.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
+    text_form = json.dumps(list(documents) if documents else None, allow_nan=False, separators=(",", ":"))
+    data = text_form.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     mark = " data-server" if server else ""
     return text.replace(_PLACE, f'<script type="application/json" id="penstock-documents"{mark}>{data}</script>')
 
 
 @cache
 def policy() -> str:
-    """The content security policy: the page's own scripts by their hashes, this server, and nothing else."""
-    found = [hashlib.sha256(script.encode()).digest() for script in _SCRIPT.findall(source())]
-    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in found)
+    """The content security policy: only the page's own scripts, by their hashes, and this server."""
+    digests = [hashlib.sha256(script.encode()).digest() for script in _SCRIPT.findall(source())]
+    scripts = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     parts = {
         "default-src": "'none'",
         "script-src": scripts or "'none'",

@@ -1,4 +1,4 @@
-"""A process that answers questions, and is ended when one takes too long."""
+"""A process that answers questions, and is killed when one takes too long."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from penstock.errors import BusyError, PenstockError, TooLongError, UsageError
 from penstock.studio.limits import ANSWER_SECONDS
 
 MOST_MEMORY = 16 << 30
-"""Bytes of address space of the process: a question that needs more is refused instead of filling the machine."""
+"""Bytes of address space of the process: a question that needs more is refused."""
 
 
 @dataclass(eq=False)
 class Question:
-    """Something that is asked; `left` says that nobody waits for the answer any more, `dropped` that it was ended for that."""
+    """A question; `left` means that nobody waits for the answer any more, `dropped` that it was ended for that reason."""
 
     name: str
     body: Any = None
@@ -30,7 +30,7 @@ class Question:
 
 
 class Worker:
-    """One process, started when first asked at the latest; questions wait for each other."""
+    """One process, started by the first question at the latest; questions are answered one after the other."""
 
     def __init__(self, seconds: float = ANSWER_SECONDS) -> None:
         self.seconds = seconds
@@ -40,29 +40,29 @@ class Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Start the process, so that the first question need not wait for it."""
+        """Start the process now, so that the first question does not wait for it."""
         with self._turn_of(Question("start"), self.seconds):
             self._running()
 
     def ask(self, name: str, body: Any) -> bytes:
-        """The answer as JSON text; whatever is wrong with the question is raised as it was there."""
+        """Get the answer as JSON text; an error in the process is raised here."""
         return self.answer(Question(name, body))
 
     def answer(self, question: Question) -> bytes:
-        """The same for a question that may be left."""
+        """Like `ask`, for a question that may be left."""
         with self._turn_of(question, self.seconds):
-            found = self._answer(question)
+            data = self._answer(question)
         self._check_left(question)
-        return found
+        return data
 
     def leave(self, question: Question) -> None:
-        """Nobody waits for the answer: what has not begun is not begun."""
+        """Say that nobody waits for the answer: a question that has not begun is dropped."""
         with self._turn:
             question.left = True
             self._turn.notify_all()
 
     def drop(self, question: Question) -> None:
-        """End the work on a question, and no other."""
+        """End the work on this question, and on no other."""
         self.leave(question)
         with self._turn:
             if self._current is question:
@@ -75,14 +75,14 @@ class Worker:
             self._turn.wait_for(lambda: self._current is None or question.left, seconds)
             self._check_left(question)
             if self._current is not None:
-                raise BusyError("the studio is at work on other requests: try again in a moment")
+                raise BusyError("the studio is busy with other requests: try again in a moment")
             self._current = question
             self._turn.notify_all()
         try:
             yield
         finally:
             if question.dropped:
-                self._end()  # it may have been killed and not be dead yet
+                self._end()  # it may have been killed, but still be alive
             with self._turn:
                 self._current = None
                 self._turn.notify_all()
@@ -101,30 +101,30 @@ class Worker:
         except (EOFError, OSError):
             self._end()
             self._check_left(question)
-            raise UsageError("this ended the process that worked on it, most likely for memory: ask for something smaller") from None
+            raise UsageError("the process that worked on this has ended, probably out of memory: ask for something smaller") from None
         if not answered:
             self._end()
             raise TooLongError(f"this took longer than {self.seconds:g} seconds and was ended: ask for something smaller")
         if isinstance(answer, PenstockError):
             raise answer
-        found: bytes = answer
-        return found
+        data: bytes = answer
+        return data
 
     def _running(self) -> Connection:
         if self._connection is None or not self._process.is_alive():
             self._end()
             context = multiprocessing.get_context("spawn")
-            connection, theirs = context.Pipe()
-            process = context.Process(target=answer_all, args=(theirs,), daemon=True)
+            connection, far_end = context.Pipe()
+            process = context.Process(target=answer_all, args=(far_end,), daemon=True)
             process.start()
-            theirs.close()
+            far_end.close()
             with self._turn:
                 self._connection, self._process = connection, process
         assert self._connection is not None
         return self._connection
 
     def close(self) -> None:
-        """End the process, and whatever is being asked."""
+        """End the process and the current question."""
         with self._turn:
             self._kill()
         with self._turn_of(Question("close"), None):
@@ -146,21 +146,21 @@ class Worker:
 
 
 def prepare() -> None:
-    """What every process of the studio does first: leave Ctrl-C to the server, and take no more memory than it may."""
+    """Prepare a process of the studio: leave Ctrl-C to the server, and limit its memory."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # this system has no such limits
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = MOST_MEMORY if hard == resource.RLIM_INFINITY else min(MOST_MEMORY, hard)
-    with suppress(ValueError, OSError):  # a system that knows the limit and does not keep it
+    with suppress(ValueError, OSError):  # the system has this limit, but does not support setting it
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
 
 
 def answer_all(connection: Connection) -> None:
-    """Answer until nobody asks any more."""
-    from penstock.studio.answers import ANSWERS
+    """Answer questions until the other end is closed."""
+    from penstock.studio.handlers import HANDLERS
 
     prepare()
     while True:
@@ -168,16 +168,16 @@ def answer_all(connection: Connection) -> None:
             name, body = connection.recv()
         except EOFError:
             return
-        connection.send(answer(ANSWERS[name], body))
+        connection.send(answer(HANDLERS[name], body))
 
 
-def answer(how: Callable[[Any], Any], body: Any) -> bytes | PenstockError:
-    """The answer as JSON text, or why there is none."""
+def answer(handle: Callable[[Any], Any], body: Any) -> bytes | PenstockError:
+    """Answer a question with JSON text, or with the error."""
     try:
-        return json.dumps(how(body), allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(handle(body), allow_nan=False, separators=(",", ":")).encode()
     except PenstockError as error:
         return UsageError(str(error))
     except MemoryError:
-        return UsageError("this needs more memory than the studio takes: ask for something smaller")
-    except Exception as error:  # a schedule of another package, or values that nobody thought of: the studio goes on
-        return UsageError(f"this cannot be worked out: {type(error).__name__}: {error}")
+        return UsageError("this needs more memory than the studio may use: ask for something smaller")
+    except Exception as error:  # a schedule of another package, or unforeseen values: the studio goes on
+        return UsageError(f"this cannot be computed: {type(error).__name__}: {error}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.text.table import format_table
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -34,8 +36,7 @@ class Proof:
             f"proved: {f'{self.name!r}, ' if self.name else ''}a {what} on {self.ranks} ranks "
             f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches), {counts}"
         ]
-        width = max(map(len, self.rules), default=0)
-        lines += [f"  {name:{width}}  {holds}" for name, holds in self.rules.items()]
+        lines += format_table(list(self.rules.items()), left=None, indent="  ")
         lines += [f"  {self._assumptions()}"] if self.lowered else []
         lines += [f"  {self._memory()}"] if self.peak_memory is not None else []
         return "\n".join(lines)

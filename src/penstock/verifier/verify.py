@@ -8,9 +8,10 @@ from itertools import islice
 import numpy as np
 
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyError, nearest
-from penstock.ir.costs import Costs, parse_size
+from penstock.ir.costs import Costs
 from penstock.ir.kind import SENDS
 from penstock.ir.table import Table
+from penstock.text.units import parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding
 from penstock.verifier.known import malformed
@@ -91,7 +92,7 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
     costs = costs or Costs()
     costs.check(table.stages, table.microbatches)
     sizes = _sizes(memory_limit, table.ranks)
-    limits = None if sizes is None else tuple(_size(size, rank) for rank, size in enumerate(sizes))
+    limits = None if sizes is None else tuple(parse_size(size, f"memory_limit of rank {rank}") for rank, size in enumerate(sizes))
     return Context(
         table, semantics, costs, limits, in_bytes=any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
     )
@@ -106,10 +107,3 @@ def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
     if len(memory_limit) != ranks:
         raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one a rank")
     return list(memory_limit)
-
-
-def _size(size: float | str, rank: int) -> float:
-    try:
-        return parse_size(size)
-    except CostsError as error:
-        raise CostsError(f"memory_limit of rank {rank}: {error}") from None

@@ -14,6 +14,7 @@ from penstock.runtime.batch.step_input import EMPTY
 from penstock.runtime.execution.registers import Registers
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
+from penstock.text.table import format_table
 
 if TYPE_CHECKING:
     from penstock.runtime.tensors.dtensor_messages import Pieces
@@ -192,10 +193,7 @@ class Links:
     def describe_new_messages(self) -> str:
         """A table of the messages whose form was new in the last step; empty if there was none."""
         rows = [row for route, outbox in self.outboxes.items() for row in _message_rows(route, self._sends[route], outbox)]
-        if not rows:
-            return ""
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+        return "\n".join(format_table(rows, left=None))
 
 
 def _edge_of(action: Action) -> tuple[str, int, int]:

@@ -1,0 +1,344 @@
+"""`penstock compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.costs import Per, PerOption
+from penstock.cli.options import (
+    AsJson,
+    CostsText,
+    Fsdp,
+    Lower,
+    MergeBackward,
+    Microbatches,
+    Ranks,
+    Receive,
+    Unit,
+    check_suffix,
+    check_unit,
+    file_or_stdout,
+)
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.cli.timeline_source import TimelineSource
+    from penstock.simulator.differences import Differences
+    from penstock.simulator.timeline import Timeline
+
+
+def read_scale(text: str) -> str:
+    """`auto`, or a number above 0."""
+    from penstock.simulator.differences import AUTO
+
+    try:
+        fine = text == AUTO or 0 < float(text) < float("inf")
+    except ValueError:
+        fine = False
+    if not fine:
+        raise typer.BadParameter(f"{text!r} is neither a number above 0 nor 'auto'")
+    return text
+
+
+class By(StrEnum):
+    """The figure that timelines are ranked by, the smallest first."""
+
+    MAKESPAN = "makespan"
+    BUBBLE = "bubble"
+    PEAK = "peak"
+    MESSAGES = "messages"
+
+
+def compare(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME|FILE",
+            help="Schedules by name, with options like 'interleaved-1f1b{chunks=4}', .csv or .json files, and saved timelines.",
+        ),
+    ],
+    *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    costs: CostsText = None,
+    per: PerOption = Per.RANK,
+    by: Annotated[By, typer.Option("--by", help="The figure to rank by.")] = By.MAKESPAN,
+    lower: Lower = False,
+    fsdp: Fsdp = False,
+    merge_backward: MergeBackward = False,
+    receive: Receive = None,
+    overlay: Annotated[
+        bool | None,
+        typer.Option(
+            "--overlay/--no-overlay", help="Lay all timelines over the first.  [default: measured timelines over the first predicted one]"
+        ),
+    ] = None,
+    scale: Annotated[
+        str | None,
+        typer.Option(
+            "--scale",
+            metavar="FACTOR",
+            parser=read_scale,
+            help="Multiply predicted times by this before measured ones are laid over them; 'auto' makes the median action agree.",
+        ),
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tolerance",
+            min=0,
+            max=10,
+            help="How late an action may be and still count as predicted, as a share of the makespan.  [default: 0.01]",
+        ),
+    ] = None,
+    unit: Unit = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            metavar="FILE",
+            callback=file_or_stdout,
+            help="Also draw the timelines, below each other or laid over each other rank by rank: .svg, .png or .html.",
+        ),
+    ] = None,
+) -> None:
+    """Time several schedules and rank them.
+
+    By default the costs are those of all stages of a rank together, so that schedules with one and with several stages per rank do
+    the same work; with --per stage, every stage has these costs. Saved timelines stay as they are unless --costs are given, and
+    measured ones always do.
+
+    A measured timeline is laid over the first predicted one if both do the same work: the output compares their figures, shows where
+    they part, and what makes the measured one longer. Measured times are in seconds; --unit converts them to the prediction's unit.
+
+    \b
+    Examples:
+      penstock compare zbv 1f1b dualpipe-v -p 8 -m 32
+      penstock compare 1f1b "interleaved-1f1b{chunks=4}" -p 4 -m 16 --costs "f=1,i=1,w=1,latency=0.1" -o compare.png
+      penstock compare before.json after.json --by bubble
+      penstock compare predicted.json measured.json --unit ms -o overlay.svg
+      penstock compare 1f1b measured.json -p 4 -m 16 --costs costs.toml --per stage --scale auto
+    """
+    from penstock.cli.lowering import optional_lowering
+    from penstock.cli.output import deliver
+    from penstock.cli.progress import show_steps
+    from penstock.cli.schedule_source import parse_sources
+    from penstock.cli.timeline_source import TimelineSource
+    from penstock.draw.save import PICTURES
+
+    check_unit(unit)
+    check_suffix(output, PICTURES)
+    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
+    timed = [TimelineSource.read(source, costs, per, lowering) for source in parse_sources(sources, ranks, microbatches)]
+    entries: list[NamedTimeline] = []
+    with show_steps(len(timed) + 2) as step:
+        for name, source in zip(sources, timed, strict=True):
+            step(f"timing {name}")
+            entries.append(NamedTimeline(name, _timeline(source, unit)))
+        step("comparing")
+        laid = lay_over(entries, overlay, scale, tolerance)
+        if laid.pairs and unit is None and any(entry.is_measured for entry in entries):
+            unit = "s"
+        ranked = sorted(laid.entries, key=lambda entry: (_value(entry, by), _value(entry, By.PEAK)))
+        data = {"by": by.value, "results": [_data(entry, ranked[0], by) for entry in ranked], **(laid.data(unit) if as_json else {})}
+        step("drawing")
+        if output is not None:
+            _draw(laid, ranked, output, {} if unit is None else {"unit": unit})
+    deliver(lambda _: chain(_lines(ranked, by, unit), laid.lines(unit)), lambda: data, as_json=as_json, output=None)
+
+
+def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
+    """A measured timeline is not simulated, only converted from seconds."""
+    from penstock.simulator.scaling import scaled
+    from penstock.text.units import seconds_per
+
+    measured = timed.measured()
+    if measured is None:
+        return timed.timeline()
+    return measured if unit is None else scaled(measured, 1 / seconds_per(unit))
+
+
+def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dict[str, Any]) -> None:
+    """Draw the pairs if every timeline is in one, else the timelines below each other."""
+    from penstock.draw.save import save_overlay, save_picture
+
+    if laid.is_whole:
+        pairs = laid.pairs
+        save_overlay([pair.differences for pair in pairs], output, names=[pair.title for pair in pairs], words=pairs[0].words, **options)
+    else:
+        save_picture([entry.timeline for entry in ranked], output, names=[entry.name for entry in ranked], **options)
+
+
+def _value(entry: NamedTimeline, by: By) -> float:
+    timeline = entry.timeline
+    return {
+        By.MAKESPAN: timeline.makespan,
+        By.BUBBLE: timeline.bubble,
+        By.PEAK: max(timeline.peak_memory),
+        By.MESSAGES: float(timeline.num_messages),
+    }[by]
+
+
+def _data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
+    from penstock.cli.commands.simulate import data
+
+    return {"source": entry.name, "relative": _relative(entry, best, by), "timeline": data(entry.timeline)}
+
+
+def _relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
+    """The ratio to the best; None if only the best is 0."""
+    value, least = _value(entry, by), _value(best, by)
+    return value / least if least else 1.0 if not value else None
+
+
+def _lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
+    """One row per timeline, the best first."""
+    from penstock.text.numbers import format_number, format_percent
+    from penstock.text.table import format_table
+
+    makespan = f"makespan ({unit})" if unit else "makespan"
+    rows = [("", "schedule", "ranks", "microbatches", makespan, "bubble", "peak", "messages", f"{by} / best")]
+    for place, entry in enumerate(ranked, start=1):
+        timeline, relative = entry.timeline, _relative(entry, ranked[0], by)
+        rows.append(
+            (
+                str(place),
+                entry.name,
+                str(timeline.ranks),
+                str(timeline.table.microbatches),
+                format_number(timeline.makespan),
+                format_percent(timeline.bubble),
+                format_number(max(timeline.peak_memory)),
+                str(timeline.num_messages),
+                "-" if relative is None else f"{relative:.3f}",
+            )
+        )
+    yield from format_table(rows, left=(1,))
+    if len({(entry.timeline.ranks, entry.timeline.table.microbatches) for entry in ranked}) > 1:
+        yield "the shapes differ: these makespans are not of the same work"
+
+
+# Overlays -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NamedTimeline:
+    """A timeline, and the source that the user named."""
+
+    name: str
+    timeline: Timeline
+
+    @property
+    def is_measured(self) -> bool:
+        return self.timeline.source != "simulated"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two timelines of the same work; `base` is the prediction."""
+
+    base: NamedTimeline
+    other: NamedTimeline
+    differences: Differences
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """The names of the two in tables."""
+        return ("predicted", "measured") if self.other.is_measured and not self.base.is_measured else ("first", "second")
+
+    @property
+    def title(self) -> str:
+        return f"{self.other.name} against {self.base.name}"
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """All pairs, all timelines in one unit, and the timelines that do not match the prediction, with the reason."""
+
+    entries: list[NamedTimeline]
+    pairs: list[Pair] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every timeline is in a pair."""
+        return bool(self.pairs) and len(self.pairs) == len(self.entries) - 1
+
+    def data(self, unit: str | None) -> dict[str, Any]:
+        from penstock.simulator.differences_json import encode
+
+        pairs = [
+            {"predicted": pair.base.name, "measured": pair.other.name, "unit": unit, **encode(pair.differences)} for pair in self.pairs
+        ]
+        return {"differences": pairs, "refused": [{"source": name, "reason": reason} for name, reason in self.refused.items()]}
+
+    def lines(self, unit: str | None) -> Iterator[str]:
+        from penstock.draw.differences import describe_differences, section_lines
+
+        for pair in self.pairs:
+            yield ""
+            yield from section_lines(list(describe_differences(pair.differences, unit, pair.words, pair.title)))
+        for name, reason in self.refused.items():
+            yield ""
+            yield f"{name} is not laid over the prediction: {reason}"
+
+
+def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | None, tolerance: float | None) -> Overlay:
+    """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first."""
+    from penstock.simulator.differences import TOLERANCE, differences
+    from penstock.simulator.matching import match
+
+    base, others = _split(entries, asked)
+    if not others:
+        _refuse_unused(asked, scale, tolerance)
+        return Overlay(list(entries))
+    laid = Overlay(list(entries))
+    factor: float | str = 1.0 if scale is None else scale if scale == "auto" else float(scale)
+    for other in others:
+        try:
+            match(base.timeline, other.timeline)
+        except UsageError as error:
+            if asked:
+                raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
+            laid.refused[other.name] = str(error)
+        else:
+            found = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = found.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, found))
+    return _rescale(laid)
+
+
+def _split(entries: Sequence[NamedTimeline], asked: bool | None) -> tuple[NamedTimeline, list[NamedTimeline]]:
+    """Find the prediction and the timelines to lay over it."""
+    if asked is False:
+        return entries[0], []
+    base = next((entry for entry in entries if not entry.is_measured), entries[0])
+    return base, [entry for entry in entries if entry is not base and (asked or entry.is_measured)]
+
+
+def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | None) -> None:
+    if asked:
+        raise UsageError("--overlay lays timelines over the first one: give two or more")
+    for option, value in (("--scale", scale), ("--tolerance", tolerance)):
+        if value is not None:
+            raise UsageError(f"{option} is for timelines laid over each other: one of them must be measured, or give --overlay")
+
+
+def _rescale(laid: Overlay) -> Overlay:
+    """Convert the simulated timelines to the unit of the measured ones."""
+    from penstock.simulator.scaling import scaled
+
+    factor = laid.pairs[0].differences.scale if laid.pairs else 1.0
+    if factor == 1.0:
+        return laid
+    entries = [entry if entry.is_measured else replace(entry, timeline=scaled(entry.timeline, factor)) for entry in laid.entries]
+    return replace(laid, entries=entries)

@@ -1,0 +1,116 @@
+"""`penstock profile`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import AsJson, check_suffix, read_size, whole_number, whole_numbers, writable
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.planner.profile import Profile
+
+
+def profile(
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py:FUNCTION",
+            help="A function without arguments that returns layers or a Hugging Face model, a sample, and optionally a loss function "
+            "and a target.",
+        ),
+    ],
+    *,
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(
+            "--microbatch-sizes",
+            metavar="N,N",
+            help="Microbatch sizes to measure.  [default: the sample's size, a half and a quarter of it]",
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="The device to measure on: cpu, cuda, or auto.")] = "auto",
+    optimizer: Annotated[
+        str, typer.Option("--optimizer", metavar="NAME", help="The optimizer whose memory counts: adamw, adam, sgd or none.")
+    ] = "adamw",
+    warmup: Annotated[int, typer.Option("--warmup", metavar="N", parser=whole_number, help="Runs of each layer before it is timed.")] = 3,
+    repeats: Annotated[
+        int, typer.Option("--repeats", metavar="N", parser=whole_number, help="Timed runs of each layer; the median counts.")
+    ] = 7,
+    latency: Annotated[float, typer.Option("--latency", metavar="S", help="Latency of a message between ranks, in seconds.")] = 0.0,
+    bandwidth: Annotated[
+        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bandwidth of a link per second, like 50GB.  [default: unlimited]")
+    ] = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", metavar="FILE", callback=writable, help="Save the profile: .json or .toml.")
+    ] = None,
+) -> None:
+    """Measure a model layer by layer.
+
+    Times the forward and both backwards of every layer, split as a pipeline splits them, and measures the memory of each. Needs torch.
+
+    \b
+    Examples:
+      penstock profile examples/gpt.py:build -o p.json
+      penstock profile examples/gpt.py:build --microbatch-sizes 1,2,4,8 --bandwidth 50GB -o p.json
+    """
+    from penstock.cli.output import deliver
+    from penstock.cli.progress import show_steps
+    from penstock.cli.user_module import load_function
+    from penstock.runtime.measure.profile import count_rows
+    from penstock.runtime.measure.profile import profile as measure
+
+    check_suffix(output, (".json", ".toml"))
+    sizes, speed = whole_numbers("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
+    layers, sample, loss = _build(source, load_function(source))
+    sizes = sizes or _halves(count_rows(sample))
+    options: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": latency, "bandwidth": speed}
+    options |= {"device": device, "optimizer": optimizer, **loss}
+    with show_steps(repeats * len(sizes)) as step:
+        measured = measure(layers, sample, **options, progress=lambda what, at, of: step(what))
+    if output is not None:
+        measured.save(output)
+    deliver(lambda _: _lines(measured, output), measured.to_json, as_json=as_json, output=None)
+
+
+def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
+    """Call the user's function: the layers, the sample, and the loss function and target if there are any."""
+    built = build()
+    if not isinstance(built, tuple) or not 2 <= len(built) <= 4 or not (hasattr(built[0], "__len__") or hasattr(built[0], "config")):
+        result = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
+        raise UsageError(
+            f"{source} returned {result}: return (layers, sample), a list of layers and a microbatch, or also loss_fn and target"
+        )
+    return built[0], built[1], dict(zip(("loss_fn", "target"), built[2:], strict=False))
+
+
+def _halves(rows: int) -> list[int]:
+    """The sizes to choose from: the sample's size, a half and a quarter of it, if they are whole."""
+    return [rows // part for part in (1, 2, 4) if rows % part == 0]
+
+
+def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
+    """One table per microbatch size."""
+    from penstock.text.table import format_table
+    from penstock.text.units import Units
+
+    units = Units(measured.time_unit, in_bytes=True)
+    yield measured.source
+    for size in measured.sizes:
+        at = measured.at(size)
+        rows: list[tuple[str, ...]] = [("layer", "F", "I", "W", "activation", "stash", "output", "parameters", "gradients", "optimizer")]
+        for place, layer in enumerate(at.layers):
+            times = (units.time(time) for time in (layer.f, layer.i, layer.w))
+            held = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
+            rows.append((layer.name or str(place), *times, *map(units.size, held)))
+        yield ""
+        yield f"microbatches of {size}: {units.time(at.time)} on one device"
+        yield from format_table(rows, indent="  ")
+    if output is not None:
+        yield ""
+        yield f"saved to {output}"

@@ -1,0 +1,33 @@
+"""`penstock show`."""
+
+from __future__ import annotations
+
+from penstock.cli.options import AsJson, Chunks, Microbatches, Options, Output, Ranks, Source
+
+
+def show(
+    source: Source,
+    *,
+    ranks: Ranks = None,
+    microbatches: Microbatches = None,
+    chunks: Chunks = None,
+    option: Options = None,
+    as_json: AsJson = False,
+    output: Output = None,
+) -> None:
+    """Draw a schedule or program as a grid.
+
+    One row per step, one column per rank: each action is in the first step in which it could run if every action took one step.
+    With -o, a .csv or .json FILE can be loaded again; any other suffix gets the picture.
+
+    \b
+    Examples:
+      penstock show zbv -p 4 -m 8
+      penstock show interleaved-1f1b -p 4 -m 16 --chunks 2 -O group_size=8
+      penstock show zbv -p 4 -m 8 -o zbv.csv
+      penstock show zbv.csv
+    """
+    from penstock.cli.output import present
+    from penstock.cli.schedule_source import ScheduleSource
+
+    present(ScheduleSource(source, ranks, microbatches, chunks, option).table(), as_json=as_json, output=output)

@@ -1,0 +1,149 @@
+"""The options of `penstock train`, checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.schedule_source import ScheduleSource, read_json_object
+from penstock.errors import UsageError
+
+if TYPE_CHECKING:
+    from penstock.runtime.train.trainer import TrainingOptions
+
+AUTO = "auto"
+MICROBATCHES_PER_RANK = (2, 4)
+"""The microbatch counts that are measured if none is given."""
+BATCH, SECONDS = 32, 5.0
+"""Defaults: samples per step, and how long to search."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options as they were given; making one refuses options that do not go together."""
+
+    source: str
+    ranks: int | None = None
+    schedule: str = AUTO
+    microbatches: int | None = None
+    steps: int = 100
+    samples: int | None = None
+    memory_limit: str | None = None
+    recompute: bool = False
+    search: float | None = None
+    checkpoints: Path | None = None
+    every: int = 0
+    seed: int = 0
+    device: str = AUTO
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        from penstock.cli.options import read_size
+
+        least = {
+            "--ranks": (self.ranks, 1),
+            "--microbatches": (self.microbatches, 1),
+            "--steps": (self.steps, 1),
+            "--batch": (self.samples, 1),
+            "--every": (self.every, 0),
+            "--seed": (self.seed, 0),
+        }
+        for option, (value, low) in least.items():
+            if value is not None and value < low:
+                raise UsageError(f"{option} {value}: give a whole number of at least {low}")
+        if not 0 <= self.seconds < float("inf"):
+            raise UsageError(f"--seconds {self.seconds:g}: give a number of at least 0")
+        self._check_schedule()
+        if self.microbatches is not None and self.microbatches > self.batch:
+            raise UsageError(f"--microbatches {self.microbatches} of a --batch of {self.batch}: a microbatch has at least one sample")
+        if self.is_planned and self.microbatches is not None and self.batch % self.microbatches:
+            raise UsageError(f"--batch {self.batch} cannot be cut into {self.microbatches} equal microbatches: take a multiple")
+        read_size("--memory-limit", self.memory_limit)
+        if self.checkpoints is not None and self.checkpoints.is_file():
+            raise UsageError(f"--checkpoints {self.checkpoints} is a file: name a folder")
+        if self.every and self.checkpoints is None:
+            raise UsageError("--every is the interval of checkpoints: give their folder with --checkpoints FOLDER")
+
+    def _check_schedule(self) -> None:
+        from penstock.errors import nearest
+        from penstock.schedules.registry import algorithms
+
+        if self.is_file:
+            if self.memory_limit is not None:
+                raise UsageError(f"--memory-limit is for planning: {self.schedule} is a file and is used as it is")
+            self._check_file()
+        elif self.schedule != AUTO and self.schedule not in algorithms():
+            raise UsageError(f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, [*algorithms(), AUTO])}")
+        for option, is_given in {"--recompute": self.recompute, "--seconds": self.search is not None}.items():
+            if is_given and not self.is_planned:
+                raise UsageError(f"{option} is for planning: use --schedule auto, or a NAME with a --memory-limit")
+
+    def _check_file(self) -> None:
+        """Refuse options that contradict the file; the memory and times of a plan hold only for its own batch."""
+        table = getattr(self.loaded, "schedule", self.loaded)
+        fixed = {"--microbatches": (self.microbatches, table.microbatches)}
+        if self.planned_batch is not None:
+            fixed["--batch"] = (self.samples, self.planned_batch)
+        for option, (value, expected) in fixed.items():
+            if value is not None and value != expected:
+                raise UsageError(f"{option} {value}: {self.schedule} is for {expected}: leave it out, or plan again")
+
+    @cached_property
+    def loaded(self) -> Any:
+        """The plan, schedule or program in the file; None if --schedule is not a file."""
+        from penstock.planner.plan import Plan
+
+        if not self.is_file:
+            return None
+        source = ScheduleSource(self.schedule)
+        data = read_json_object(source.path())
+        return Plan.load(self.schedule) if data is not None and data.get("type") == "plan" else source.table()
+
+    @property
+    def planned_batch(self) -> int | None:
+        """The samples per step of the plan in the file."""
+        from penstock.planner.plan import Plan
+
+        return self.loaded.microbatches * self.loaded.microbatch if isinstance(self.loaded, Plan) else None
+
+    @property
+    def batch(self) -> int:
+        return self.samples or self.planned_batch or BATCH
+
+    @property
+    def seconds(self) -> float:
+        return SECONDS if self.search is None else self.search
+
+    @property
+    def is_file(self) -> bool:
+        return self.schedule != AUTO and ScheduleSource(self.schedule).is_file
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the model is measured and planned: for auto, and for a named schedule that must fit into a limit."""
+        return self.schedule == AUTO or (self.memory_limit is not None and not self.is_file)
+
+    def build_schedule(self, ranks: int) -> Any:
+        """Build the named schedule."""
+        from penstock.schedules.registry import schedule
+
+        return schedule(self.schedule, ranks, self.microbatches or min(2 * ranks, self.batch))
+
+    def microbatch_sizes(self, ranks: int) -> list[int]:
+        """Choose the microbatch sizes to measure, the largest first."""
+        if self.microbatches is not None:
+            return [self.batch // self.microbatches]
+        sizes = [self.batch // (count * ranks) for count in MICROBATCHES_PER_RANK if self.batch % (count * ranks) == 0]
+        return sizes or [next(size for size in range(max(1, self.batch // (2 * ranks)), 0, -1) if self.batch % size == 0)]
+
+    def how(self) -> TrainingOptions:
+        """Give the settings of every rank."""
+        from penstock.runtime.train.trainer import TrainingOptions, choose_device
+
+        folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
+        return TrainingOptions(
+            self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, choose_device(self.device)
+        )

@@ -1,0 +1,212 @@
+"""A measured timeline under its prediction, rank by rank on one time axis, with the lateness of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.draw.differences import WORDS
+from penstock.draw.figures.canvas import FAINT, INK, POINTS, annotate, use_style
+from penstock.draw.figures.legend import LegendEntry, timeline_entries
+from penstock.draw.figures.rank_rows import RankRows
+from penstock.draw.figures.sheet import SMALL, Band, Sheet, check_names
+from penstock.draw.summary import shape_of, title_of
+from penstock.text.numbers import format_number, format_percent, format_signed
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from penstock.simulator.differences import Differences
+    from penstock.simulator.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+LATE, EARLY = "#b2182b", "#2166ac"
+_PALE = 0.55
+"""The share of white in the colours of the prediction."""
+_BETWEEN = 5.0
+"""Points: the least distance between two lines that join predicted and measured ends."""
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The part of one rank, in heights of a row: the predicted row is at the top, the measured row begins at `below`, the curve of
+    its lateness at `strip`, and the next rank at `pitch`."""
+
+    below: float
+    strip: float
+    strip_height: float
+    pitch: float
+
+    @property
+    def middle(self) -> float:
+        return (self.below + 1) / 2
+
+
+_WIDE, _TIGHT = _Layout(1.42, 2.5, 0.75, 3.55), _Layout(1.0, 2.05, 1.1, 3.6)
+_LEAST_WIDE = 0.09
+"""Inches: lower rows have no lines between them."""
+
+
+def draw_overlay(
+    differences: Differences | Sequence[Differences],
+    *,
+    names: Sequence[str] | None = None,
+    words: tuple[str, str] = WORDS,
+    width: float | None = None,
+    labels: bool = True,
+    legend: bool = True,
+    unit: str | None = None,
+) -> Figure:
+    """Draw one pair of timelines, or several below each other, as a matplotlib figure; the options are those of `draw_timelines`."""
+    pairs = list(differences) if isinstance(differences, Sequence) else [differences]
+    check_names("pairs of timelines", len(pairs), names)
+    timelines = [timeline for pair in pairs for timeline in (pair.predicted, pair.measured)]
+    titles = list(names or (title_of(pair.measured) for pair in pairs))
+    with use_style():
+        sheet = Sheet.fit(timelines, width, unit=unit, legend=legend)
+        return sheet.draw(_Panels(sheet, timelines, titles, labels, pairs, words).bands())
+
+
+@dataclass(frozen=True)
+class _Panels:
+    """One panel per pair of timelines: its header, and both rows of each rank."""
+
+    sheet: Sheet
+    timelines: list[Timeline]
+    names: list[str]
+    labels: bool
+    pairs: list[Differences]
+    words: tuple[str, str]
+
+    def bands(self) -> list[Band]:
+        """All bands from the top down."""
+        bands: list[Band] = []
+        for panel, (name, pair) in enumerate(zip(self.names, self.pairs, strict=True)):
+            bands += [self.sheet.space()] if bands else []
+            bands += [self.sheet.header(name, self._facts(pair)), self._pair(panel, pair)]
+        return [*bands, *self.sheet.footer(self._entries())]
+
+    def _facts(self, pair: Differences) -> list[str]:
+        unit, (one, other) = f" {self.sheet.unit}" if self.sheet.unit else "", self.words
+        makespan, bubble = pair.makespan, pair.bubble
+        ratio = "" if makespan.ratio is None else f" ({makespan.ratio:.3f} times that)"
+        return [
+            ", ".join(shape_of(pair.measured)),
+            f"makespan {format_number(makespan.predicted)}{unit} {one}, {format_number(makespan.measured)}{unit} {other}{ratio}",
+            f"bubble {format_percent(bubble.predicted)} {one}, {format_percent(bubble.measured)} {other}",
+        ]
+
+    def _entries(self) -> list[LegendEntry]:
+        one, other = self.words
+        late = np.concatenate([np.zeros(1), *(pair.lateness.late for pair in self.pairs)])
+        most, least = float(late.max()), float(late.min())
+        entries = [*timeline_entries(self.timelines, ""), LegendEntry((), f"upper row (pale): {one}, lower row: {other}")]
+        entries += [LegendEntry((LATE,), f"late, up to {format_signed(most)}")] if most > 0 else []
+        entries += [LegendEntry((EARLY,), f"early, up to {format_signed(least)}")] if least < 0 else []
+        if any(pair.first is not None for pair in self.pairs):
+            entries.append(LegendEntry((), f"framed: the first action that is more than {format_percent(self.pairs[0].tolerance)} off"))
+        return entries
+
+    def _pair(self, panel: int, pair: Differences) -> Band:
+        ranks = pair.measured.ranks
+        height = _row_height(ranks)
+        layout = _WIDE if height >= _LEAST_WIDE else _TIGHT
+
+        def draw(axes: Axes) -> None:
+            axes.set_ylim(ranks * layout.pitch, 0)
+            _Pair(pair, layout, self.sheet.unit_points, height * POINTS, self.labels, panel, SMALL * self.sheet.zoom).draw(axes)
+            axes.set_xlim(0.0, self.sheet.end)
+            self.sheet.rank_ticks(axes, np.arange(ranks) * layout.pitch + layout.middle, height * layout.pitch, "rank")
+
+        return Band(ranks * layout.pitch * height, draw, timed=True)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """Two timelines, drawn to scale: `unit_points` per unit of time, `row_points` per row."""
+
+    differences: Differences
+    layout: _Layout
+    unit_points: float
+    row_points: float
+    labels: bool
+    panel: int
+    size: float
+    """Points: the text at the right."""
+
+    def draw(self, axes: Axes) -> None:
+        rows = ((self.differences.predicted, 0.0, _PALE), (self.differences.measured, self.layout.below, 0.0))
+        for place, (timeline, shift, pale) in enumerate(rows):
+            index = 2 * self.panel + place
+            RankRows(timeline, self.unit_points, self.row_points, self.labels, index, self.layout.pitch, shift, pale).draw(axes)
+        if self.layout is _WIDE:
+            self._draw_lines(axes)
+        self._draw_lateness(axes)
+        self._frame_first(axes)
+
+    @cached_property
+    def _ends(self) -> tuple[Floats, Floats]:
+        """The end of each compute action, predicted and measured."""
+        measured = self.differences.match.measured
+        return measured.end - self.differences.lateness.late, measured.end
+
+    def _draw_lines(self, axes: Axes) -> None:
+        """Draw a line from the predicted to the measured end of each action, or of some if there are many."""
+        from matplotlib.collections import LineCollection
+
+        rank, late = self.differences.match.measured.rank, self.differences.lateness.late
+        room = max(int(self.differences.measured.makespan * self.unit_points / _BETWEEN), 1)
+        step = max(-(-int(np.bincount(rank, minlength=1).max()) // room), 1)
+        of = np.arange(0, len(rank), step)
+        lines, rows = np.empty((len(of), 2, 2)), rank[of] * self.layout.pitch
+        lines[:, 0, 0], lines[:, 1, 0] = self._ends[0][of], self._ends[1][of]
+        lines[:, 0, 1], lines[:, 1, 1] = rows + 0.95, rows + self.layout.below + 0.05
+        apart = np.abs(late[of]) > self.differences.allowed
+        colours = np.where(apart, np.where(late[of] > 0, LATE, EARLY), FAINT)
+        collection = LineCollection(list(lines), colors=colours.tolist(), linewidths=0.5, clip_on=False)
+        collection.set_gid(f"lines-{self.panel}")
+        axes.add_collection(collection, autolim=False)
+
+    def _draw_lateness(self, axes: Axes) -> None:
+        """Draw how late each rank is after each of its actions: late above its line, early below it."""
+        waits, late = self.differences.match.measured, self.differences.lateness.late
+        most, least = float(late.max(initial=0.0)), float(late.min(initial=0.0))
+        scale = self.layout.strip_height / ((most - least) or 1.0)
+        bounds = np.searchsorted(waits.rank, np.arange(self.differences.measured.ranks + 1)).tolist()
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            base = rank * self.layout.pitch + self.layout.strip + most * scale
+            times, values = np.append(0.0, waits.end[low:high]), np.append(0.0, late[low:high])
+            for name, colour, part in (("late", LATE, values.clip(min=0)), ("early", EARLY, values.clip(max=0))):
+                if part.any():
+                    area = axes.fill_between(times, base, base - part * scale, step="post", color=colour, linewidth=0, clip_on=False)
+                    area.set_gid(f"{name}-{self.panel}-{rank}")
+            axes.plot([0, float(times[-1])], [base] * 2, color=FAINT, linewidth=0.4, clip_on=False)
+            if self.row_points * self.layout.pitch > 1.3 * self.size and values[-1]:
+                annotate(axes, (self.differences.measured.makespan, base), format_signed(float(values[-1])), self.size)
+
+    def _frame_first(self, axes: Axes) -> None:
+        """Draw a frame around the action at which the timelines part."""
+        from matplotlib.patches import Rectangle
+
+        first = self.differences.first_place
+        if first is None:
+            return
+        waits = self.differences.match.measured
+        start, length = float(waits.start[first]), float(waits.end[first] - waits.start[first])
+        corner = (start, float(waits.rank[first]) * self.layout.pitch + self.layout.below + 0.02)
+        frame = Rectangle(corner, length, 0.96, fill=False, edgecolor=INK, linewidth=1.2, clip_on=False)
+        frame.set_gid(f"first-{self.panel}")
+        axes.add_patch(frame)
+
+
+def _row_height(ranks: int) -> float:
+    """Inches: the height that labels need, less for many ranks."""
+    return float(min(np.clip(1.6 / ranks, 0.13, 0.24), 12.0 / (_TIGHT.pitch * ranks)))

@@ -1,0 +1,228 @@
+"""The rank rows of a figure: one box per action, or mixed colours if there are too many boxes to see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.draw.boxes import Boxes, collective_boxes, compute_boxes, optimizer_boxes
+from penstock.draw.figures.canvas import IDLE, PAPER, POINTS, text_width
+from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, lighten, rgb, shade
+from penstock.draw.time_slices import shares
+from penstock.ir.kind import COMPUTE, Kind
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+    from penstock.ir.rows import Ints
+    from penstock.simulator.timeline import Timeline
+
+Floats = NDArray[np.float64]
+Image = NDArray[np.uint8]
+
+MOST_BOXES = 60_000
+"""Above this many boxes, only mixed colours are drawn: single boxes could not be seen."""
+MOST_LINES = 3000
+"""Lines of an image of mixed colours in which rows are set apart."""
+LEAST_LABEL, MOST_LABEL = 4.5, 7.5
+_PAD = 1.6
+"""Points: the smallest and largest label, and the space beside a label."""
+_MARGIN, _STRIP = 0.08, 0.78
+"""As shares of a row's height: the margin at its top and bottom, and where the strip of the collectives begins."""
+_THIN = 5.0
+"""Points: thinner rows have no gap between them."""
+
+
+def is_mixed(timeline: Timeline) -> bool:
+    """Whether there are too many boxes to draw each of them."""
+    return int(timeline.table.rows.is_kind(*COMPUTE).sum()) > MOST_BOXES
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """The rows of a timeline, drawn to scale: `unit_points` per unit of time, `row_points` per row."""
+
+    timeline: Timeline
+    unit_points: float
+    row_points: float
+    labels: bool = True
+    panel: int = 0
+    """The index of the timeline in the figure."""
+    pitch: float = 1.0
+    shift: float = 0.0
+    """The distance between two rows and the start of the first one, in heights of a row."""
+    pale: float = 0.0
+    """The share of white in the colours."""
+
+    @cached_property
+    def boxes(self) -> Boxes:
+        return compute_boxes(self.timeline)
+
+    @cached_property
+    def collectives(self) -> Boxes:
+        return collective_boxes(self.timeline)
+
+    def _id(self, name: str) -> str:
+        """The id of a collection of boxes in an SVG file."""
+        return f"boxes-{self.panel}-{name}"
+
+    @property
+    def _top(self) -> float:
+        """The top of the boxes in their row."""
+        return _MARGIN if self.row_points >= _THIN else 0.0
+
+    @property
+    def _floor(self) -> float:
+        """The bottom of the compute boxes in their row."""
+        return _STRIP - 0.06 if len(self.collectives) else 1 - self._top
+
+    def draw(self, axes: Axes) -> None:
+        """Draw the rows; row r has a height of 1 and begins at `r * pitch + shift`."""
+        if is_mixed(self.timeline):
+            self._draw_mixed(axes)
+        else:
+            rows, none = self._rows(np.arange(self.timeline.ranks)), np.zeros(self.timeline.ranks)
+            _add(axes, (rows, none, none + self.timeline.makespan), (self._top, self._floor), _Fill(IDLE, self._id("idle")))
+            self._draw_boxes(axes)
+        self._draw_collectives(axes)
+        rank, start, end = optimizer_boxes(self.timeline)
+        _add(
+            axes, (self._rows(rank), start, end), (self._top, self._floor), _Fill(lighten(OPTIMIZER, self.pale).fill, self._id("optimizer"))
+        )
+
+    def _draw_boxes(self, axes: Axes) -> None:
+        boxes, chunks = self.boxes, self.timeline.table.chunks
+        top, bottom = self._bounds(boxes)
+        line = self._line_width(boxes)
+        fits = self._label_size()
+        for kind, chunk in sorted(set(zip(boxes.kind.tolist(), boxes.chunk.tolist(), strict=True))):
+            tone = lighten(shade(TONES[Kind(kind)], chunk, chunks), self.pale)
+            of = np.flatnonzero((boxes.kind == kind) & (boxes.chunk == chunk))
+            fill = _Fill(tone.fill, self._id(f"{tone.sample}{chunk}"), line)
+            _add(axes, (self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]), (top[of], bottom[of]), fill)
+            if fits is not None:
+                self._label(axes, of, tone, (top, bottom), fits)
+
+    def _bounds(self, boxes: Boxes) -> tuple[Floats, Floats]:
+        """Top and bottom of each box in its row; boxes that run together share the height."""
+        height = (self._floor - self._top) / boxes.parts
+        return self._top + boxes.part * height, self._top + (boxes.part + 1) * height
+
+    def _line_width(self, boxes: Boxes) -> float:
+        """The width of the lines between boxes: thinner for narrow boxes, 0 if lines would cover them."""
+        real = boxes.length[boxes.length > 0]
+        line = min(0.6, 0.1 * float(np.quantile(real, 0.05)) * self.unit_points) if len(real) else 0.0
+        return line if line >= 0.15 else 0.0
+
+    def _label_size(self) -> float | None:
+        """One size for all labels, the largest at which the most of them fit; None for no labels at all."""
+        if not self.labels or not len(self.boxes):
+            return None
+        boxes = self.boxes
+        heights = (self._floor - self._top) / boxes.parts * self.row_points
+        widths = boxes.length * self.unit_points
+        room = np.minimum(heights / 1.25, (widths - _PAD) / (text_width(self._widest, 1.0) * POINTS))
+        roomy = room[room >= LEAST_LABEL]
+        return float(np.clip(roomy.min(), LEAST_LABEL, MOST_LABEL)) if len(roomy) else None
+
+    @property
+    def _widest(self) -> str:
+        """A text as wide as any label, so that all boxes of a kind are labelled or none."""
+        return "0" * len(str(self.timeline.table.microbatches - 1))
+
+    def _label(self, axes: Axes, of: Ints, tone: Tone, bounds: tuple[Floats, Floats], size: float) -> None:
+        boxes, (top, bottom) = self.boxes, bounds
+        middles = self._rows(boxes.rank) + (top + bottom) / 2
+        room = text_width(self._widest, size) * POINTS + 0.99 * _PAD
+        for box in of[(boxes.length[of] * self.unit_points >= room) & ((bottom - top)[of] * self.row_points >= 1.24 * size)].tolist():
+            place, text = (boxes.start[box] + boxes.end[box]) / 2, str(boxes.microbatch[box])
+            axes.text(place, middles[box], text, color=tone.ink, fontsize=size, ha="center", va="center_baseline")
+
+    def _draw_collectives(self, axes: Axes) -> None:
+        boxes = self.collectives
+        for place, kind in enumerate((Kind.REDUCE_GRAD, Kind.UNSHARD)):
+            of = boxes.kind == kind
+            if of.any():
+                fill = _Fill(lighten(shade(SHARDING, place, 2), self.pale).fill, self._id(kind.name))
+                _add(axes, (self._rows(boxes.rank[of]), boxes.start[of], boxes.end[of]), (_STRIP, 1 - self._top), fill)
+
+    def _draw_mixed(self, axes: Axes) -> None:
+        columns = max(int(self.timeline.makespan * self.unit_points * 3), 1)
+        image, ranks = mix_colours(self.timeline, self.boxes, columns), self.timeline.ranks
+        image = np.asarray(image + (255 - image) * self.pale, dtype=np.uint8)
+        if self.pitch == 1.0 and not self.shift:
+            self._show(axes, space_rows(image, ranks, (self._top, self._floor)), (ranks, 0.0), "mixed")
+            return
+        for rank, (lines, row) in enumerate(zip(np.split(image, ranks), self._rows(np.arange(ranks)), strict=True)):
+            self._show(axes, lines, (row + self._floor, row + self._top), f"mixed-{rank}")
+
+    def _show(self, axes: Axes, image: Image, bounds: tuple[float, float], name: str) -> None:
+        """Draw an image between two bounds."""
+        extent = (0.0, self.timeline.makespan, *bounds)
+        axes.imshow(image, extent=extent, aspect="auto", interpolation="nearest").set_gid(self._id(name))
+
+    def _rows(self, rank: Ints) -> Floats:
+        """The tops of the rows of ranks."""
+        return np.asarray(rank * self.pitch + self.shift, dtype=np.float64)
+
+
+def mix_colours(timeline: Timeline, boxes: Boxes, columns: int) -> Image:
+    """Mix the colours of what runs in each slice of time: an RGB image with one line per rank (or per part that runs together)."""
+    chunks = timeline.table.chunks
+    edges = np.linspace(0.0, timeline.makespan, columns + 1)
+    fills = np.array([_unit_rgb(shade(TONES[kind], chunk, chunks).fill) for kind in COMPUTE for chunk in range(chunks)])
+    lanes, parts = boxes.kind * chunks + boxes.chunk, int(boxes.parts.max(initial=1))
+    image = np.empty((timeline.ranks * parts, columns, 3))
+    for part in range(parts):
+        of = (boxes.part == part) | (boxes.parts == 1)
+        shape = (timeline.ranks, len(fills))
+        busy = shares(boxes.rank[of], lanes[of], boxes.start[of], boxes.end[of], edges, shape=shape) / np.diff(edges)
+        idle = 1 - busy.sum(axis=1)
+        image[part::parts] = np.einsum("rkc,kx->rcx", busy, fills) + idle[..., None] * _unit_rgb(IDLE)
+    return np.asarray((image.clip(0, 1) * 255).round(), dtype=np.uint8)
+
+
+def space_rows(image: Image, ranks: int, bounds: tuple[float, float]) -> Image:
+    """Set rows apart: an RGBA image that is transparent outside the bounds of each row, if there are enough lines to show it."""
+    parts = len(image) // ranks
+    fine = min(24, MOST_LINES // ranks) // parts * parts
+    if fine < 8 or bounds == (0.0, 1.0):
+        return image
+    rank, height = np.divmod((np.arange(ranks * fine) + 0.5) / fine, 1)
+    inside = (height >= bounds[0]) & (height < bounds[1])
+    part = ((height - bounds[0]) / (bounds[1] - bounds[0]) * parts).clip(0, parts - 1).astype(np.int64)
+    opaque = np.broadcast_to(inside[:, None] * np.uint8(255), (len(inside), image.shape[1]))
+    return np.dstack((image[rank.astype(np.int64) * parts + part], opaque))
+
+
+def _unit_rgb(colour: str) -> Floats:
+    return np.frombuffer(rgb(colour), dtype=np.uint8) / 255
+
+
+@dataclass(frozen=True)
+class _Fill:
+    """How boxes are filled: their colour, their id in an SVG file, and the width of the lines between them in points."""
+
+    colour: str
+    name: str
+    line: float = 0.0
+
+
+def _add(axes: Axes, boxes: tuple[Floats, Floats, Floats], bounds: tuple[Floats | float, Floats | float], fill: _Fill) -> None:
+    """Add one collection of boxes, given by the tops of their rows, their start and end, and their bounds within the row."""
+    from matplotlib.collections import PolyCollection
+
+    row, start, end = boxes
+    corners = np.empty((len(row), 4, 2))
+    corners[:, :2, 0], corners[:, 2:, 0] = start[:, None], end[:, None]
+    corners[:, (0, 3), 1] = (row + bounds[0])[:, None]
+    corners[:, (1, 2), 1] = (row + bounds[1])[:, None]
+    collection = PolyCollection(
+        list(corners), facecolors=fill.colour, edgecolors=PAPER if fill.line else "none", linewidths=fill.line, clip_on=False
+    )
+    collection.set_gid(fill.name)
+    axes.add_collection(collection, autolim=False)

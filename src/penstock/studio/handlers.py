@@ -1,0 +1,204 @@
+"""The handlers of requests: from the body of a request to plain data, without files or network."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+from penstock.errors import FileFormatError, UsageError
+from penstock.ir import json_form
+from penstock.ir.costs import Costs
+from penstock.ir.csv_form import parse_csv
+from penstock.ir.table import Table
+from penstock.passes.lower import lower
+from penstock.planner.request import checked_limits
+from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.studio.document import Document, document, timeline_document
+from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
+from penstock.studio.plan_request import check_plan
+from penstock.text.units import parse_size
+from penstock.verifier.verify import check
+
+_SIZE = (int, float, str, list, type(None))
+_VIEW: dict[str, tuple[type, ...]] = {
+    "schedule": (str,),
+    "ranks": (int,),
+    "microbatches": (int,),
+    "chunks": (int, type(None)),
+    "options": (dict, type(None)),
+    "costs": (dict, type(None)),
+    "memory_limit": _SIZE,
+    "lower": (bool,),
+    "fsdp": (bool,),
+}
+_KINDS = {"int": "int", "float": "number", "str": "text", "bool": "bool"}
+
+
+def schedules() -> list[dict[str, Any]]:
+    """List every schedule with its options."""
+    return [_describe(named) for named in algorithms().values()]
+
+
+def _describe(named: Algorithm) -> dict[str, Any]:
+    layout = named.layout
+    return {
+        "name": named.name,
+        "summary": named.summary,
+        "bubble": named.bubble,
+        "memory": named.memory,
+        "options": [{"name": name, "type": _type_of(named, name), "default": value} for name, value in _options(named).items()],
+        "chunks": {"default": layout.chunks, "fixed": layout.fixed, "step": layout.unit[1]},
+        "depends_on_costs": "costs" in named.options,
+    }
+
+
+def _options(named: Algorithm) -> dict[str, Any]:
+    """The options that have a plain value."""
+    return {name: value for name, value in named.options.items() if name != "costs"}
+
+
+def _type_of(named: Algorithm, option: str) -> str:
+    annotation = str(named.generate.__annotations__.get(option, "str"))
+    return next((kind for python_type, kind in _KINDS.items() if python_type in annotation), "text")
+
+
+# A schedule by name ---------------------------------------------------------------------------------------------------
+
+
+def view(body: Any) -> Document:
+    """Make the document of a schedule by name."""
+    request = check_request(body, _VIEW, required=("schedule", "ranks", "microbatches"))
+    named = algorithm(request["schedule"][:LONGEST_NAME])
+    costs = Costs.from_json(request.get("costs") or {})
+    table = _build(named, request, costs)
+    limits = checked_limits(request.get("memory_limit"), table.ranks)
+    source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
+    source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
+    return document(table, costs, source=source, memory_limit=_plain_limit(limits), depends_on_costs="costs" in named.options)
+
+
+def _plain_limit(limits: tuple[float, ...] | None) -> Any:
+    """One number if all ranks have the same limit."""
+    return limits[0] if limits and len(set(limits)) == 1 else limits
+
+
+def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
+    shape = named.shape(request["ranks"], request["microbatches"], request.get("chunks"))
+    check_shape(shape)
+    schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **_schedule_options(named, request, costs))
+    check_table(schedule)
+    if not (request.get("lower") or request.get("fsdp")):
+        return schedule
+    program = lower(schedule, fsdp=request.get("fsdp", False))
+    check_table(program)
+    return program
+
+
+def _schedule_options(named: Algorithm, request: dict[str, Any], costs: Costs) -> dict[str, Any]:
+    """The options of the schedule, with the costs and the memory limit if it depends on them."""
+    options: dict[str, Any] = dict(request.get("options") or {})
+    for name, value in options.items():
+        if name not in _options(named):
+            raise UsageError(f"{named.name} has no option {name[:LONGEST_NAME]!r}; its options: {', '.join(_options(named)) or 'none'}")
+        _check_option(named, name, value)
+    if "costs" in named.options:
+        options["costs"] = costs
+    limit = request.get("memory_limit")
+    if "memory_limit" in named.options and limit is not None:
+        options.setdefault("memory_limit", min(map(parse_size, limit)) if isinstance(limit, list) and limit else limit)
+    return options
+
+
+def _check_option(named: Algorithm, name: str, value: Any) -> None:
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "number": (int, float, str), "text": (str,), "bool": (bool,)}
+    check_request({name: value}, {name: (*kinds[_type_of(named, name)], type(None))})
+
+
+# A file ---------------------------------------------------------------------------------------------------------------
+
+
+def open_file(body: Any) -> Document:
+    """Make the document of a file: CSV or one of our JSON forms."""
+    request = check_request(body, {"name": (str,), "content": (str,)}, required=("name", "content"))
+    return file_document(request["name"][:LONGEST_NAME], request["content"])
+
+
+def file_document(name: str, text: str) -> Document:
+    """Make the document of a file from its name and content."""
+    content = text.removeprefix("\ufeff")
+    if content.lstrip()[:1] in ("{", "["):
+        return _json_document(read_json(content, name), name)
+    return table_document(parse_csv(io.StringIO(content, newline=""), name, strict=False), name)
+
+
+def read_json(text: str, name: str = "JSON") -> Any:
+    """Read JSON as the standard defines it, without NaN and infinity."""
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"{constant} is not a number")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise FileFormatError(name, f"not a JSON file: {error}") from None
+
+
+def _json_document(data: Any, name: str) -> Document:
+    from penstock.simulator.timeline_json import decode
+
+    kind = data.get("type") if isinstance(data, dict) else None
+    readers: dict[Any, Callable[[], Document]] = {
+        "plan": lambda: _plan_document(data, name),
+        "timeline": lambda: _saved_timeline_document(decode(data, name), name),
+        "schedule": lambda: table_document(json_form.decode(data, name), name),
+        "program": lambda: table_document(json_form.decode(data, name), name),
+    }
+    if not isinstance(kind, str) or kind not in readers:
+        raise FileFormatError(name, f"not a Penstock schedule, program, timeline or plan: its 'type' is {str(kind)[:LONGEST_NAME]!r}")
+    check_file(data)
+    return readers[kind]()
+
+
+def _saved_timeline_document(timeline: Any, name: str) -> Document:
+    check_table(timeline.table)
+    is_measured = timeline.source != "simulated"
+    units = ("s", "") if is_measured else ("", "")
+    source = {"kind": "measured" if is_measured else "file", "name": name}
+    return timeline_document(timeline, source=source, findings=check(timeline.table), units=units)
+
+
+def _plan_document(data: Any, name: str) -> Document:
+    from penstock.planner.plan_file import decode
+
+    plan = decode(data, name)
+    check_table(plan.program)
+    source = {"kind": "plan", "name": plan.name, "file": name}
+    units = (plan.profile.time_unit, "B" if plan.in_bytes else "")
+    return document(plan.program, plan.costs, source=source, memory_limit=_plain_limit(plan.memory_limit), units=units)
+
+
+def table_document(table: Table, name: str) -> Document:
+    """Make the document of a table from a file, with the findings on it."""
+    check_table(table)
+    return document(table, source={"kind": "file", "name": name}, findings=check(table))
+
+
+# A candidate of a plan ------------------------------------------------------------------------------------------------
+
+
+def candidate(body: Any) -> Document:
+    """Make the document of a candidate that the planner tried, from what `plan_jobs.pack_candidate` keeps."""
+    table = json_form.decode(body["table"], body["name"])
+    source = {"kind": "plan", "name": body["name"], "index": body["index"]}
+    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_plain_limit(body["limits"]), units=body["units"])
+    return {**view, "title": f"{body['name']}, candidate {body['index']}"}
+
+
+HANDLERS: dict[str, Callable[[Any], Any]] = {
+    "view": view,
+    "open": open_file,
+    "candidate": candidate,
+    "check-plan": check_plan,
+}

@@ -1,0 +1,74 @@
+"""Plan requests: from the body of a request to the arguments of `penstock.plan`, within the limits of the studio."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.errors import UsageError
+from penstock.planner.profile import Profile
+from penstock.planner.request import check_count, check_share, checked_cases, checked_limits, checked_names
+from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
+
+_PLAN: dict[str, tuple[type, ...]] = {
+    "profile": (dict, type(None)),
+    "transformer": (dict, type(None)),
+    "ranks": (int,),
+    "microbatches": (int, type(None)),
+    "batch": (int, type(None)),
+    "memory_limit": (int, float, str, list, type(None)),
+    "schedules": (list, type(None)),
+    "recompute": (bool,),
+    "barrier": (bool,),
+    "split": (bool,),
+    "seconds": (int, float),
+    "seed": (int,),
+}
+
+
+def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
+    """Read the model and the arguments of `penstock.plan`."""
+    request = dict(check_request(body, _PLAN, required=("ranks",)))
+    profile = _profile(request.pop("profile", None), request.pop("transformer", None))
+    options = {name: value for name, value in request.items() if value is not None}
+    ranks, seconds = check_count("ranks", options["ranks"]), check_share("seconds", options.get("seconds", 7.0))
+    if seconds > MOST_SECONDS:
+        raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
+    if len(profile) < ranks:
+        raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+    cases = checked_cases(profile, options.get("microbatches"), options.get("batch"), None)
+    check_actions(3 * ranks * max(case.microbatches for case in cases), MOST_PLANNED)
+    checked_limits(options.get("memory_limit"), ranks)
+    names = options.get("schedules")
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise UsageError("'schedules' must be a list of names")
+    checked_names(names)
+    return profile, options
+
+
+def check_plan(body: Any) -> dict[str, Any]:
+    """Refuse a bad request before its job starts; give the seconds that it may search."""
+    return {"seconds": float(read_plan_request(body)[1].get("seconds", 7.0))}
+
+
+def _profile(profile: Any, transformer: Any) -> Profile:
+    if (profile is None) == (transformer is None):
+        raise UsageError("give one model: 'profile' or 'transformer'")
+    if profile is not None:
+        _check_layers(profile.get("layers"))
+        variants = profile.get("variants") or []
+        if not isinstance(variants, list):
+            raise UsageError("'variants' of a profile must be a list of profiles")
+        for variant in variants:
+            _check_layers(variant.get("layers") if isinstance(variant, dict) else None)
+        return Profile.from_json(profile)
+    _check_layers([{"count": transformer.get("layers")}])
+    sizes = transformer.get("microbatch")
+    return Profile.transformer(**{**transformer, **({"microbatch": tuple(sizes)} if isinstance(sizes, list) else {})})
+
+
+def _check_layers(layers: Any) -> None:
+    """Refuse too many layers before they are built."""
+    counts = [layer.get("count", 1) for layer in layers if isinstance(layer, dict)] if isinstance(layers, list) else []
+    total = sum(count for count in counts if isinstance(count, int))
+    if total > MOST_LAYERS:
+        raise UsageError(f"{total:,} layers are more than the studio takes, {MOST_LAYERS:,}")

@@ -1,0 +1,112 @@
+"""Units of time and size: how sizes are read, and how times and sizes are written."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.errors import CostsError, UsageError
+
+SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+"""The units of time, in seconds, the largest first."""
+BYTES = {"B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
+"""The units of size, in bytes."""
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
+
+
+def seconds_per(unit: str) -> float:
+    """Give the seconds in one unit of time: s, ms, us or ns."""
+    if unit not in SECONDS:
+        raise UsageError(f"unit must be one of {', '.join(SECONDS)}, got {unit!r}")
+    return SECONDS[unit]
+
+
+def parse_size(value: float | str, name: str | None = None) -> float:
+    """Read a size: a number as it is, or text such as "40GiB" in bytes. `name` says in the error what the size is for.
+
+    >>> parse_size("1.5KiB")
+    1536.0
+    """
+    try:
+        return _parse_text(value) if isinstance(value, str) else check_number("a size", value)
+    except CostsError as error:
+        raise (error if name is None else CostsError(f"{name}: {error}")) from None
+
+
+def check_number(name: str, value: Any) -> float:
+    """Give a finite number of at least 0 as a float; refuse anything else."""
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise CostsError(f"{name} must be a number, got {value!r}")
+    if not 0 <= value <= sys.float_info.max:
+        raise CostsError(f"{name} must be a finite number of at least 0, got {value}")
+    return float(value)
+
+
+def has_byte_unit(size: object) -> bool:
+    """Whether a size is written in bytes, like "40GiB"."""
+    return isinstance(size, str) and size.rstrip().endswith("B")
+
+
+def _parse_text(text: str) -> float:
+    match = _SIZE.fullmatch(text)
+    if match is None or match[2] not in {"", *BYTES}:
+        meant = _nearest_size(text)
+        hint = f"did you mean {meant}? " if meant else ""
+        raise CostsError(f"{text!r} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
+    return float(match[1]) * float(BYTES[match[2] or "B"])
+
+
+def _nearest_size(text: str) -> str | None:
+    """The size that was probably meant by a unit in the wrong case or without its B."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
+    if match is None:
+        return None
+    units = {unit.lower(): unit for unit in BYTES} | {unit.lower().removesuffix("b"): unit for unit in BYTES if len(unit) > 1}
+    unit = units.get(match[2].lower()) or units.get(match[2].lower().rstrip("b"))
+    return None if unit is None else f"{match[1]}{unit}"
+
+
+@dataclass(frozen=True)
+class Units:
+    """How to write times and sizes: the unit that times are in, and whether sizes are bytes."""
+
+    time_unit: str = ""
+    in_bytes: bool = False
+
+    def time(self, value: float) -> str:
+        """
+        >>> Units("s").time(0.00123), Units().time(12.5)
+        ('1.23 ms', '12.5')
+        """
+        if self.time_unit not in SECONDS:
+            return f"{value:.6g} {self.time_unit}".rstrip()
+        seconds = value * SECONDS[self.time_unit]
+        unit, length = next(((unit, length) for unit, length in SECONDS.items() if abs(seconds) >= length), ("ns", 1e-9))
+        return f"{seconds / length:.5g} {unit}"
+
+    def size(self, value: float, up: bool = False) -> str:
+        """Write four significant digits; with `up`, never fewer bytes than there are.
+
+        >>> Units(in_bytes=True).size(1.5 * 2**30), Units().size(2.5)
+        ('1.5GiB', '2.5')
+        """
+        suffixes = _BINARY if self.in_bytes else ("",)
+        step = 0
+        while step + 1 < len(suffixes) and abs(value) >= 1024:
+            value /= 1024
+            step += 1
+        return f"{_round_up(value) if up else value:.4g}{suffixes[step]}"
+
+
+def _round_up(value: float) -> float:
+    """Round up to four significant digits."""
+    if value <= 0:
+        return value
+    last = 10.0 ** (math.floor(math.log10(value)) - 3)
+    return math.ceil(value / last * (1 - 1e-12)) * last
