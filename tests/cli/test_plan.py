@@ -12,8 +12,8 @@ import pytest
 import penstock as ps
 from penstock.cli.live import live
 from penstock.planner import plan as planning
+from penstock.planner.profile.units import Units
 from penstock.planner.request import Progress
-from penstock.planner.units import Units
 
 MODEL = ps.Profile(
     [ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5, parameters=2)] * 8,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from penstock.planner.profile.units import Units
     from penstock.planner.request import Progress
-    from penstock.planner.units import Units
 
 
 @contextmanager

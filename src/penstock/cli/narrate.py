@@ -69,7 +69,7 @@ class Narrator:
 
     def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
         from penstock.cli.live import live
-        from penstock.planner.units import Units
+        from penstock.planner.profile.units import Units
 
         return live(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
 
@@ -101,7 +101,7 @@ class Narrator:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def profile(self, found: Profile) -> None:
-        from penstock.planner.units import Units
+        from penstock.planner.profile.units import Units
 
         units, sizes = Units(found.time_unit, in_bytes=True), [found.at(size) for size in found.sizes]
         times = ", ".join(f"{units.time(each.time)} for a microbatch of {each.microbatch}" for each in sizes)
@@ -144,7 +144,7 @@ class Narrator:
                 self.say(f"step {step}, {each.in_words()}")
 
     def differences(self, found: Differences, plan: Plan | None) -> None:
-        from penstock.planner.units import Units
+        from penstock.planner.profile.units import Units
 
         units = Units("s")
         self.head("Lay the measured over the predicted step")
@@ -160,7 +160,7 @@ class Narrator:
 
 def candidates(plan: Plan, shown: int) -> Iterator[str]:
     """The quickest that fit and the quickest that do not, a line each."""
-    from penstock.planner.units import table
+    from penstock.planner.profile.units import table
 
     units = plan.units
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)

@@ -105,8 +105,8 @@ def plan(
     from penstock.cli.timed import check_output
     from penstock.draw.tradeoff import SUFFIXES
     from penstock.planner import plan as planning
+    from penstock.planner.profile.units import Units
     from penstock.planner.request import is_in_bytes
-    from penstock.planner.units import Units
 
     check_output(figure, SUFFIXES)
     check_output(output, (".json",))

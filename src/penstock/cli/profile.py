@@ -94,7 +94,7 @@ def _halves(rows: int) -> list[int]:
 
 def _lines(made: Profile, output: Path | None) -> Iterator[Line]:
     """A table for each microbatch size."""
-    from penstock.planner.units import Units, table
+    from penstock.planner.profile.units import Units, table
 
     units = Units(made.time_unit, in_bytes=True)
     yield [(made.source, None)]

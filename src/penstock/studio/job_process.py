@@ -11,7 +11,7 @@ from penstock.errors import PenstockError
 from penstock.studio.worker import prepare
 
 if TYPE_CHECKING:
-    from penstock.planner.named import Attempt
+    from penstock.planner.candidate import Candidate
     from penstock.planner.plan import Plan
     from penstock.planner.request import Progress
 
@@ -32,7 +32,7 @@ def run(connection: Connection, body: Any) -> None:
 class _Telling:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.attempts: list[Attempt] = []
+        self.candidates: list[Candidate] = []
         self.in_bytes = False
 
     def plan(self, body: Any) -> None:
@@ -47,15 +47,15 @@ class _Telling:
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
-    def found(self, attempt: Attempt) -> None:
+    def found(self, candidate: Candidate) -> None:
         from penstock.studio.planning import packed, told
 
-        index = len(self.attempts)
-        self.attempts.append(attempt)
-        self.connection.send(("candidate", told(attempt, index), packed(attempt, index, self.in_bytes)))
+        index = len(self.candidates)
+        self.candidates.append(candidate)
+        self.connection.send(("candidate", told(candidate, index), packed(candidate, index, self.in_bytes)))
 
     def _result(self, made: Plan) -> dict[str, Any]:
-        best = next(k for k, each in enumerate(self.attempts) if each.trial is not None and each.trial.schedule is made.schedule)
+        best = next(k for k, each in enumerate(self.candidates) if each.timed is not None and each.schedule is made.schedule)
         return {
             "best": best,
             "cancelled": False,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from typing import Any
 
 from penstock.errors import UsageError
 from penstock.ir import json_form
 from penstock.planner.candidate import Candidate
-from penstock.planner.named import Attempt
 from penstock.planner.profile import Profile
-from penstock.planner.request import check_count, check_share, checked_cases, checked_limits, checked_names, is_in_bytes
+from penstock.planner.request import check_batch, check_count, check_limits, check_names, check_share, is_in_bytes
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_fields
 
 _PLAN: dict[str, tuple[type, ...]] = {
@@ -20,14 +20,22 @@ _PLAN: dict[str, tuple[type, ...]] = {
     "ranks": (int,),
     "microbatches": (int, type(None)),
     "batch": (int, type(None)),
+    "microbatch_sizes": (list, type(None)),
     "memory_limit": (int, float, str, list, type(None)),
+    "headroom": (int, float, type(None)),
     "schedules": (list, type(None)),
     "recompute": (bool,),
     "barrier": (bool,),
     "split": (bool,),
     "seconds": (int, float),
+    "rounds": (int, float, type(None)),
+    "jitter": (int, float),
+    "near": (int, float),
     "seed": (int,),
 }
+
+_SHARES = {"headroom": 1.0, "rounds": math.inf, "jitter": 1.0, "near": math.inf}
+"""Numbers of at least 0, and what each must be below."""
 
 
 def asked(body: Any) -> tuple[Profile, dict[str, Any]]:
@@ -40,13 +48,16 @@ def asked(body: Any) -> tuple[Profile, dict[str, Any]]:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
         raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
-    cases = checked_cases(profile, given.get("microbatches"), given.get("batch"), None)
-    check_actions(3 * ranks * max(case.microbatches for case in cases), MOST_PLANNED)
-    checked_limits(given.get("memory_limit"), ranks)
+    total, profiles = check_batch(profile, given.get("microbatches"), given.get("batch"), given.get("microbatch_sizes"))
+    check_actions(3 * ranks * (total // min(each.microbatch for each in profiles)), MOST_PLANNED)
+    check_limits(given.get("memory_limit"), ranks)
+    for name, below in _SHARES.items():
+        if name in given:
+            check_share(name, given[name], below=below)
     names = given.get("schedules")
     if names is not None and not all(isinstance(name, str) for name in names):
         raise UsageError("'schedules' must be a list of names")
-    checked_names(names)
+    check_names(names)
     return profile, given
 
 
@@ -82,9 +93,8 @@ def _check_layers(layers: Any) -> None:
 # What is told ---------------------------------------------------------------------------------------------------------
 
 
-def told(attempt: Attempt, index: int) -> dict[str, Any]:
+def told(made: Candidate, index: int) -> dict[str, Any]:
     """One candidate as the page plots it."""
-    made = Candidate.of(attempt)
     return {
         "index": index,
         "name": made.name,
@@ -100,22 +110,22 @@ def told(attempt: Attempt, index: int) -> dict[str, Any]:
         "bubble": made.bubble,
         "memory": made.peak,
         "memory_rank": made.peak_rank,
-        "document": attempt.trial is not None,
+        "document": made.timed is not None,
     }
 
 
-def packed(attempt: Attempt, index: int, in_bytes: bool) -> bytes | None:
+def packed(candidate: Candidate, index: int, in_bytes: bool) -> bytes | None:
     """What a candidate's document is made of, small enough to be kept for all of them; None where nothing was timed."""
-    trial = attempt.trial
-    if trial is None:
+    if candidate.timed is None:
         return None
+    problem, _, timeline = candidate.timed
     data = {
-        "name": attempt.name,
+        "name": candidate.name,
         "index": index,
-        "table": json_form.encode(trial.timeline.table),
-        "costs": trial.setting.costs.to_json(),
-        "limits": trial.setting.limits,
-        "units": (trial.setting.profile.time_unit, "B" if in_bytes else ""),
+        "table": json_form.encode(timeline.table),
+        "costs": problem.costs.to_json(),
+        "limits": problem.memory_limit,
+        "units": ("" if problem.profile is None else problem.profile.time_unit, "B" if in_bytes else ""),
     }
     return zlib.compress(json.dumps(data).encode(), level=1)
 
