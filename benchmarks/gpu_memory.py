@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
-from penstock.planner.stage_costs import stage_costs
+from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.step_input import Feed
 from penstock.runtime.execution.executor import Executor

@@ -18,7 +18,7 @@ from benchmarks.gpu_time import wait
 from torch import Tensor, nn
 
 import penstock as ps
-from penstock.planner.stage_costs import stage_costs
+from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.device.device import lanes as lanes_of
 from penstock.runtime.measure.profile import profile

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import penstock as ps
 from penstock.planner.candidate import Candidate
-from penstock.planner.transformer import Transformer
+from penstock.planner.profile.transformer import Transformer
 from penstock.schedules.registry import algorithms
 
 RESULTS = Path(__file__).parent / "results" / "paper"

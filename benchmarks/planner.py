@@ -18,9 +18,9 @@ from benchmarks.planner_grid import grid
 from benchmarks.rows import Case, Row, within
 
 import penstock as ps
-from penstock.planner.bounds import lower_bound
-from penstock.planner.exact import solve
-from penstock.planner.search import search
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.exact.solver import solve
+from penstock.planner.order_search.search import search
 
 PEERS = {
     (1000.0, 1400.0, 600.0, 50.0): {(4, 8): {2: 0.388, 3: 0.203, 4: 0.108}, (8, 32): {4: 0.393, 5: 0.184, 6: 0.123, 8: 0.071}},

@@ -110,7 +110,7 @@ OPTIONS = [
     ((*PLAN, "-m", 4, "--bandwidth", "fast"), 2, "--bandwidth: 'fast' is not a size"),
     ((*PLAN, "-m", 4, "--latency", -1), 2, "latency"),
     ((*PLAN, "-m", 4, "-o", "a.csv"), 2, "the suffix is not one of .json"),
-    ((*PLAN, "--batch", 7, "--microbatch-sizes", 2), 2, "a batch of 7 is no multiple"),
+    ((*PLAN, "--batch", 7, "--microbatch-sizes", 2), 2, "a batch of 7 is not a multiple"),
     ((*PLAN, "--batch", 8, "--microbatch-sizes", "x"), 2, "not a list of whole numbers"),
     (("plan", "--transformer", "layrs=8", "-p", 4, "-m", 4), 2, "no field 'layrs': did you mean 'layers'"),
     (("plan", "--transformer", TRANSFORMER, "-p", 400, "-m", 4), 2, "10 layers are too few for 400 ranks"),

@@ -1,4 +1,4 @@
-"""Where nothing fits: by how much, on which rank, and what would."""
+"""The refusal of a plan: by how much nothing fits, on which rank, and what would fit."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import pytest
 
 import penstock as ps
 from penstock.errors import PlanError
+from penstock.planner.candidate import Candidate
+from penstock.planner.named_schedules import one_at_a_time
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=8, output=1, parameters=2)
 MODEL = ps.Profile([LAYER] * 8, input=1, microbatch=4)
-"""On 4 ranks each keeps 4 and holds 16 a microbatch; recomputed, it holds a microbatch's input, and 15 more for a moment."""
+"""On 4 ranks each keeps 4 and holds 16 per microbatch; recomputed, it holds a microbatch's input, and 15 more for a moment."""
 
 
 def refused(**given) -> str:
@@ -25,7 +27,7 @@ def remedies(said: str) -> dict[str, str]:
     return dict(re.findall(what, said, flags=re.MULTILINE))
 
 
-def test_it_says_by_how_much_and_where():
+def test_the_refusal_says_by_how_much_and_on_which_rank():
     said = refused(memory_limit=60.0, schedules="gpipe")
     # All 8 microbatches at once: 4 + 8 x 16, and the messages that have come in.
     match = re.search(r"nearest is gpipe \(linear, 8 microbatches of 4\): rank (\d) holds ([\d.]+), ([\d.]+) over its limit of 60", said)
@@ -59,20 +61,20 @@ def test_the_limit_that_is_advised_is_the_least(schedule):
         ps.plan(ps.Profile(layers), memory_limit=limit * 0.98, **given)
 
 
-def test_recompute_is_offered_where_it_helps_and_was_not_allowed():
+def test_recompute_is_advised_if_it_helps_and_was_not_allowed():
     assert "recompute=True" in remedies(refused(memory_limit=60.0, schedules="gpipe"))
     assert "recompute=True" not in remedies(refused(memory_limit=10.0))  # one microbatch at a time is too much even so
     assert ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=60.0, schedules="gpipe", recompute=True, seconds=0)
 
 
-def test_with_nothing_but_one_schedule_only_that_one_is_advised():
+def test_only_the_requested_schedule_is_advised():
     said = refused(memory_limit=60.0, schedules="gpipe")
     assert all("gpipe" in remedy for remedy in remedies(said).values())
 
 
-def test_what_is_too_large_with_a_single_microbatch_is_said():
+def test_candidates_too_large_for_one_microbatch_are_named():
     said = refused(memory_limit=10.0)
-    # Two layers a rank hold 16 a microbatch besides the 4 that they keep.
+    # Two layers per rank hold 16 per microbatch besides the 4 that they keep.
     assert re.search(
         r"too large for one microbatch: .*1f1b.* \(rank \d is 10 over; it keeps 4 for parameters, gradients and optimizer alone\)", said
     )
@@ -85,8 +87,53 @@ def test_limits_that_differ_are_listed():
     assert not any(name.endswith("ranks") for name in remedies(said))  # nobody knows what further ranks would have
 
 
-def test_bytes_are_written_as_such():
+def test_sizes_in_bytes_have_their_unit():
     layer = ps.Layer(f=1, i=1, w=1, activation="1GiB", parameters="2GiB")
     with pytest.raises(PlanError, match="memory limit of 5GiB each") as error:
         ps.plan(ps.Profile([layer] * 4), ranks=2, microbatches=4, memory_limit="5GiB", seconds=0)
     assert "a memory limit of 6GiB: " in str(error.value)  # 4 for parameters, 2 for a microbatch
+
+
+# How much work advice takes -------------------------------------------------------------------------------------------
+
+LARGE = ps.Profile([LAYER] * 128, input=1, microbatch=4)
+
+
+def count_cells(monkeypatch: pytest.MonkeyPatch, **given) -> tuple[str, int, int]:
+    """The refusal of a large pipeline, the cells of all schedules that were timed for it, and how many there were."""
+    timed: list[int] = []
+    original = Candidate.of_timeline.__func__
+
+    def of_timeline(cls, name, problem, schedule, timeline):
+        timed.append(problem.cells)
+        return original(cls, name, problem, schedule, timeline)
+
+    monkeypatch.setattr(Candidate, "of_timeline", classmethod(of_timeline))
+    with pytest.raises(PlanError) as error:
+        ps.plan(LARGE, ranks=64, microbatches=512, **given)
+    return str(error.value), sum(timed), len(timed)
+
+
+def test_a_large_pipeline_is_advised_without_planning_it_again(monkeypatch):
+    """64 ranks and 512 microbatches have 32,768 cells per chunk: the whole advice times a few orders of that size at most."""
+    said, cells, _ = count_cells(monkeypatch, memory_limit=18.5, seconds=7)
+    assert cells <= 8 * 64 * 512
+    found = remedies(said)
+    assert "128 ranks" in found
+    limit = float(next(name for name in found if name.startswith("a memory limit")).split()[-1])
+    # Two layers per rank keep 4 and hold 16 per microbatch; a message of 1 is received.
+    assert 20 <= limit <= 22
+
+
+def test_the_limit_of_a_named_schedule_is_advised_from_one_order(monkeypatch):
+    """The partition is bisected for the moments at which the order peaks, and the order is timed again only if its partition fits."""
+    _, cells, count = count_cells(monkeypatch, memory_limit=60.0, schedules="1f1b", seconds=7)
+    assert count <= 40
+    assert cells <= 40 * 64 * 512
+
+
+@pytest.mark.parametrize("placement", [ps.Placement.linear(4), ps.Placement.v(3), ps.Placement.looped(2, 3), ps.Placement.bidirectional(4)])
+def test_two_microbatches_show_what_one_at_a_time_holds(placement):
+    costs = ps.Costs(activation=3.0, weight_stash=1.0, output=0.5, parameters=2.0)
+    few, many = (ps.simulate(ps.lower(one_at_a_time(placement, count * len(placement.copies))), costs).peak_memory for count in (2, 40))
+    assert few == many

@@ -1,4 +1,4 @@
-"""What a plan may take: rounds that make runs equal, seconds that end them, and requests that are refused at once."""
+"""Budgets: rounds that make runs equal, seconds that end them, and requests that are refused at once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.planner.bounds import lower_bound
-from penstock.planner.effort import Effort
-from penstock.planner.families import families, is_training
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.budget import SolverBudget
+from penstock.planner.named_schedules import is_training, list_candidates
+from penstock.planner.order_search.search import search
 from penstock.planner.problem import Problem
-from penstock.planner.request import checked_names
-from penstock.planner.search import search
+from penstock.planner.request import check_names
 from penstock.schedules.registry import algorithms
 
 LAYER = ps.Layer(f=500, i=700, w=300, activation=0.5, weight_stash=0.25)
@@ -37,15 +37,15 @@ def test_equal_arguments_give_equal_plans() -> None:
 
 def test_the_bounds_of_linear_programs_and_solvers_are_equal_too() -> None:
     problem = Problem(ps.Placement.v(4), 8, ps.Costs(activation=0.5, weight_stash=0.25), (2.0,) * 4)
-    efforts = [Effort(600.0, 0.4) for _ in range(2)]
-    first, second = (lower_bound(problem, effort=effort) for effort in efforts)
+    budgets = [SolverBudget(600.0, 0.4) for _ in range(2)]
+    first, second = (lower_bound(problem, budget=budget) for budget in budgets)
     assert first == second
     assert "flow" in first.all
-    assert efforts[0].spent == efforts[1].spent > 0
-    assert not efforts[0].late
+    assert budgets[0].spent == budgets[1].spent > 0
+    assert not budgets[0].late
 
 
-def test_seconds_that_are_over_first_are_told() -> None:
+def test_the_plan_says_that_the_seconds_ran_out_first() -> None:
     plan = plan_of(0, rounds=10**9, seconds=0.3)
     assert any("seconds=0.3 were over" in note and "another run may give another plan" in note for note in plan.notes)
     assert "seconds=0.3 were over" in plan.report()
@@ -80,7 +80,7 @@ def test_a_thousand_ranks_are_listed_without_building_rows(monkeypatch: pytest.M
 
     is_training.cache_clear()
     monkeypatch.setattr(ps.Schedule, "training", property(training))
-    found, refused = families(checked_names(None), 1000, 4000)
+    found, refused = list_candidates(check_names(None), 1000, 4000)
     assert max(built, default=0) <= 8
     assert {family.algorithm.name for family in found} | set(refused) == set(algorithms())
     assert "no backward" in refused["inference"]

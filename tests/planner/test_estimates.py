@@ -1,4 +1,4 @@
-"""What a plan makes of an estimate: memory that stays free, and times of a step that are no microbatch's."""
+"""Plans of estimated profiles: memory that stays free, and times that count once per step."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import CostsError, ScheduleError
-from penstock.planner.bounds import lower_bound
-from penstock.planner.bounds_overall import Overall
+from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.bounds.overall import OverallBound
 
 MODEL = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1, gradients=1)] * 4)
 SMALL = {"layers": 6, "hidden": 256, "heads": 8, "sequence": 512, "vocabulary": 1000, "flops": 1e12}
@@ -35,7 +35,7 @@ def test_an_estimate_leaves_five_percent_free() -> None:
     assert plan_of(profile, memory_limit=full, schedules="1f1b", headroom=0).predicted.peak_memory
 
 
-def test_what_was_measured_may_use_all_of_it() -> None:
+def test_a_measured_profile_may_use_the_whole_limit() -> None:
     full = max(plan_of(MODEL, schedules="1f1b").predicted.peak_memory)
     assert max(plan_of(MODEL, memory_limit=full, schedules="1f1b").predicted.peak_memory) == full
     with pytest.raises(ps.PlanError):
@@ -59,7 +59,7 @@ def test_reduction_and_optimizer_come_after_the_last_backward() -> None:
     assert plan.bound == pytest.approx(plan.objective)
 
 
-def test_they_do_not_grow_with_the_microbatch() -> None:
+def test_reduction_and_update_do_not_grow_with_the_microbatch() -> None:
     layer = ps.Layer(f=1, i=1, w=1, reduction=0.5, update=0.25).scaled(4)
     assert (layer.f, layer.reduction, layer.update) == (4, 0.5, 0.25)
 
@@ -77,16 +77,16 @@ def test_overlap_and_contention_reach_the_simulator(tmp_path) -> None:
     assert plan.objective <= slow.objective
 
 
-def test_bounds_hold_for_what_overlaps() -> None:
+def test_bounds_hold_with_overlapped_actions() -> None:
     """DualPipe runs forwards and backwards together: half of the work may be all the time that it takes."""
     profile = replace(MODEL, overlap=0.5)
     plan = ps.plan(profile, ranks=4, microbatches=16, schedules=["dualpipe"], seconds=0)
-    assert plan.setting.work <= plan.objective
-    assert lower_bound(plan.setting.problem).value <= plan.objective
-    assert Overall(profile, 16, 4, copies=2).value() <= plan.objective
+    assert plan.problem.work <= plan.objective
+    assert lower_bound(plan.problem).value <= plan.objective
+    assert OverallBound(profile, 16, 4, copies=2).value() <= plan.objective
 
 
 @pytest.mark.parametrize(("field", "value"), [("overlap", -1.0), ("overlap", "half"), ("contention", "none"), ("estimated", 1)])
-def test_mistakes_are_named(field: str, value: object) -> None:
+def test_mistakes_are_reported(field: str, value: object) -> None:
     with pytest.raises(CostsError, match=field):
         replace(MODEL, **{field: value})

@@ -8,11 +8,12 @@ import pytest
 
 import penstock as ps
 from penstock.errors import MissingExtraError
-from penstock.planner import exact, search
-from penstock.planner.effort import rounds_in
-from penstock.planner.explore import one_at_a_time
+from penstock.planner.budget import count_rounds
+from penstock.planner.exact import solver
+from penstock.planner.named_schedules import one_at_a_time
+from penstock.planner.order_search import search
+from penstock.planner.order_search.search import SearchResult
 from penstock.planner.problem import Problem
-from penstock.planner.search import Found
 
 LAYERS = [ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5)] * 8
 MODEL = ps.Profile(LAYERS, latency=0.5)
@@ -25,21 +26,21 @@ class Searching:
         self.orders = orders
         self.asked: list[tuple[Problem, dict]] = []
 
-    def __call__(self, problem: Problem, **given) -> Found:
+    def __call__(self, problem: Problem, **given) -> SearchResult:
         self.asked.append((problem, given))
         name = self.orders.get(problem.placement.kind)
         if name is None:
-            return Found(None, float("inf"))
+            return SearchResult(None, float("inf"))
         schedule = ps.schedule(name, problem.ranks, problem.microbatches)
         objective = problem.objective(problem.evaluate(schedule))
         given["progress"](schedule, objective)
-        return Found(schedule, objective)
+        return SearchResult(schedule, objective)
 
 
 @pytest.fixture
 def no_solver(monkeypatch):
     """The solver finds nothing."""
-    monkeypatch.setattr(exact, "solve", lambda problem, **given: SimpleNamespace(schedule=None, bound=0.0, objective=0.0))
+    monkeypatch.setattr(solver, "solve", lambda problem, **given: SimpleNamespace(schedule=None, bound=0.0, objective=0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +55,7 @@ def planned(monkeypatch, searching: Searching, **given) -> ps.Plan:
     return ps.plan(MODEL, **{"ranks": 4, "microbatches": 8, "schedules": ["gpipe", "searched"], "seconds": 1.0, **given})
 
 
-def test_an_order_that_was_found_is_taken_where_it_is_quicker(monkeypatch):
+def test_a_searched_order_is_chosen_if_it_is_faster(monkeypatch):
     told = []
     plan = planned(monkeypatch, Searching(v="zbv"), progress=told.append)
     assert plan.name == "searched"
@@ -66,17 +67,17 @@ def test_an_order_that_was_found_is_taken_where_it_is_quicker(monkeypatch):
     assert phases.index("timing") < phases.index("preparing") < phases.index("searching")
 
 
-def test_one_that_is_slower_is_not(monkeypatch):
+def test_a_slower_searched_order_is_not_chosen(monkeypatch):
     plan = planned(monkeypatch, Searching(linear="1f1b"), schedules=["zbv", "searched"])
     assert plan.name == "zbv"
 
 
-def test_one_that_does_not_fit_is_not(monkeypatch):
+def test_a_searched_order_that_does_not_fit_is_not_chosen(monkeypatch):
     plan = planned(monkeypatch, Searching(v="zbv", linear="gpipe"), memory_limit=3.5)
     assert plan.schedule == one_at_a_time(plan.placement, 8)
 
 
-def test_a_search_starts_from_what_is_known_of_its_setting(monkeypatch):
+def test_a_search_starts_from_the_orders_of_its_placement(monkeypatch):
     searching = Searching()
     planned(monkeypatch, searching, schedules=["gpipe", "1f1b", "1f1b-v", "searched"])
     starts = {problem.placement.kind: [schedule.name for schedule in given["start"]] for problem, given in searching.asked}
@@ -85,23 +86,23 @@ def test_a_search_starts_from_what_is_known_of_its_setting(monkeypatch):
     assert set(starts) >= {"linear", "v", "looped"}
 
 
-def test_orders_with_two_copies_are_searched_where_a_named_one_fits(monkeypatch):
+def test_orders_with_two_copies_are_searched_if_a_named_one_fits(monkeypatch):
     for schedules, searched in ((["dualpipe", "searched"], True), (["1f1b", "searched"], False)):
         searching = Searching()
         planned(monkeypatch, searching, schedules=schedules)
         assert ("bidirectional" in {problem.placement.kind for problem, _ in searching.asked}) is searched
 
 
-def test_time_is_kept(monkeypatch):
+def test_searches_stay_within_their_share_of_the_seconds(monkeypatch):
     searching = Searching(v="zbv", linear="1f1b")
     planned(monkeypatch, searching, seconds=8.0)
-    work = [given["rounds"] / rounds_in(1.0, problem.stages * problem.microbatches) for problem, given in searching.asked]
+    work = [given["rounds"] / count_rounds(1.0, problem.stages * problem.microbatches) for problem, given in searching.asked]
     assert 3.0 < sum(work) <= 8.0 * 0.75 + 1e-9
     assert all(given["seconds"] <= 8.0 * 0.75 for _, given in searching.asked)
     assert len([problem for problem, _ in searching.asked if problem.placement.kind == "v"]) == 2  # a short one, then a longer
 
 
-def test_settings_that_cannot_win_are_not_searched(monkeypatch):
+def test_problems_that_cannot_win_are_not_searched(monkeypatch):
     """On one rank the work is all there is, and every schedule has it."""
     searching = Searching()
     plan = planned(monkeypatch, searching, ranks=1)
@@ -110,23 +111,25 @@ def test_settings_that_cannot_win_are_not_searched(monkeypatch):
     assert "nothing to gain with this placement and partition" in str(plan)
 
 
-def test_no_search_without_time_or_where_it_is_not_allowed(monkeypatch):
+def test_no_search_without_seconds_or_permission(monkeypatch):
     for given in ({"seconds": 0}, {"schedules": ["gpipe"]}):
         searching = Searching(v="zbv")
         assert planned(monkeypatch, searching, **given).name == "gpipe"
         assert searching.asked == []
 
 
-def test_recompute_is_searched_too_where_it_is_allowed(monkeypatch):
+def test_recompute_is_searched_too_if_it_is_allowed(monkeypatch):
     searching = Searching()
     planned(monkeypatch, searching, schedules=["gpipe", "searched"], memory_limit=6.0, recompute=True)
     again = {problem.costs.of_stage("i", 0) > 7 * len(LAYERS) / problem.stages for problem, _ in searching.asked}
     assert False in again  # what is recomputed may be too slow to be worth a search
 
 
-def test_what_the_solver_proves_is_the_bound(monkeypatch):
+def test_the_bound_of_the_solver_is_used(monkeypatch):
     monkeypatch.setattr(
-        exact, "solve", lambda problem, *, effort, start, workers: SimpleNamespace(schedule=start, bound=119.5, objective=1.0, proven=False)
+        solver,
+        "solve",
+        lambda problem, *, budget, start, workers: SimpleNamespace(schedule=start, bound=119.5, objective=1.0, proven=False),
     )
     small = ps.Profile(LAYERS[:2], latency=0.5)
     monkeypatch.setattr(search, "search", Searching())
@@ -139,14 +142,14 @@ def test_without_the_solver_a_note_says_what_to_install(monkeypatch):
     def missing(problem, **given):
         raise MissingExtraError("the exact solver", "OR-tools", "solve")
 
-    monkeypatch.setattr(exact, "solve", missing)
+    monkeypatch.setattr(solver, "solve", missing)
     monkeypatch.setattr(search, "search", Searching())
     plan = ps.plan(ps.Profile(LAYERS[:2], latency=0.5), ranks=2, microbatches=7, schedules=["1f1b"], seconds=1.0)
     assert plan.notes == ("the exact solver needs OR-tools, which is not installed: pip install 'penstock[solve]'",)
     assert plan.notes[0] in str(plan)
 
 
-def test_one_microbatch_at_a_time_holds_the_least_there_is():
+def test_one_microbatch_at_a_time_holds_the_least():
     for placement in (ps.Placement.linear(3), ps.Placement.v(2), ps.Placement.looped(2, 3)):
         schedule = one_at_a_time(placement, 4)
         ps.verify(ps.lower(schedule))

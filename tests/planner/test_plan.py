@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError, UnknownNameError
-from penstock.planner import choose
-from penstock.planner.named import Verdict
-from penstock.planner.partition import partition
-from penstock.planner.stage_costs import stage_costs
+from penstock.planner import plan as planning
+from penstock.planner.candidate import Verdict
+from penstock.planner.partition.cut import partition
+from penstock.planner.partition.stage_costs import stage_costs
 from penstock.schedules.registry import algorithms
-from planner.drawn import models
+from planner.model_strategies import models
 
 EVEN = ps.Profile([ps.Layer(f=500, i=700, w=300, activation=0.5, weight_stash=0.25)] * 8, latency=50)
-"""8 layers, two for each of 4 ranks, which then has F, I, W of 1000, 1400, 600, holds 1 a microbatch, and 0.5 for W."""
+"""8 layers, two per rank on 4 ranks: F, I, W of 1000, 1400, 600 per rank, 1 held per microbatch, and 0.5 for W."""
 
 
 def zoo(profile: ps.Profile, ranks: int, microbatches: int, limits: list[float] | None) -> dict[str, tuple[float, list[float]]]:
@@ -93,7 +93,7 @@ def test_a_plan_keeps_its_promises(plan):
     assert {each.name for each in plan.alternatives} >= {name for name in algorithms() if algorithms()[name].layout.fixed}
 
 
-def test_of_a_limit_a_rank_each_is_kept():
+def test_one_limit_per_rank_is_respected():
     limits = [2.0, 3.0, 4.0, 8.0]
     plan = ps.plan(EVEN, ranks=4, microbatches=8, memory_limit=limits, seconds=0)
     check(plan, EVEN, 4, 8, limits)
@@ -126,7 +126,7 @@ def test_only_the_schedules_that_were_named():
 BIG = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=8, weight_stash=1, output=1)] * 8, input=1)
 
 
-def test_recompute_where_nothing_fits_without():
+def test_recompute_is_used_if_nothing_fits_without_it():
     with pytest.raises(PlanError, match="no plan fits"):
         ps.plan(BIG, ranks=4, microbatches=8, memory_limit=15.0, seconds=0)
     plan = ps.plan(BIG, ranks=4, microbatches=8, memory_limit=24.0, recompute=True, schedules="gpipe", seconds=0)
@@ -139,13 +139,13 @@ def test_recompute_where_nothing_fits_without():
         ps.plan(BIG, ranks=4, microbatches=8, memory_limit=24.0, schedules="gpipe", seconds=0)
 
 
-def test_recompute_is_not_taken_where_it_is_not_needed():
+def test_recompute_is_not_used_if_it_is_not_needed():
     allowed, not_allowed = (ps.plan(EVEN, ranks=4, microbatches=8, memory_limit=4.0, recompute=again, seconds=0) for again in (True, False))
     assert allowed.objective == not_allowed.objective
     assert not any(allowed.recompute)
 
 
-def test_some_ranks_recompute_where_that_is_enough():
+def test_only_some_ranks_recompute_if_that_is_enough():
     """The first rank of 1f1b holds most: where its room alone is short, the others need not compute anything again."""
     layer = ps.Layer(f=1, i=1, w=1, activation=8, output=1)
     profile = ps.Profile([layer] * 4, input=1)
@@ -176,19 +176,19 @@ def test_sizes_that_do_not_cut_the_batch_are_named():
     assert "a batch of 12 cannot be cut into them" in str(made)
 
 
-def test_of_equally_quick_plans_the_robust_one_is_taken(monkeypatch):
+def test_the_most_robust_of_equally_fast_plans_is_chosen(monkeypatch):
     plan = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     close = [each for each in plan.alternatives if each.p95 is not None]
     assert len(close) > 1  # on one rank everything takes the same
-    assert plan.p95 * (1 - choose.NOISE) <= min(each.p95 for each in close)  # none is more robust by more than chance
-    monkeypatch.setattr(choose, "robustness", lambda trial, request: -trial.objective if trial.name == "gpipe" else 0.0)
+    assert plan.p95 * (1 - planning.NOISE) <= min(each.p95 for each in close)  # none is more robust by more than chance
+    monkeypatch.setattr(planning, "measure_p95", lambda candidate, request: -candidate.objective if candidate.name == "gpipe" else 0.0)
     robust = ps.plan(EVEN, ranks=1, microbatches=4, seconds=0)
     assert robust.name == "gpipe"
     assert robust.p95 == min(each.p95 for each in robust.alternatives if each.p95 is not None)
 
 
-def test_p95_is_that_of_the_simulator(plan):
-    many = ps.simulate_many(plan.program, plan.costs, scenarios=choose.SCENARIOS, jitter=plan.jitter, seed=0)
+def test_p95_equals_the_simulated_one(plan):
+    many = ps.simulate_many(plan.program, plan.costs, scenarios=planning.SCENARIOS, jitter=plan.jitter, seed=0)
     assert plan.p95 == many.p95
 
 
@@ -230,7 +230,7 @@ def test_the_schedule_of_a_plan_can_be_loaded_alone(plan, tmp_path):
     [
         ({"type": "schedule"}, "not a Penstock plan"),
         ({"version": 9}, "version 9"),
-        ({"partition": None}, "'partition' is not what it must be"),
+        ({"partition": None}, "'partition' has a value of the wrong type"),
         ({"partition": [2, 2, 2, 1]}, "does not share 8 layers"),
         ({"partition": [2.0, 2, 2, 2]}, "does not share 8 layers"),
         ({"recompute": [True]}, "'recompute' must be true or false"),
@@ -274,7 +274,7 @@ def test_a_schedule_that_drops_work_is_refused(plan, tmp_path):
         ({"microbatches": 4, "batch": 4}, ScheduleError, "either microbatches= or batch="),
         ({"microbatches": 0}, ScheduleError, "microbatches must be a whole number"),
         ({"microbatches": 4, "microbatch_sizes": [1]}, ScheduleError, "goes with batch="),
-        ({"batch": 7, "microbatch_sizes": [2, 4]}, ScheduleError, "no multiple of a microbatch size of 2 or 4"),
+        ({"batch": 7, "microbatch_sizes": [2, 4]}, ScheduleError, "not a multiple of a microbatch size of 2 or 4"),
         ({"microbatches": 4, "ranks": 9}, PlacementError, "8 layers are too few for 9 ranks"),
         ({"microbatches": 4, "ranks": 0}, ScheduleError, "ranks must be a whole number"),
         ({"microbatches": 4, "memory_limit": [1, 2]}, CostsError, "2 values for 4 ranks"),
@@ -307,7 +307,7 @@ def test_a_profile_is_needed():
     ],
     ids=str,
 )
-def test_wrong_kinds_of_values_are_said(given):
+def test_values_of_the_wrong_type_are_reported(given):
     with pytest.raises(ScheduleError, match="|".join(("seed", "schedules=", "microbatch_sizes="))):
         ps.plan(EVEN, **{"ranks": 2, "microbatches": 4, "seconds": 0, **given})
 
@@ -325,7 +325,7 @@ def test_wrong_kinds_of_values_are_said(given):
     ],
     ids=str,
 )
-def test_a_file_that_claims_what_cannot_be_is_refused(plan, change, tmp_path):
+def test_a_file_with_impossible_claims_is_refused(plan, change, tmp_path):
     path = tmp_path / "plan.json"
     path.write_text(json.dumps({**plan.to_json(), **change}))
     with pytest.raises(FileFormatError, match=r"bound|chosen|p95"):
@@ -333,18 +333,18 @@ def test_a_file_that_claims_what_cannot_be_is_refused(plan, change, tmp_path):
 
 
 @pytest.mark.parametrize("barrier", [True, False])
-def test_robustness_is_of_what_is_minimised(barrier):
+def test_robustness_measures_the_objective(barrier):
     equal = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=1)] * 4)  # ranks begin and end one after the other
     plan = ps.plan(equal, ranks=4, microbatches=8, schedules="zb-h2", barrier=barrier, jitter=0.0, seconds=0)
     assert plan.p95 == pytest.approx(plan.objective)
     assert barrier or plan.objective < plan.predicted.makespan
 
 
-def test_a_quick_plan_is_not_given_up_for_less_than_it_gains(monkeypatch):
+def test_a_fast_plan_is_kept_unless_robustness_gains_more(monkeypatch):
     """All named schedules take the same on one rank."""
     given = {"ranks": 1, "microbatches": 4, "seconds": 0}
     assert ps.plan(EVEN, **given).placement.stages == 1
-    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (0.5 if trial.setting.placement.stages > 1 else 0.0))
+    monkeypatch.setattr(planning, "measure_p95", lambda candidate, request: 100.0 - (0.5 if candidate.problem.stages > 1 else 0.0))
     assert ps.plan(EVEN, **given).placement.stages == 1
-    monkeypatch.setattr(choose, "robustness", lambda trial, request: 100.0 - (2.0 if trial.setting.placement.stages > 1 else 0.0))
+    monkeypatch.setattr(planning, "measure_p95", lambda candidate, request: 100.0 - (2.0 if candidate.problem.stages > 1 else 0.0))
     assert ps.plan(EVEN, **given).placement.stages > 1

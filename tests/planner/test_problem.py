@@ -18,7 +18,7 @@ def one_f_one_b(**options: object) -> Problem:
     return Problem(Placement.linear(4), 8, COSTS, **options)  # type: ignore[arg-type]
 
 
-def test_a_schedule_is_judged_as_it_is_simulated() -> None:
+def test_a_schedule_is_evaluated_by_the_simulator() -> None:
     schedule = ps.schedule("zb-h1", 4, 8)
     timeline = one_f_one_b().evaluate(schedule)
     expected = ps.simulate(ps.lower(schedule), COSTS)
@@ -62,7 +62,7 @@ def test_a_rank_always_holds_the_parameters_of_its_stages() -> None:
         ({"costs": ps.Costs(f=[1.0, 2.0])}, "2 values for 4 stages"),
     ],
 )
-def test_what_cannot_be_a_problem_is_refused(changes: dict[str, object], said: str) -> None:
+def test_invalid_problems_are_refused(changes: dict[str, object], said: str) -> None:
     arguments: dict[str, object] = {"placement": Placement.linear(4), "microbatches": 8, "costs": COSTS, **changes}
     with pytest.raises(CostsError, match=said):
         Problem(**arguments)  # type: ignore[arg-type]

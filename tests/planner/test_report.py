@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.planner.units import Units, table
+from penstock.text.table import format_table
+from penstock.text.units import Units
 
 LAYER = ps.Layer(f=0.01, i=0.01, w=0.01, activation="100MiB", output="1MiB", parameters="200MiB", gradients="200MiB", optimizer="1GiB")
 MODEL = ps.Profile([replace(LAYER, name=f"block {place}") for place in range(8)], input=1024, time_unit="s", size_unit="B")
@@ -19,13 +20,13 @@ def plan() -> ps.Plan:
     return ps.plan(MODEL, ranks=4, microbatches=8, memory_limit="3.5GiB", seconds=0)
 
 
-def test_the_figures_are_the_plan_s(plan):
+def test_the_report_shows_the_figures_of_the_plan(plan):
     said = str(plan)
     assert said.startswith(f"plan: {plan.name} on 4 ranks")
     assert f"{plan.objective * 1000:.5g} ms" in said or f"{plan.objective:.5g} s" in said
     assert f"bubble {plan.predicted.bubble:.1%}" in said
     assert f"by {plan.bound_name}: at most {plan.gap:.2%} to gain with this placement and partition" in said
-    assert f"{8 / plan.objective:.4g} samples a second" in said
+    assert f"{8 / plan.objective:.4g} samples per second" in said
 
 
 def numbers_of(text: str) -> list[int]:
@@ -62,7 +63,7 @@ def test_equal_stages_share_a_line():
     assert len(str(plan).splitlines()) < 30  # as ranks that hold the same share one too
 
 
-def test_each_rank_s_memory_stands_against_its_limit(plan):
+def test_the_memory_of_each_rank_is_shown_against_its_limit(plan):
     units = Units(in_bytes=True)
     lines = [line.split() for line in str(plan).splitlines() if re.match(r" +[\d.,]+ +[\d.]+[KMG]iB", line) and "3.5GiB" in line]
     by_rank = {rank: cells for cells in lines for rank in numbers_of(cells[0])}
@@ -72,7 +73,7 @@ def test_each_rank_s_memory_stands_against_its_limit(plan):
         assert f"{peak / (3.5 * 2**30):.0%}" in by_rank[rank]
 
 
-def test_every_candidate_is_named_with_what_came_of_it(plan):
+def test_every_candidate_is_listed_with_its_verdict(plan):
     said = str(plan)
     for each in plan.alternatives:
         assert each.name in said
@@ -80,14 +81,14 @@ def test_every_candidate_is_named_with_what_came_of_it(plan):
     assert re.search(r"would hold [\d.]+[KMG]iB more than its limit", said)
 
 
-def test_recompute_is_told():
+def test_recomputed_stages_are_listed():
     model = ps.Profile([ps.Layer(f=1, i=1, w=1, activation=8, output=1)] * 4, input=1)
     plan = ps.plan(model, ranks=4, microbatches=8, memory_limit=[20, 40, 40, 40], schedules="1f1b", recompute=True, seconds=0)
     assert "recompute    stage 0\n" in str(plan)
     assert re.search(r"rank +reserve +microbatches", str(plan))  # no parameters, so no columns for them
 
 
-def test_the_same_is_said_of_a_plan_without_a_limit():
+def test_a_plan_without_a_limit_has_the_same_report():
     plan = ps.plan(MODEL, ranks=2, microbatches=3, barrier=False, seconds=0, jitter=0.1)
     assert "longest span" in str(plan)
     assert "varies by 10%" in str(plan)
@@ -114,4 +115,4 @@ def test_sizes(value, said, up):
 
 
 def test_tables():
-    assert list(table([("a", "bb"), ("ccc", "d")], left=(0,))) == ["  a    bb", "  ccc   d"]
+    assert list(format_table([("a", "bb"), ("ccc", "d")], left=(0,), indent="  ")) == ["  a    bb", "  ccc   d"]

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock as ps
 from penstock.errors import PlacementError, ScheduleError
-from penstock.planner.stage_costs import stage_costs
+from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Layers, Pipeline, launch
 from penstock.runtime.measure.profile import profile
 from runtime.live import Live

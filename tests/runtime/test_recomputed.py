@@ -15,7 +15,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError, ScheduleError
 from penstock.ir.kind import Kind
-from penstock.planner.stage_costs import stage_costs
+from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
 from penstock.runtime.measure.profile import profile
 from runtime.live import Live

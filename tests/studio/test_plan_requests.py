@@ -13,6 +13,7 @@ from penstock.errors import BusyError
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
 from penstock.studio.plan_jobs import GRACE, Jobs
+from penstock.studio.plan_request import read_plan_request
 from penstock.studio.server import application
 from studio.page import Page
 
@@ -97,6 +98,16 @@ def test_what_is_not_there_is_not_found(own: TestClient, finished):
         assert "there is no" in response.json()["error"]
 
 
+def test_every_argument_of_a_plan_can_be_asked_for():
+    more = {"headroom": 0.25, "rounds": 10, "jitter": 0.1, "near": 0.01, "seed": 3, "microbatch_sizes": [1, 2], "batch": 4}
+    body = {**{name: value for name, value in BODY.items() if name != "microbatches"}, **more}
+    profile, arguments = read_plan_request(body)
+    plan = ps.plan(profile, **arguments)
+    assert plan.memory_limit == (30.0, 30.0)  # 40 without its headroom
+    assert plan.jitter == 0.1
+    assert {candidate.microbatch for candidate in plan.alternatives if candidate.placement} == {1, 2}
+
+
 def test_a_limit_that_nothing_fits_fails_in_words(client: TestClient):
     job = started(client, {**BODY, "memory_limit": 1})
     name, last = events(client, job)[-1]
@@ -170,6 +181,9 @@ def test_closing_ends_what_runs():
         ({"memory_limit": -1}, "memory_limit"),
         ({"memory_limit": [1, 2, 3]}, "3 values for 2 ranks"),
         ({"seconds": 1e9}, "the studio searches for at most 600"),
+        ({"headroom": 1.5}, "headroom must be a number of at least 0 and below 1"),
+        ({"rounds": -1}, "rounds must be a number of at least 0"),
+        ({"microbatches": None, "batch": 8, "microbatch_sizes": [3]}, "a batch of 8 is not a multiple of a microbatch size of 3"),
         ({"schedules": ["nope"]}, "there is no schedule 'nope'"),
         ({"schedules": [1]}, "must be a list of names"),
     ],

@@ -1,1 +1,7 @@
-"""From a model and a memory limit to the best schedule found, with a bound that says how good it is."""
+"""The planner: from a model and a memory limit to the best schedule found, with proof.
+
+`plan.py` is the door. A checked `Request` is cut into `Problem`s (one placement with its costs and limits), the `Explorer` turns each
+into `Candidate`s by timing named schedules, searching orders and bounding what is possible, and the best candidate becomes the `Plan`, or
+`advice.py` explains why none fits. The rooms: `profile/` the model's numbers, `partition/` layers to stages, `order_search/` good orders,
+`bounds/` lower bounds, `exact/` the CP-SAT solver.
+"""

@@ -1,37 +1,41 @@
-"""Where no plan fits: by how much, where, and what would."""
+"""If no plan fits: by how much, on which rank, and what would fit."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 from penstock.errors import PlanError
-from penstock.planner.explore import Explorer
-from penstock.planner.named import Attempt, Verdict
+from penstock.planner.candidate import Candidate, Verdict
+from penstock.planner.explore import Explorer, order_by_effort
+from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
-from penstock.planner.request import SEARCHED, Case, Request
-from penstock.planner.setting import Trial
-from penstock.planner.units import Units
+from penstock.planner.request import SEARCHED, Request
 
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
 _NEAR_ENOUGH = 0.01
-"""How much more than a limit that does not fit the advised one may be, as a share of it."""
+"""How far above a limit that does not fit the advised one may be, as a share of it."""
+_MOST_CELLS = 100_000
+"""Cells (stages times microbatches) of the named schedules that are timed for advice."""
+_FEW = 2
+"""Microbatches that show the peak memory of one microbatch at a time, however many there are."""
 
 
-def check_static(request: Request) -> None:
-    """Refuse at once what no partition can fit: parameters, gradients and optimizer that are larger than the memory there is."""
-    limits, units = request.limits, Units.of(request)
+def check_static_memory(request: Request) -> None:
+    """Refuse at once if parameters, gradients and optimizer are larger than the memory, because then no partition fits."""
+    limits, units = request.limits, request.units
     if limits is None:
         return
     static = [layer.static for layer in request.profile.layers]
     total, largest = sum(static), max(static)
     if total > sum(limits) * (1 + SLACK):
         even = len(set(limits)) == 1 and limits[0] > 0
-        least = _as_given(request, total / request.ranks)
+        least = _add_headroom(request, total / request.ranks)
         fewest = f", or at least {math.ceil(total / limits[0])} ranks" if even else ""
         raise PlanError(
-            f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_limits(request, units)} "
+            f"no plan fits: the layers keep {units.size(total)} for parameters, gradients and optimizer, but {_describe_limits(request)} "
             f"have {units.size(sum(limits))} in all. Take limits of at least {units.size(least, up=True)} per rank"
             f"{fewest}, and more for activations"
         )
@@ -44,142 +48,189 @@ def check_static(request: Request) -> None:
         )
 
 
-def refusal(explorer: Explorer) -> PlanError:
-    """The error that says everything."""
-    request, units = explorer.request, Units.of(explorer.request)
-    lines = [f"no plan fits: {len(explorer.attempts)} candidates on {_limits(request, units)}"]
-    lines += [f"  {line}" for line in _nearest(explorer, units)]
-    found = list(_remedies(explorer, units))
-    lines += ["what would fit (each tried):", *(f"  {line}" for line in found)] if found else ["nothing that was tried fits"]
+def explain_refusal(explorer: Explorer) -> PlanError:
+    """The error with the nearest candidates and the remedies."""
+    lines = [f"no plan fits: {len(explorer.candidates)} candidates on {_describe_limits(explorer.request)}"]
+    lines += [f"  {line}" for line in _describe_nearest(explorer)]
+    remedies = list(_list_remedies(explorer))
+    lines += ["what would fit (each tried):", *(f"  {line}" for line in remedies)] if remedies else ["nothing that was tried fits"]
     return PlanError("\n".join(lines))
 
 
-def _limits(request: Request, units: Units) -> str:
-    limits = [units.size(_as_given(request, limit)) for limit in request.limits or ()]
+def _describe_limits(request: Request) -> str:
+    limits = [request.units.size(_add_headroom(request, limit)) for limit in request.limits or ()]
     free = f", {request.headroom:.3g} of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
         return f"{request.ranks} ranks with a memory limit of {limits[0]} each{free}"
     return f"{request.ranks} ranks with limits of {', '.join(limits)}{free}"
 
 
-def _as_given(request: Request, limit: float) -> float:
-    """A limit with the headroom that is kept free of it."""
+def _add_headroom(request: Request, limit: float) -> float:
+    """A limit as the user gives it, with the headroom that is kept free."""
     return limit / (1 - request.headroom)
 
 
-def _nearest(explorer: Explorer, units: Units) -> Iterator[str]:
+def _describe_nearest(explorer: Explorer) -> Iterator[str]:
     """The candidate that is least over its limit, or why there is none."""
-    timed = [each.trial for each in explorer.attempts if each.trial is not None]
+    units = explorer.request.units
+    timed = [candidate for candidate in explorer.candidates if candidate.timed is not None]
     if timed:
-        trial = min(timed, key=lambda each: each.excess)
-        rank = trial.worst_rank
+        nearest = min(timed, key=lambda candidate: candidate.excess or 0.0)
+        limit = nearest.problem.limits[nearest.peak_rank or 0]
         yield (
-            f"nearest is {label(trial)}: rank {rank} holds {units.size(trial.timeline.peak_memory[rank])}, "
-            f"{units.size(trial.excess)} over its limit of {units.size(trial.setting.problem.limits[rank])}"
+            f"nearest is {nearest.describe()}: rank {nearest.peak_rank} holds {units.size(nearest.peak or 0.0)}, "
+            f"{units.size(nearest.excess or 0.0)} over its limit of {units.size(limit)}"
         )
     for verdict in (Verdict.TOO_LARGE, Verdict.REFUSED):
-        of_kind = [each for each in explorer.attempts if each.verdict is verdict]
-        if of_kind:
-            yield f"{verdict}: {_names(of_kind)}"
+        same = [candidate for candidate in explorer.candidates if candidate.verdict == verdict]
+        if same:
+            yield f"{verdict}: {_name_all(same)}"
     for name, reason in explorer.refused.items():
         yield f"{name}: {reason}"
 
 
-def _names(attempts: list[Attempt]) -> str:
-    names = list(dict.fromkeys(each.name for each in attempts))
+def _name_all(candidates: list[Candidate]) -> str:
+    names = list(dict.fromkeys(candidate.name for candidate in candidates))
     shown = ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
-    reason = next((each.reason for each in attempts if each.reason), "")
+    reason = next((candidate.reason for candidate in candidates if candidate.reason), "")
     return f"{shown} ({reason})" if reason else shown
 
 
-def _remedies(explorer: Explorer, units: Units) -> Iterator[str]:
+# Remedies -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _CellBudget:
+    """Cells of named schedules that may still be timed."""
+
+    left: float = _MOST_CELLS
+
+
+def _list_remedies(explorer: Explorer) -> Iterator[str]:
     """What would fit, found by trying."""
-    request = explorer.request
+    request, budget = explorer.request, _CellBudget()
+    units = request.units
+
+    def describe(candidate: Candidate) -> str:
+        limit = candidate.problem.limits[candidate.peak_rank or 0]
+        return f"{candidate.describe()}, {units.size(candidate.peak or 0.0)} of {units.size(limit)} on rank {candidate.peak_rank}"
+
     if not request.recompute:
-        found = _first_fitting(replace(request, recompute=True))
-        if found is not None:
-            yield f"recompute=True: {_said(found, units)}"
-    found = next(filter(None, (_first_fitting(replace(request, cases=(case,))) for case in _smaller(request))), None)
-    if found is not None:
-        size = found.setting.profile.microbatch
-        yield f"microbatches of {size}, {found.setting.microbatches} of them (taken in proportion): {_said(found, units)}"
-    found = next(filter(None, (_first_fitting(more) for more in _more_ranks(request))), None)
-    if found is not None:
-        yield f"{found.setting.placement.ranks} ranks: {_said(found, units)}"
-    least = _least(explorer)
-    if least is not None:
-        limit, trial = _lowest(request, max(least.timeline.peak_memory), least)
-        yield f"a memory limit of {units.size(_as_given(request, limit), up=True)}: {label(trial)}"
+        fitting = _find_fitting(replace(request, recompute=True), budget)
+        if fitting is not None:
+            yield f"recompute=True: {describe(fitting)}"
+    fitting = _find_first(_list_smaller_microbatches(request), budget)
+    if fitting is not None:
+        yield f"microbatches of {fitting.microbatch}, {fitting.microbatches} of them (scaled from the profile): {describe(fitting)}"
+    fitting = _find_first(_list_more_ranks(request), budget)
+    if fitting is not None:
+        yield f"{fitting.problem.ranks} ranks: {describe(fitting)}"
+    lowest = _find_lowest_limit(explorer, budget)
+    if lowest is not None:
+        limit, fitting = lowest
+        yield f"a memory limit of {units.size(_add_headroom(request, limit), up=True)}: {fitting.describe()}"
 
 
-def _first_fitting(request: Request) -> Trial | None:
-    """Any candidate that fits, without a search."""
-    explorer = Explorer(replace(request, tell=lambda progress: None))
-    done = explorer.request.stop
-    explorer.request = replace(explorer.request, stop=lambda: done() or explorer.best is not None)
-    explorer.time_named()
-    return explorer.best
-
-
-def _smaller(request: Request) -> Iterator[Case]:
+def _list_smaller_microbatches(request: Request) -> Iterator[Request]:
     """Half the microbatch size, a quarter and so on, for the same batch."""
-    case = request.cases[0]
-    size, count = case.profile.microbatch, case.microbatches
+    size = request.profiles[0].microbatch
     while size % 2 == 0:
-        size, count = size // 2, count * 2
-        yield Case(request.profile.at(size), count)
+        size //= 2
+        yield replace(request, profiles=(request.profile.at(size),))
 
 
-def _more_ranks(request: Request) -> Iterator[Request]:
+def _list_more_ranks(request: Request) -> Iterator[Request]:
     limits = request.limits or ()
-    if len(set(limits)) != 1:
-        return
-    for times in _MORE_RANKS:
-        ranks = int(request.ranks * times)
+    for factor in _MORE_RANKS if len(set(limits)) == 1 else ():
+        ranks = int(request.ranks * factor)
         if request.ranks < ranks <= len(request.profile):
             yield replace(request, ranks=ranks, limits=limits[:1] * ranks)
 
 
-def _least(explorer: Explorer) -> Trial | None:
-    """What holds least of everything that was asked for, as it was tried and as it would be without a limit."""
+def _find_first(requests: Iterator[Request], budget: _CellBudget) -> Candidate | None:
+    return next(filter(None, (_find_fitting(request, budget) for request in requests)), None)
+
+
+def _find_fitting(request: Request, budget: _CellBudget) -> Candidate | None:
+    """A candidate that fits: a named schedule while the budget lasts, else one microbatch at a time if orders may be searched."""
+    named = next((candidate for candidate in _time_named(request, budget, 0 if request.searches else 1) if candidate.fits), None)
+    if named is not None or not request.searches:
+        return named
+    return next((candidate for candidate in _hold_least(request) if candidate.fits), None)
+
+
+def _time_named(request: Request, budget: _CellBudget, at_least: int = 0) -> Iterator[Candidate]:
+    """The named schedules, the smallest first, while the budget lasts; and that many in any case."""
+    usable, _ = list_candidates(request.names, request.ranks, len(request.profile))
+    pairs = ((named, profile) for profile in request.profiles for named in usable)
+    for place, (named, profile) in enumerate(sorted(pairs, key=partial(order_by_effort, request))):
+        cells = named.placement.stages * request.count_microbatches(profile)
+        if request.stop() or (cells > budget.left and place >= at_least):
+            return
+        for candidate in time_named(named, profile, request, lambda problem: False):
+            if candidate.timed is not None:
+                budget.left -= cells
+                yield candidate
+
+
+def _hold_least(request: Request) -> Iterator[Candidate]:
+    """One microbatch at a time on every problem: no order holds less, and a few microbatches show its peak memory."""
+    for problem in list_searchable_problems(request):
+        few = replace(problem, microbatches=min(problem.microbatches, _FEW * len(problem.placement.copies)))
+        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED))
+        yield replace(short, microbatches=problem.microbatches)
+
+
+def _find_lowest_limit(explorer: Explorer, budget: _CellBudget) -> tuple[float, Candidate] | None:
+    """About the lowest equal limit of all ranks that something fits within, and the candidate that does.
+
+    If orders may be searched, the order that holds least is cut and timed at each limit. Else the named schedule that holds
+    least without a limit is cut for the moments at which it peaks, and timed only at the limits that its partition fits.
+    """
+
     request = explorer.request
-    free = Explorer(replace(request, limits=(float("inf"),) * request.ranks, near=float("inf"), tell=lambda progress: None))
-    free.time_named()
+
+    def limit_to(limit: float) -> Request:
+        return replace(request, limits=(limit,) * request.ranks)
+
     if request.searches:
-        free.try_one_at_a_time()
-    timed = [each.trial for each in (*explorer.attempts, *free.attempts) if each.trial is not None]
-    return min(timed, key=lambda trial: max(trial.timeline.peak_memory), default=None)
+        free = min(_hold_least(limit_to(math.inf)), key=_find_peak, default=None)
+        return (
+            None
+            if free is None
+            else _bisect(
+                request, free, lambda limit: next((candidate for candidate in _hold_least(limit_to(limit)) if candidate.fits), None)
+            )
+        )
+    timed = [candidate for candidate in explorer.candidates if candidate.timed is not None]
+    free = min([*timed, *_time_named(limit_to(math.inf), budget, at_least=0 if timed else 1)], key=_find_peak, default=None)
+    if free is None:
+        return None
+    problem, order = free.problem, free
+    moments = free.list_moments(range(problem.ranks))
+
+    def cut_within(limit: float) -> Candidate | None:
+        assert problem.profile is not None
+        cut = limit_to(limit).cut(problem.profile, problem.placement, problem.recompute, moments)
+        candidate = order.retime(replace(problem.recut(cut.sizes), memory_limit=(limit,) * problem.ranks)) if cut.fits else None
+        return candidate if candidate is not None and candidate.fits else None
+
+    return _bisect(request, free, cut_within)
 
 
-def _lowest(request: Request, limit: float, trial: Trial) -> tuple[float, Trial]:
-    """The least limit of all ranks that something fits within, and what does: by halving, from what holds least without a limit."""
-    low, high = min(request.limits or (0.0,)), limit
+def _find_peak(candidate: Candidate) -> float:
+    return max(candidate.timeline.peak_memory)
+
+
+def _bisect(request: Request, free: Candidate, try_limit: Callable[[float], Candidate | None]) -> tuple[float, Candidate]:
+    """The lowest limit, between the request's and the peak of a candidate without one."""
+    low, high, best = min(request.limits or (0.0,)), _find_peak(free), free
     while high > low * (1 + _NEAR_ENOUGH) and not request.stop():
         middle = (low + high) / 2
-        found = _within(request, middle)
-        if found is None:
+        candidate = try_limit(middle)
+        if candidate is None:
             low = middle
         else:
-            high, trial = middle, found
-    held = max(trial.timeline.peak_memory)
-    return (held, trial) if held < high and _within(request, held) is not None else (high, trial)
-
-
-def _within(request: Request, limit: float) -> Trial | None:
-    """What fits within a limit; where orders may be searched for, one microbatch at a time holds least."""
-    names = (SEARCHED,) if request.searches else request.names
-    return _first_fitting(replace(request, limits=(limit,) * request.ranks, names=names))
-
-
-def _said(trial: Trial, units: Units) -> str:
-    rank = trial.worst_rank
-    held, limit = trial.timeline.peak_memory[rank], trial.setting.problem.limits[rank]
-    return f"{label(trial)}, {units.size(held)} of {units.size(limit)} on rank {rank}"
-
-
-def label(trial: Trial) -> str:
-    """A schedule and its setting in a few words."""
-    setting = trial.setting
-    again = sum(setting.recompute)
-    recomputed = f", {again} of {len(setting.recompute)} stages recomputed" if again else ""
-    return f"{trial.name} ({setting.placement.kind}, {setting.microbatches} microbatches of {setting.profile.microbatch}{recomputed})"
+            high, best = middle, candidate
+    peak = _find_peak(best)
+    return (peak, best) if peak < high and try_limit(peak) is not None else (high, best)

@@ -1,4 +1,4 @@
-"""Plans as JSON. A plan that is read is timed and proved anew: what a file says of itself is not taken for a proof."""
+"""Plans as JSON. A plan that is read is timed and proved again: a file is not its own proof."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.ir.csv_form import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate
 from penstock.planner.profile import Profile
-from penstock.planner.request import checked_limits
+from penstock.planner.request import check_limits
 
 if TYPE_CHECKING:
     from penstock.planner.plan import Plan
@@ -40,7 +40,7 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 def encode(plan: Plan) -> dict[str, Any]:
-    """Plain data; the figures up to `gap` and the costs are there for readers."""
+    """The plan as plain data; the figures up to `gap` and the costs are there for readers."""
     return {
         "format": json_form.FORMAT,
         "version": json_form.VERSION,
@@ -67,7 +67,7 @@ def encode(plan: Plan) -> dict[str, Any]:
         "notes": list(plan.notes),
         "profile": plan.profile.to_json(),
         "schedule": json_form.encode(plan.schedule),
-        "alternatives": [each.to_json() for each in plan.alternatives],
+        "alternatives": [candidate.to_json() for candidate in plan.alternatives],
     }
 
 
@@ -78,32 +78,32 @@ def decode(data: Any, file: str = "JSON") -> Plan:
         if name not in data:
             raise FileFormatError(file, f"there is no {name!r}")
         if type(data[name]) not in kinds:
-            raise FileFormatError(file, f"{name!r} is not what it must be: {data[name]!r}")
+            raise FileFormatError(file, f"{name!r} has a value of the wrong type: {data[name]!r}")
     schedule = json_form.decode(data["schedule"], file)
     if not isinstance(schedule, Schedule):
         raise FileFormatError(file, "'schedule' holds a lowered program: a plan has a schedule")
     try:
-        made = _decode(data, schedule, file)
-        made.proof  # noqa: B018 - refuses a schedule that is not right
-        objective = made.objective
+        plan = _decode(data, schedule, file)
+        plan.proof  # noqa: B018 - refuses a schedule with mistakes
+        objective = plan.objective
     except FileFormatError:
         raise
-    except (PenstockError, AssertionError) as error:  # a false bound stops a plan from being made
+    except (PenstockError, AssertionError) as error:  # a false bound raises an AssertionError
         raise FileFormatError(file, str(error)) from None
-    said = data.get("objective")
-    if not isinstance(said, (int, float)) or not math.isclose(said, objective, rel_tol=1e-9, abs_tol=1e-12):
+    claimed = data.get("objective")
+    if not isinstance(claimed, (int, float)) or not math.isclose(claimed, objective, rel_tol=1e-9, abs_tol=1e-12):
         raise FileFormatError(
-            file, f"it says that it takes {said!r}, but its schedule takes {objective:.6g}: it was changed by hand, plan anew"
+            file, f"it says that it takes {claimed!r}, but its schedule takes {objective:.6g}: it was changed by hand, plan again"
         )
-    _check_claims(made, file)
-    return made
+    _check_claims(plan, file)
+    return plan
 
 
 def _check_claims(plan: Plan, file: str) -> None:
-    """Refuse what cannot be so: bounds above what the schedule takes, a choice that is not there, numbers that are none."""
+    """Refuse false claims: bounds above the objective, a choice out of range, numbers that are not finite."""
     for name, bound in {**plan.bounds, "overall_bound": plan.overall_bound}.items():
         if not 0 <= bound <= plan.objective * (1 + 1e-9):
-            raise FileFormatError(file, f"its bound {name!r} of {bound:.6g} is none: its schedule takes {plan.objective:.6g}; plan anew")
+            raise FileFormatError(file, f"its bound {name!r} of {bound:.6g} is false: its schedule takes {plan.objective:.6g}; plan again")
     if not 0 <= plan.chosen < len(plan.alternatives):
         raise FileFormatError(file, f"'chosen' is {plan.chosen}, but there are {len(plan.alternatives)} alternatives")
     for name, value in (("p95", plan.p95), ("jitter", plan.jitter)):
@@ -120,7 +120,7 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
     if not whole or len(partition) != schedule.stages or sum(partition) != len(profile):
         raise FileFormatError(file, f"'partition' {list(partition)} does not share {len(profile)} layers among {schedule.stages} stages")
     recompute = tuple(data["recompute"])
-    if len(recompute) != schedule.stages or not all(isinstance(each, bool) for each in recompute):
+    if len(recompute) != schedule.stages or not all(isinstance(flag, bool) for flag in recompute):
         raise FileFormatError(file, f"'recompute' must be true or false for each of the {schedule.stages} stages")
     return Plan(
         name=data["name"],
@@ -128,14 +128,14 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
         schedule=schedule,
         partition=partition,
         recompute=recompute,
-        memory_limit=None if data["memory_limit"] is None else checked_limits(data["memory_limit"], schedule.ranks),
+        memory_limit=None if data["memory_limit"] is None else check_limits(data["memory_limit"], schedule.ranks),
         barrier=data["barrier"],
         split=data["split"],
         bounds=_bounds(data["bounds"], file),
         overall_bound=float(data["overall_bound"]),
         p95=None if data["p95"] is None else float(data["p95"]),
         jitter=float(data["jitter"]),
-        alternatives=tuple(Candidate.from_json(each, file) for each in data["alternatives"]),
+        alternatives=tuple(Candidate.from_json(entry, file) for entry in data["alternatives"]),
         chosen=data["chosen"],
         in_bytes=data["in_bytes"],
         notes=tuple(map(str, data["notes"])),

@@ -1,20 +1,25 @@
-"""What an order search, a bound and a solver are given: one placement, its costs and a memory limit."""
+"""A problem: one placement with its costs and memory limits, which the order search, the bounds and the solver work on."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
 
 from penstock.errors import CostsError
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
+from penstock.planner.partition.stage_costs import stage_costs
+from penstock.planner.profile import Profile
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 
 SLACK = 1e-9
-"""Of a limit: sums of fractions are not exact."""
+"""Relative tolerance of a limit: sums of fractions are not exact."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +33,42 @@ class Problem:
     placement: Placement
     microbatches: int
     costs: Costs
-    """Those of the placement's stages."""
+    """Costs of the placement's stages."""
     memory_limit: tuple[float, ...] | None = None
     """The most that each rank may hold at once, parameters included: `Timeline.peak_memory` of the lowered schedule."""
     barrier: bool = True
-    """Whether all ranks wait for each other at the end, so that the makespan counts; else the longest rank span does."""
+    """Whether all ranks wait for each other at the end, so that the makespan counts; else the longest rank span counts."""
     split: bool = True
     """Whether a backward may be split into I and W."""
+    profile: Profile | None = field(default=None, compare=False, repr=False)
+    """The layers behind the costs, at the microbatch size of the problem, if it was cut from a model."""
+    sizes: tuple[int, ...] = ()
+    """Layers per stage, then."""
+    recompute: tuple[bool, ...] = ()
+    """Which stages are recomputed, then."""
+
+    @classmethod
+    def cut(  # noqa: PLR0917
+        cls,
+        profile: Profile,
+        placement: Placement,
+        microbatches: int,
+        sizes: tuple[int, ...],
+        recompute: tuple[bool, ...],
+        memory_limit: tuple[float, ...] | None = None,
+        barrier: bool = True,
+        split: bool = True,
+    ) -> Problem:
+        """The problem of a model that is cut into stages of these sizes."""
+        costs = stage_costs(profile, sizes, placement, recompute)
+        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute)
+
+    def recut(self, sizes: tuple[int, ...]) -> Problem:
+        """The same model with other stage sizes."""
+        assert self.profile is not None
+        return Problem.cut(
+            self.profile, self.placement, self.microbatches, sizes, self.recompute, self.memory_limit, self.barrier, self.split
+        )
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -56,24 +90,53 @@ class Problem:
         return self.placement.stages
 
     @property
+    def cells(self) -> int:
+        """Stages times microbatches: the size of an order."""
+        return self.stages * self.microbatches
+
+    @property
+    def microbatch(self) -> int:
+        """Samples per microbatch."""
+        return 1 if self.profile is None else self.profile.microbatch
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Identifies a problem among those of one request."""
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute
+
+    @property
     def limits(self) -> tuple[float, ...]:
-        """The memory limit of each rank, infinite where there is none."""
+        """The memory limit of each rank, infinite without one."""
         return (math.inf,) * self.ranks if self.memory_limit is None else self.memory_limit
 
     @property
     def static_memory(self) -> tuple[float, ...]:
-        """What each rank holds all the time: the parameters of its stages."""
+        """Memory that each rank holds all the time: the parameters of its stages."""
         kept = self.costs.per_stage("parameters", self.stages)
         return tuple(sum(kept[stage] for stage in self.placement.stages_of(rank)) for rank in range(self.ranks))
+
+    @cached_property
+    def work(self) -> float:
+        """Compute time of the slowest rank: no schedule takes less."""
+        times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
+        copies, loads = self.placement.copies, np.zeros(self.ranks)
+        for place, ranks in enumerate(copies):
+            np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * times[:, 0])
+        return float(loads.max()) * min(1.0, self.costs.overlap)
 
     def evaluate(self, schedule: Schedule) -> Timeline:
         """The timeline that users see: the schedule lowered by the usual passes and simulated."""
         return simulate(lower(schedule), self.costs)
 
     def objective(self, timeline: Timeline) -> float:
-        """What is minimised: the makespan, or without a barrier the longest time from a rank's first action to its last."""
+        """The minimised time: the makespan, or without a barrier the longest time from a rank's first action to its last."""
         return timeline.makespan if self.barrier else float((timeline.finished - timeline.begun).max(initial=0.0))
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether every rank stays within its limit."""
         return not any(peak > limit * (1 + SLACK) for peak, limit in zip(timeline.peak_memory, self.limits, strict=True))
+
+    def describe(self) -> str:
+        """Placement, chunks, microbatches and recompute in a few words."""
+        again = ", recomputed" if any(self.recompute) else ""
+        return f"{self.placement.kind}, {self.placement.chunks} per rank, {self.microbatches} x {self.microbatch}{again}"

@@ -13,7 +13,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.csv_form import parse_csv
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
-from penstock.planner.request import checked_limits
+from penstock.planner.request import check_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
 from penstock.studio.document import Document, document, timeline_document
 from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
@@ -73,7 +73,7 @@ def view(body: Any) -> Document:
     named = algorithm(request["schedule"][:LONGEST_NAME])
     costs = Costs.from_json(request.get("costs") or {})
     table = _build(named, request, costs)
-    limits = checked_limits(request.get("memory_limit"), table.ranks)
+    limits = check_limits(request.get("memory_limit"), table.ranks)
     source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
     source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
     return document(table, costs, source=source, memory_limit=_plain_limit(limits), depends_on_costs="costs" in named.options)

@@ -23,7 +23,7 @@ from penstock.ir import json_form
 from penstock.studio.worker import prepare
 
 if TYPE_CHECKING:
-    from penstock.planner.named import Attempt
+    from penstock.planner.candidate import Candidate
     from penstock.planner.plan import Plan
     from penstock.planner.request import Progress
 
@@ -184,7 +184,7 @@ def run_plan(connection: Connection, body: Any) -> None:
 class _Planner:
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
-        self.attempts: list[Attempt] = []
+        self.candidates: list[Candidate] = []
         self.in_bytes = False
 
     def plan(self, body: Any) -> None:
@@ -200,13 +200,13 @@ class _Planner:
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
-    def found(self, attempt: Attempt) -> None:
-        index = len(self.attempts)
-        self.attempts.append(attempt)
-        self.connection.send(("candidate", describe_candidate(attempt, index), pack_candidate(attempt, index, self.in_bytes)))
+    def found(self, candidate: Candidate) -> None:
+        index = len(self.candidates)
+        self.candidates.append(candidate)
+        self.connection.send(("candidate", describe_candidate(candidate, index), pack_candidate(candidate, index, self.in_bytes)))
 
     def _result(self, plan: Plan) -> dict[str, Any]:
-        best = next(k for k, attempt in enumerate(self.attempts) if attempt.trial is not None and attempt.trial.schedule is plan.schedule)
+        best = next(k for k, each in enumerate(self.candidates) if each.timed is not None and each.schedule is plan.schedule)
         return {
             "best": best,
             "cancelled": False,
@@ -219,11 +219,8 @@ class _Planner:
         }
 
 
-def describe_candidate(attempt: Attempt, index: int) -> dict[str, Any]:
+def describe_candidate(candidate: Candidate, index: int) -> dict[str, Any]:
     """Describe one candidate for the page's plot."""
-    from penstock.planner.candidate import Candidate
-
-    candidate = Candidate.of(attempt)
     return {
         "index": index,
         "name": candidate.name,
@@ -239,22 +236,22 @@ def describe_candidate(attempt: Attempt, index: int) -> dict[str, Any]:
         "bubble": candidate.bubble,
         "memory": candidate.peak,
         "memory_rank": candidate.peak_rank,
-        "document": attempt.trial is not None,
+        "document": candidate.timed is not None,
     }
 
 
-def pack_candidate(attempt: Attempt, index: int, in_bytes: bool) -> bytes | None:
+def pack_candidate(candidate: Candidate, index: int, in_bytes: bool) -> bytes | None:
     """Pack what the document of a candidate needs, small enough to keep it for all of them; None if it was not timed."""
-    trial = attempt.trial
-    if trial is None:
+    if candidate.timed is None:
         return None
+    problem, _, timeline = candidate.timed
     data = {
-        "name": attempt.name,
+        "name": candidate.name,
         "index": index,
-        "table": json_form.encode(trial.timeline.table),
-        "costs": trial.setting.costs.to_json(),
-        "limits": trial.setting.limits,
-        "units": (trial.setting.profile.time_unit, "B" if in_bytes else ""),
+        "table": json_form.encode(timeline.table),
+        "costs": problem.costs.to_json(),
+        "limits": problem.memory_limit,
+        "units": ("" if problem.profile is None else problem.profile.time_unit, "B" if in_bytes else ""),
     }
     return zlib.compress(json.dumps(data).encode(), level=1)
 

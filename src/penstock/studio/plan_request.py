@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from penstock.errors import UsageError
 from penstock.planner.profile import Profile
-from penstock.planner.request import check_count, check_share, checked_cases, checked_limits, checked_names
+from penstock.planner.request import check_batch, check_count, check_limits, check_names, check_share
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
 
 _PLAN: dict[str, tuple[type, ...]] = {
@@ -15,14 +16,22 @@ _PLAN: dict[str, tuple[type, ...]] = {
     "ranks": (int,),
     "microbatches": (int, type(None)),
     "batch": (int, type(None)),
+    "microbatch_sizes": (list, type(None)),
     "memory_limit": (int, float, str, list, type(None)),
+    "headroom": (int, float, type(None)),
     "schedules": (list, type(None)),
     "recompute": (bool,),
     "barrier": (bool,),
     "split": (bool,),
     "seconds": (int, float),
+    "rounds": (int, float, type(None)),
+    "jitter": (int, float),
+    "near": (int, float),
     "seed": (int,),
 }
+
+_SHARES = {"headroom": 1.0, "rounds": math.inf, "jitter": 1.0, "near": math.inf}
+"""Numbers of at least 0, and the limit that each must be below."""
 
 
 def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
@@ -35,13 +44,16 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
         raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
-    cases = checked_cases(profile, options.get("microbatches"), options.get("batch"), None)
-    check_actions(3 * ranks * max(case.microbatches for case in cases), MOST_PLANNED)
-    checked_limits(options.get("memory_limit"), ranks)
+    total, profiles = check_batch(profile, options.get("microbatches"), options.get("batch"), options.get("microbatch_sizes"))
+    check_actions(3 * ranks * (total // min(each.microbatch for each in profiles)), MOST_PLANNED)
+    check_limits(options.get("memory_limit"), ranks)
+    for name, below in _SHARES.items():
+        if name in options:
+            check_share(name, options[name], below=below)
     names = options.get("schedules")
     if names is not None and not all(isinstance(name, str) for name in names):
         raise UsageError("'schedules' must be a list of names")
-    checked_names(names)
+    check_names(names)
     return profile, options
 
 

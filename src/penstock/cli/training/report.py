@@ -84,11 +84,11 @@ def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
 
 
 def _model(plan: Plan) -> Section:
-    from penstock.planner.stage_costs import runs
+    from penstock.planner.partition.stage_costs import split_layers
 
     units = plan.units
     rows, first = [], 0
-    for stage, layers in enumerate(runs(plan.profile, plan.partition)):
+    for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
         names = [layer.name or str(first + place) for place, layer in enumerate(layers)]
         times = [units.time(plan.costs.of_stage(name, stage)) for name in ("f", "i", "w")]
         held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)

@@ -1,0 +1,124 @@
+"""Times orders of one problem and builds them from rules, with the columns that the loops need."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from penstock.ir.rows import Ints
+from penstock.planner.order_search.compiled import get_loops
+from penstock.planner.order_search.dispatch import DispatchRule, DispatchState
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem, Floats, set_full_backwards
+from penstock.planner.order_search.timing import Clock
+
+
+@dataclass(frozen=True)
+class Order:
+    """One order of the nodes and its objective; `full` marks the cells with a full backward."""
+
+    nodes: Ints
+    full: Flags
+    objective: float
+    source: str = ""
+
+
+class Evaluator:
+    """Times orders of one problem, and builds orders from dispatch rules."""
+
+    def __init__(self, flat: FlatProblem, *, plain: bool = False) -> None:
+        self.flat = flat
+        self.loops = get_loops(plain)
+        self.nodes, self.cells = 3 * flat.stages * flat.microbatches, flat.stages * flat.microbatches
+        self.clock, self.spare, self.dispatch_state = self._clock(), self._clock(), self._dispatch_state()
+        self._room = self.ints(self.nodes)
+        self._known: dict[bytes, FlatProblem] = {}
+
+    def _clock(self) -> Clock:
+        flat, nodes = self.flat, self.nodes
+        times, counts = (partial(self._allocate, kind) for kind in (self.floats, self.ints))
+        return Clock(
+            **times(nodes, "start", "arrive", "tail"),
+            **counts(nodes, "walk"),
+            **counts(flat.ranks, "at", "stack", "queued"),
+            **times(flat.ranks, "now", "lane"),
+            **times(flat.num_links, "free"),
+            **counts(flat.stages, "left"),
+        )
+
+    def _dispatch_state(self) -> DispatchState:
+        flat = self.flat
+        times, counts = (partial(self._allocate, kind) for kind in (self.floats, self.ints))
+        return DispatchState(
+            **times(self.nodes, "arrive"),
+            **counts(flat.stages, "forwards", "inputs", "weights", "ended"),
+            **times(flat.ranks, "now", "wake", "held", "under_way", "begun", "lane", "left"),
+            **times(flat.num_links, "free"),
+            **counts(flat.ranks, "at"),
+        )
+
+    @staticmethod
+    def _allocate(kind: Callable[[int], Any], count: int, *names: str) -> dict[str, Any]:
+        return {name: kind(count) for name in names}
+
+    # Columns ----------------------------------------------------------------------------------------------------------
+
+    def as_column(self, values: Any) -> Any:
+        """An array, or a list for the plain loops, which are faster on lists."""
+        return values if self.loops.compiled else values.tolist()
+
+    def ints(self, count: int) -> Any:
+        return self.as_column(np.zeros(count, dtype=np.int64))
+
+    def floats(self, count: int) -> Any:
+        return self.as_column(np.zeros(count))
+
+    def flat_with(self, full: Flags) -> FlatProblem:
+        """The problem with these full backwards, its arrays a copy."""
+        flat = set_full_backwards(self.flat, full)
+        return flat._replace(**{name: self.as_column(column) for name, column in flat._asdict().items() if isinstance(column, np.ndarray)})
+
+    def _known_flat(self, full: Flags) -> FlatProblem:
+        key = full.tobytes()
+        if key not in self._known:
+            self._known[key] = self.flat_with(full)
+        return self._known[key]
+
+    def leave_free(self, more: Floats) -> None:
+        """Lower each rank's limit."""
+        self.flat = self.flat._replace(limit=self.flat.limit - more)
+        self._known.clear()
+
+    # Work -------------------------------------------------------------------------------------------------------------
+
+    def time(self, nodes: Ints, full: Flags) -> float:
+        """The objective of an order, -1 if it deadlocks."""
+        return float(self.loops.time_order(self._known_flat(full), self.as_column(nodes), self.clock))
+
+    def find_peaks(self, nodes: Ints, full: Flags) -> Floats:
+        """Peak memory of each rank, beyond what it always holds."""
+        flat = set_full_backwards(self.flat, full)
+        takes, keeps = flat.takes[nodes], flat.keeps[nodes]
+        most = np.zeros(flat.ranks)
+        for rank in range(flat.ranks):
+            row = slice(flat.bounds[rank], flat.bounds[rank + 1])
+            after = np.cumsum(takes[row] + keeps[row])
+            most[rank] = max(after.max(initial=0.0), (after - keeps[row]).max(initial=0.0))
+        return most
+
+    def dispatch(self, rule: DispatchRule, full: Flags, bound: float = math.inf) -> float:
+        """The objective of the order that a rule gives, -1 if there is none, infinite if above the bound; `last_order` has the order.
+
+        With patience, a rank may have waited for a node that it then did not run: timed again, the order may take less.
+        """
+        columns = rule._replace(base=self.as_column(rule.base), most=self.as_column(rule.most), ahead=self.as_column(rule.ahead))
+        return float(self.loops.dispatch(self._known_flat(full), columns, self._room, self.dispatch_state, bound))
+
+    @property
+    def last_order(self) -> Ints:
+        """The order that was dispatched last."""
+        return np.array(self._room, dtype=np.int64)

@@ -1,0 +1,244 @@
+"""A problem as flat arrays, and orders to and from schedules.
+
+A *node* is one compute action, numbered `(kind * stages + stage) * microbatches + microbatch`; kind 0 is F, 1 is I and 2 is W.
+A *cell* is a stage and microbatch: a node without its kind. A full backward is an I with its duration and a W that takes no
+time and no memory. An *order* is one array of nodes, rank after rank, cut at the offsets of `FlatProblem.bounds`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir import codes
+from penstock.ir.kind import Kind
+from penstock.ir.rows import Ints, Rows
+from penstock.ir.schedule import Schedule
+from penstock.planner.problem import SLACK, Problem
+
+Floats = NDArray[np.float64]
+Flags = NDArray[np.int8]
+
+# Lists in the plain loops, arrays in the compiled ones.
+Column = Any
+
+
+class FlatProblem(NamedTuple):
+    """The columns that the loops read; `duration`, `takes` and `keeps` depend on which backwards are full."""
+
+    ranks: int
+    stages: int
+    microbatches: int
+    rank: Column
+    """Rank of each node."""
+    duration: Column
+    before: Column
+    """The node whose output each node needs; -1 for none."""
+    after: Column
+    """The next node on the microbatch's way through the stages, -1 for none; every I is also followed by its W."""
+    travel: Column
+    link: Column
+    """Time of each node's message, and the link that it occupies; -1 within a rank."""
+    num_links: int
+    takes: Column
+    """Memory that each node takes when it starts."""
+    keeps: Column
+    """Memory that each node adds when it ends."""
+    limit: Column
+    """Memory limit of each rank, beyond what it always holds."""
+    closing: Column
+    """Optimizer time of each rank."""
+    reduce: Column
+    """Gradient reduction time of each stage."""
+    any_reduce: bool
+    full: Column
+    """Whether each cell has a full backward."""
+    is_alike: bool
+    """Whether all microbatches have the same times and sizes."""
+    is_span: bool
+    """Whether the longest rank span counts instead of the makespan."""
+    is_split: bool
+    """Whether backwards may be split."""
+    may_merge: bool
+    """Whether full backwards among split ones can be useful."""
+    input_time: Column
+    weight_time: Column
+    full_time: Column
+    activation: Column
+    stash: Column
+    """Backward times and memory of each cell."""
+    bounds: Column
+    """First place of each rank in an order, and the number of nodes."""
+    stage_at: Column
+    stage_of: Column
+    """Rank r holds the stages `stage_of[stage_at[r] : stage_at[r + 1]]`."""
+    alone: Column
+    """Peak memory of one microbatch alone on each rank."""
+    work: Column
+    """Total time of each rank's nodes and its optimizer."""
+
+
+def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
+    """The problem with split backwards if they are allowed; `reserve` is memory to leave free on each rank."""
+    stages, microbatches, costs = problem.stages, problem.microbatches, problem.costs
+    tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
+    times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
+    ranks = _ranks(problem)
+    before, after = _neighbours(stages, microbatches)
+    hops = _hops(problem)
+    travel, link, num_links = _links(problem, ranks, after, hops)
+    reduce = np.array(costs.per_stage("reduce", stages))
+    optimizer = np.array(costs.per_stage("optimizer", stages))
+    held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
+    activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
+    cells = stages * microbatches
+    merges = bool((tables["b"] < tables["i"] + tables["w"]).any() or (stash > activation).any())
+    flat = FlatProblem(
+        ranks=problem.ranks,
+        stages=stages,
+        microbatches=microbatches,
+        rank=np.tile(ranks.ravel(), 3),
+        duration=times,
+        before=before,
+        after=after,
+        travel=travel,
+        link=link,
+        num_links=num_links,
+        takes=np.concatenate((activation, np.zeros(2 * cells))),
+        keeps=np.concatenate((np.zeros(cells), stash - activation, -stash)),
+        limit=_limits(problem, reserve),
+        closing=np.array([sum(optimizer[stage] for stage in stages_of) for stages_of in held], dtype=np.float64),
+        reduce=reduce,
+        any_reduce=bool(reduce.any()),
+        full=np.zeros(cells, dtype=np.int8),
+        is_alike=all((table == table[:, :1]).all() for table in (*tables.values(), hops)),
+        is_span=not problem.barrier,
+        is_split=problem.split,
+        may_merge=problem.split and merges,
+        input_time=tables["i"].ravel(),
+        weight_time=tables["w"].ravel(),
+        full_time=tables["b"].ravel(),
+        activation=activation,
+        stash=stash,
+        bounds=np.concatenate(([0], np.cumsum(np.bincount(np.tile(ranks.ravel(), 3), minlength=problem.ranks)))),
+        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in held]))),
+        stage_of=np.array([stage for stages_of in held for stage in stages_of], dtype=np.int64),
+        alone=np.zeros(problem.ranks),
+        work=np.zeros(problem.ranks),
+    )
+    return set_full_backwards(flat, np.full(cells, not problem.split, dtype=np.int8))
+
+
+def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
+    """A copy with full backwards in the cells of the mask, and split ones in the others."""
+    whole = full.astype(bool)
+    stash = np.where(whole, 0.0, flat.stash)
+    zeros = np.zeros(len(full))
+    forward = flat.duration[: len(full)]
+    backward, weights = np.where(whole, flat.full_time, flat.input_time), np.where(whole, 0.0, flat.weight_time)
+    duration = np.concatenate((forward, backward, weights))
+    return flat._replace(
+        duration=duration,
+        full=full.copy(),
+        takes=np.concatenate((flat.activation, zeros, zeros)),
+        keeps=np.concatenate((zeros, stash - flat.activation, -stash)),
+        alone=_alone(flat, stash),
+        work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
+    )
+
+
+def _ranks(problem: Problem) -> Ints:
+    """The rank of each stage (row) and microbatch (column)."""
+    stage, microbatch = np.indices((problem.stages, problem.microbatches))
+    return problem.placement.ranks_of(stage, microbatch)
+
+
+def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
+    """The nodes before and after each node."""
+    node = np.arange(3 * stages * microbatches).reshape(3, stages, microbatches)
+    after = np.full_like(node, -1)
+    after[0, :-1], after[0, -1] = node[0, 1:], node[1, -1]
+    after[1, 1:] = node[1, :-1]
+    before = np.full(node.size, -1, dtype=np.int64)
+    going = after.ravel() >= 0
+    before[after.ravel()[going]] = node.ravel()[going]
+    before[node[2].ravel()] = node[1].ravel()
+    return before, after.ravel()
+
+
+def _hops(problem: Problem) -> Floats:
+    """Time of the message from each stage to the next, and back."""
+    costs, shape = problem.costs, (problem.stages, problem.microbatches)
+    size = costs.table("output", *shape)
+    return costs.latency + (np.zeros(shape) if costs.bandwidth is None else size / costs.bandwidth)
+
+
+def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
+    """Time and link of each message.
+
+    A link is a channel, or several channels that contend for it. Messages of one sender go in its order, as in the simulation;
+    only those of different senders may go in another order.
+    """
+    costs, count = problem.costs, ranks.size
+    source, there = np.tile(ranks.ravel(), 3), after >= 0
+    target = np.where(there, source[after], source)
+    crosses = source != target
+    lower = np.where(np.arange(3 * count) < count, np.arange(3 * count), after) % count
+    travel = np.where(crosses, hops.ravel()[lower], 0.0)
+    backward = (np.arange(3 * count) >= count).astype(np.int64)
+    pair = source * problem.ranks + target
+    channel = {"independent": pair * 2 + backward, "pair": pair, "duplex": source, "rank": source}
+    keys, index = np.unique(channel[costs.contention][crosses], return_inverse=True)
+    link = np.full(3 * count, -1, dtype=np.int64)
+    link[crosses] = index
+    return travel, link, len(keys)
+
+
+def _limits(problem: Problem, reserve: Sequence[float]) -> Floats:
+    limits, static = np.array(problem.limits), np.array(problem.static_memory)
+    room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - static
+    return np.asarray(room - np.array(reserve) if len(reserve) else room, dtype=np.float64)
+
+
+def _alone(flat: FlatProblem, stash: Floats) -> Floats:
+    """Peak memory of one microbatch alone: all its activations on the rank, and the stash of one stage while the others are held."""
+    shape = (flat.stages, flat.microbatches)
+    activation, kept = flat.activation.reshape(shape).max(axis=1), stash.reshape(shape).max(axis=1)
+    most = np.zeros(flat.ranks)
+    for rank in range(flat.ranks):
+        stages = flat.stage_of[flat.stage_at[rank] : flat.stage_at[rank + 1]]
+        total = np.cumsum(activation[stages])
+        most[rank] = max((total - activation[stages] + np.maximum(activation, kept)[stages]).max(initial=0.0), 0.0)
+    return most
+
+
+def read_order(flat: FlatProblem, schedule: Schedule) -> tuple[Ints, Flags]:
+    """A schedule's order, and which cells have a full backward; overlapped actions come one after the other.
+
+    The W of a full backward comes right after it.
+    """
+    rows, cells = schedule.rows, flat.stages * flat.microbatches
+    cell = rows.stage * flat.microbatches + rows.microbatch
+    whole = rows.is_kind(Kind.B)
+    kind = np.where(rows.is_kind(Kind.F), 0, np.where(rows.is_kind(Kind.W), 2, 1))
+    node = kind * cells + cell
+    order = np.insert(node, np.flatnonzero(whole) + 1, 2 * cells + cell[whole])
+    full = np.zeros(cells, dtype=np.int8)
+    full[cell[whole]] = 1
+    return order, full
+
+
+def build_schedule(problem: Problem, order: Ints, full: Flags, name: str = "searched") -> Schedule:
+    """The order as a schedule."""
+    cells = len(full)
+    kind, cell = order // cells, order % cells
+    stage, microbatch = cell // problem.microbatches, cell % problem.microbatches
+    whole = full[cell] > 0
+    code = np.where(kind == 0, int(Kind.F), np.where(kind == 2, int(Kind.W), np.where(whole, int(Kind.B), int(Kind.I))))
+    kept = ~((kind == 2) & whole)
+    ranks = problem.placement.ranks_of(stage, microbatch)
+    entries = codes.pack(stage, code, microbatch)[kept]
+    return Schedule.from_rows(Rows.sorted_by(entries, ranks[kept], problem.ranks), problem.placement, problem.microbatches, name=name)

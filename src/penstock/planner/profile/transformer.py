@@ -1,0 +1,315 @@
+"""The profile of a transformer from its size alone.
+
+With b samples per microbatch, s tokens each, T = bs; h the width, a heads of d numbers each, k the width of all keys (less than ad where
+several heads share them), g the width of the feed-forward part and n its matrices (3 where it is gated, else 2), V the vocabulary, e the
+bytes of a number. A matrix product counts 2 operations for each of its terms; everything else (norms, additions, look-ups) is free.
+
+    linear maps    2T (2h ad + 2hk + n hg)       attention    4bs^2 ad, and half of that if it is causal and flash skips what is masked;
+                                                              back again 2.5 times that with flash, else 2 times
+    F = linear + attention,  I = linear + attention back,  W = linear;  the head 2ThV each
+
+    held to I      e T (4h + 2ad + 2k) for norms' inputs, maps' inputs, queries, keys, values and the attention's result, and
+                   e T 2g, gated 4g, around the activation function; flash 4 bytes per head and token, else e b a s^2 for the softmax;
+                   with dropout a mask of 1 byte per number twice per block (2 T h), and without flash also the mask and the result of the
+                   dropped softmax, b a s^2 (1 + e). In 16 bits without flash that is Megatron's sbh (34 + 5 a s / h).
+    stashed for W  e T (2h + ad + g) for the maps' inputs and e T (2h + ad + 2k + g), gated 2g, for the gradients of their outputs
+
+With experts, each token passes `experts_per_token` of `experts` and all `shared_experts`, each gated like the dense part and `expert_ffn`
+wide, after a router of h x experts. A device keeps its share of the experts, and tokens travel there and back by all-to-all, in F and in I.
+With `key_rank`, keys and values are compressed to that many numbers per token and `rope` more for positions (multi-head latent attention,
+as in DeepSeek-V3), queries to `query_rank`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any
+
+from penstock.errors import CostsError, nearest
+from penstock.planner.profile.profile import Layer, Profile
+from penstock.text.units import parse_size
+
+_BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
+_SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
+_ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
+_COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
+_OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Transformer:
+    """A decoder-only transformer: an embedding, `layers` equal blocks, and a head. Times are in seconds, sizes in bytes.
+
+    >>> len(Transformer(layers=2, hidden=64, heads=4, sequence=128, vocabulary=1000, flops=1e12).profile())
+    4
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    sequence: int
+    vocabulary: int
+    flops: float
+    """Operations per second that the device reaches in practice."""
+    kv_heads: int | None = None
+    """Heads of keys and values; as many as query heads by default."""
+    ffn: int | None = None
+    """Width of the feed-forward part; 4 times `hidden` by default."""
+    gated: bool = False
+    """Whether the feed-forward part is gated, with a third matrix."""
+    flash: bool = True
+    """Whether attention keeps only its statistics and recomputes the scores in the backward."""
+    causal: bool = True
+    """Whether tokens attend only to those before them: flash attention then skips the masked half."""
+    dropout: bool | None = None
+    """Whether dropout masks are held; by default as in Megatron's formula: only without flash attention."""
+    head_size: int | None = None
+    """Numbers per head of queries, keys and values; `hidden / heads` by default."""
+    query_rank: int | None = None
+    """Numbers per token that queries are compressed to; not compressed by default."""
+    key_rank: int | None = None
+    """Numbers per token that keys and values are compressed to; not compressed by default."""
+    rope: int = 0
+    """With `key_rank`, the extra position numbers of each query head and of the one shared key head."""
+    experts: int = 0
+    """Routed experts per block; 0 for a dense model."""
+    experts_per_token: int = 1
+    shared_experts: int = 0
+    """Experts that every token passes."""
+    expert_ffn: int | None = None
+    """The width of one expert; `ffn` by default."""
+    dense_layers: int = 0
+    """Leading blocks with a dense feed-forward part in a model with experts."""
+    expert_parallel: int = 1
+    """Devices that share the experts of a block."""
+    expert_bandwidth: float | None = None
+    """Bytes per second of the all-to-all between these devices; unlimited by default."""
+    data: int = 1
+    """Data-parallel replicas of the pipeline, whose gradients are reduced after the last backward."""
+    data_bandwidth: float | None = None
+    """Bytes per second of the gradient reduction between replicas; unlimited by default."""
+    memory_bandwidth: float | None = None
+    """Bytes per second of device memory, which bounds the optimizer step; unlimited by default."""
+    microbatch: int | tuple[int, ...] = 1
+    """Samples per microbatch; a tuple gives several sizes to choose from."""
+    bytes: float = 2.0
+    """Bytes per parameter, activation and message element."""
+    gradient_bytes: float = 4.0
+    """Bytes per gradient element."""
+    optimizer_bytes: float = 12.0
+    """Bytes of optimizer state per parameter: by default a copy and two moments of 4 bytes each."""
+    overhead: float = 0.0
+    """Seconds that every F, I and W of a layer takes, independent of the microbatch size."""
+    latency: float = 0.0
+    bandwidth: float | None = None
+    """Bytes per second of a link between two ranks."""
+
+    def __post_init__(self) -> None:
+        sizes = self.microbatch if isinstance(self.microbatch, (tuple, list)) else (self.microbatch,)
+        object.__setattr__(self, "microbatch", tuple(sizes))
+        least = [(name, getattr(self, name), 1) for name in _COUNTS] + [(name, getattr(self, name), 0) for name in _OR_NONE]
+        for name, value, low in [*least, *(("microbatch", size, 1) for size in sizes)]:
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
+                raise CostsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+        for name in _SIZES:
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, parse_size(getattr(self, name), name))
+                if name in _BANDWIDTHS and not getattr(self, name):
+                    raise CostsError(f"{name} must be more than 0, or left out for unlimited")
+        if not sizes or not self.flops:
+            raise CostsError(f"flops={self.flops:g}, microbatch={list(sizes)}: both are needed, and flops must be more than 0")
+        self._check_heads()
+
+    def _check_heads(self) -> None:
+        if self.head_size is None and self.hidden % self.heads:
+            raise CostsError(f"hidden={self.hidden} cannot be shared among heads={self.heads}: make it a multiple, or give head_size")
+        if self.kv_heads is not None and self.heads % self.kv_heads:
+            raise CostsError(f"heads={self.heads} cannot share kv_heads={self.kv_heads}: it must be a multiple")
+        if self.experts and self.experts_per_token > self.experts:
+            raise CostsError(f"experts_per_token={self.experts_per_token} is more than experts={self.experts}")
+        if self.experts % self.expert_parallel:
+            raise CostsError(f"experts={self.experts} cannot be shared among expert_parallel={self.expert_parallel}: it must be a multiple")
+        if (self.shared_experts or self.dense_layers) and not self.experts:
+            raise CostsError("shared_experts and dense_layers need a model with experts: give experts")
+        if self.dense_layers > self.layers:
+            raise CostsError(f"dense_layers={self.dense_layers} is more than layers={self.layers}")
+
+    @classmethod
+    def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
+        """Build from field values by name; an unknown name is refused with the nearest known ones."""
+        known = {field.name: field for field in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise CostsError(f"a transformer has no field {name!r}: {nearest(name, known)}")
+        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        if missing:
+            raise CostsError(f"a transformer needs {', '.join(missing)}")
+        return cls(**values)
+
+    @property
+    def _head(self) -> int:
+        return self.head_size or self.hidden // self.heads
+
+    @property
+    def _width(self) -> int:
+        """Width of all heads together."""
+        return self._head * self.heads
+
+    @property
+    def _keys(self) -> int:
+        return self._head * (self.kv_heads or self.heads)
+
+    @property
+    def _ffn(self) -> int:
+        return self.ffn or 4 * self.hidden
+
+    @property
+    def _matrices(self) -> int:
+        return 3 if self.gated else 2
+
+    @property
+    def _expert(self) -> int:
+        """Parameters of one expert."""
+        return self._matrices * self.hidden * (self.expert_ffn or self._ffn)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        blocks = sum(self._block_parameters(place) for place in range(self.layers))
+        return blocks + 2 * self.vocabulary * self.hidden + self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that one token passes through."""
+        idle = self.experts - self.experts_per_token if self.experts else 0
+        return self.parameters - (self.layers - self.dense_layers) * idle * self._expert
+
+    def _has_experts(self, place: int) -> bool:
+        return self.experts > 0 and place >= self.dense_layers
+
+    def _attention_maps(self) -> list[tuple[int, int]]:
+        """The linear maps around attention, as (rows, columns)."""
+        hidden, width = self.hidden, self._width
+        queries = self.heads * (self._head + (self.rope if self.key_rank else 0))
+        maps = [(hidden, queries)] if self.query_rank is None else [(hidden, self.query_rank), (self.query_rank, queries)]
+        if self.key_rank is None:
+            maps += [(hidden, self._keys), (hidden, self._keys)]
+        else:
+            maps += [(hidden, self.key_rank + self.rope), (self.key_rank, 2 * width)]
+        return [*maps, (width, hidden)]
+
+    def _block_parameters(self, place: int) -> int:
+        """Parameters of a block, over all devices that share its experts."""
+        maps = sum(rows * columns for rows, columns in self._attention_maps())
+        norms = 2 * self.hidden + (self.query_rank or 0) + (self.key_rank or 0)
+        if not self._has_experts(place):
+            return maps + norms + self._matrices * self.hidden * self._ffn
+        return maps + norms + self.hidden * self.experts + (self.experts + self.shared_experts) * self._expert
+
+    def _kept_parameters(self, place: int) -> int:
+        """Parameters of a block that one device keeps."""
+        elsewhere = self.experts - self.experts // self.expert_parallel if self._has_experts(place) else 0
+        return self._block_parameters(place) - elsewhere * self._expert
+
+    def profile(self) -> Profile:
+        """The estimated profile, with one variant per further microbatch size."""
+        first, *others = (self._profile_at(size) for size in self.microbatch)  # type: ignore[union-attr]
+        source = f"computed for a transformer of {self.parameters / 1e9:.3g}G parameters at {self.flops:.3g} operations per second"
+        links = replace(first, latency=self.latency, bandwidth=self.bandwidth, variants=others)
+        return replace(links, time_unit="s", size_unit="B", source=source, estimated=True)
+
+    def _profile_at(self, size: int) -> Profile:
+        layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._last(size)]
+        named = [layer if layer.name else replace(layer, name=f"block {place - 1}") for place, layer in enumerate(layers)]
+        return Profile(named, microbatch=size, input=8.0 * size * self.sequence)
+
+    def _layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
+        f, i, w = (count / self.flops + self.overhead for count in operations)
+        kept = {
+            "parameters": parameters * self.bytes,
+            "gradients": parameters * self.gradient_bytes,
+            "optimizer": parameters * self.optimizer_bytes,
+        }
+        return Layer(name=name, f=f, i=i, w=w, reduction=self._reduction(parameters), update=self._update(parameters), **kept, **held)
+
+    def _reduction(self, parameters: int) -> float:
+        """Seconds of a ring all-reduce of the gradients: 2 (d - 1) / d of them pass each link."""
+        if self.data_bandwidth is None or self.data == 1:
+            return 0.0
+        return 2 * (self.data - 1) / self.data * parameters * self.gradient_bytes / self.data_bandwidth
+
+    def _update(self, parameters: int) -> float:
+        """Seconds of the optimizer step: it reads gradients and state, and writes state and parameters."""
+        if self.memory_bandwidth is None:
+            return 0.0
+        return parameters * (self.gradient_bytes + 2 * self.optimizer_bytes + self.bytes) / self.memory_bandwidth
+
+    def _embedding(self, size: int) -> Layer:
+        tokens = size * self.sequence
+        out = self.bytes * tokens * self.hidden
+        held = {"activation": 8.0 * tokens, "weight_stash": 8.0 * tokens + out, "output": out}
+        return self._layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
+
+    def _block(self, size: int, place: int) -> Layer:
+        tokens, hidden, width = size * self.sequence, self.hidden, self._width
+        maps = self._attention_maps()
+        passed = self._passed_widths(place)
+        linear = 2 * tokens * (sum(rows * columns for rows, columns in maps) + self._matrices * hidden * sum(passed))
+        if self._has_experts(place):
+            linear += 2 * tokens * hidden * self.experts
+        attention = self._attention(tokens)
+        inputs = {rows if rows != hidden else "hidden": rows for rows, _ in maps[:-1]}  # maps of the same input share it
+        outputs = sum(columns for _, columns in maps)
+        around = (4 if self.gated else 2) * sum(passed)
+        if self._has_experts(place):
+            around += 2 * self.experts_per_token * hidden  # the input of each routed expert, and its output before weighting
+        # 3h for the norms' inputs and the second norm's output, then the maps' inputs, queries, keys and values, and the attention output.
+        held = self.bytes * tokens * (3 * hidden + sum(inputs.values()) + outputs - hidden + width + around) + self._scores(tokens)
+        stash = (
+            self.bytes
+            * tokens
+            * (sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed))
+        )
+        operations = linear + attention, linear + (2.5 if self.flash else 2.0) * attention, linear
+        layer = self._layer(
+            operations, self._kept_parameters(place), "", activation=held, weight_stash=stash, output=self.bytes * tokens * hidden
+        )
+        exchanged = self._exchange(tokens) if self._has_experts(place) else 0.0
+        return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged)
+
+    def _passed_widths(self, place: int) -> list[int]:
+        """Widths of the feed-forward parts that one token passes in a block."""
+        if not self._has_experts(place):
+            return [self._ffn]
+        return [self.expert_ffn or self._ffn] * (self.experts_per_token + self.shared_experts)
+
+    def _attention(self, tokens: int) -> float:
+        """Forward operations of both attention products: queries with keys, and scores with values."""
+        sizes = 2 * self._head + (self.rope if self.key_rank else 0)
+        whole = 2.0 * tokens * self.sequence * self.heads * sizes
+        return whole / 2 if self.causal and self.flash else whole
+
+    def _scores(self, tokens: int) -> float:
+        """Bytes held for scores and dropout masks."""
+        scores = tokens * self.sequence * self.heads
+        dropped = not self.flash if self.dropout is None else self.dropout
+        masks = 2.0 * tokens * self.hidden if dropped else 0.0
+        if self.flash:
+            return 4.0 * tokens * self.heads + masks
+        return self.bytes * scores + masks + ((1 + self.bytes) * scores if dropped else 0.0)
+
+    def _exchange(self, tokens: int) -> float:
+        """Seconds of two all-to-alls: each token goes to its routed experts and comes back."""
+        if self.expert_bandwidth is None:
+            return 0.0
+        away = (self.expert_parallel - 1) / self.expert_parallel
+        return 2 * away * tokens * self.experts_per_token * self.hidden * self.bytes / self.expert_bandwidth
+
+    def _last(self, size: int) -> Layer:
+        tokens = size * self.sequence
+        product = 2 * tokens * self.hidden * self.vocabulary
+        logits = self.bytes * tokens * self.vocabulary
+        maps_input = self.bytes * tokens * self.hidden
+        held = {"activation": 2 * maps_input + logits, "weight_stash": maps_input + logits, "output": logits}
+        return self._layer((product, product, product), self.vocabulary * self.hidden + self.hidden, "head", **held)

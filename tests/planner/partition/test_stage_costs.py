@@ -1,0 +1,43 @@
+"""Costs of the stages of a partition, against sums by hand."""
+
+from __future__ import annotations
+
+import penstock as ps
+from penstock.planner.partition.stage_costs import reserves, stage_costs
+
+A = ps.Layer(f=1, i=2, w=3, activation=10, weight_stash=4, output=2, parameters=100, gradients=50, optimizer=25)
+B = ps.Layer(f=2, i=1, w=0, activation=20, weight_stash=1, output=3)
+C = ps.Layer(f=4, i=4, w=4, activation=6, weight_stash=6, output=9, parameters=8)
+
+
+def test_a_stage_costs_what_its_layers_do():
+    profile = ps.Profile([A, B, C], latency=0.5, bandwidth=7, input=1)
+    costs = stage_costs(profile, (2, 1), ps.Placement.linear(2), (False, False))
+    assert costs == ps.Costs(
+        f=[3, 4], i=[3, 4], w=[3, 4], activation=[30, 6], weight_stash=[5, 6], output=[3, 9], parameters=[175, 8], latency=0.5, bandwidth=7
+    )
+
+
+def test_recompute_runs_the_forward_again_and_keeps_the_input():
+    profile = ps.Profile([A, B, C], input=1)
+    placement = ps.Placement.linear(2)
+    costs = stage_costs(profile, (1, 2), placement, (True, True))
+    assert costs.i == (1 + 2, 6 + 5)
+    assert costs.activation == (1, 2)
+    assert reserves(profile, (1, 2), placement, (True, True)) == [10 - 1, 26 - 2]
+    assert costs.parameters == (175 + 9, 8 + 24)
+    one_rank = ps.Placement.looped(1, 2)
+    assert reserves(profile, (1, 2), one_rank, (True, True)) == [24]  # only one of them at a time
+    assert stage_costs(profile, (1, 2), one_rank, (True, False)).parameters == (175 + 9, 8)
+
+
+def test_a_stage_may_hold_its_output_too():
+    profile = ps.Profile([A, B, C], input=1, keeps_output=True)
+    assert stage_costs(profile, (1, 2), ps.Placement.linear(2), (False, False)).activation == (10 + 2, 26)
+    assert stage_costs(profile, (1, 2), ps.Placement.linear(2), (True, True)).activation == (1 + 2, 2)
+
+
+def test_two_copies_exchange_their_gradients():
+    profile = ps.Profile([A, C], latency=0.5, bandwidth=10)
+    assert stage_costs(profile, (1, 1), ps.Placement.bidirectional(2), (False, False)).reduce == (5.5, 0.5)
+    assert stage_costs(profile, (1, 1), ps.Placement.linear(2), (False, False)).reduce == 0.0
