@@ -311,8 +311,9 @@ class Graphs:
 
     def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
         executor, cells, graph = self.executor, self.executor.cells, self.executor.program.graph
-        take = next((executor._source("gradients", stage, other, microbatch) for other in graph.outputs_of(stage)), None)
+        take = next(iter(executor._gradients(stage, microbatch)), None)
         writers = [executor._target("gradients", stage, other, microbatch) for other in graph.inputs_of(stage)]
+        additions = executor._additions(stage, graph.inputs_of(stage), microbatch)
         context = executor._cell("context", stage, microbatch)
         stash = executor._cell("stash", stage, microbatch) if (stage, microbatch) in executor._split else None
 
@@ -334,6 +335,8 @@ class Graphs:
                 cells[writer] = (
                     [back.clone() if running.reached and back is not None else None] if running.place.given.requires_grad else []
                 )
+            for add in additions:
+                add()
 
         return backward
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.shared_messages import SharedMessages
+from penstock.runtime.tensors.boundary import add_grads, copy_for_reader
 from penstock.runtime.transport.activity import Activity, clock
 from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
 
@@ -26,6 +28,7 @@ class Wires:
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
         self.number = zlib.crc32(program.rows.codes.tobytes(), number)
         """What tells this pipeline's program from others."""
+        self.shared = SharedMessages.of(program, rank)
         self.cells: list[Any] = []
         self._places: dict[Any, int] = {}
         self.activity: Activity = group.activity(rank)
@@ -67,7 +70,11 @@ class Wires:
                 return value
 
             return take_handed
-        cell = self._cell("received", what, other, stage, microbatch)
+        low, high = (other, stage) if what == "activations" else (stage, other)
+        carrier = self.shared.carrier(what, low, high, microbatch)
+        ends = (low, carrier) if what == "activations" else (carrier, low)
+        kept = what == "activations" and self.shared.is_read_again(low, high, microbatch)
+        cell = self._cell("received", what, *ends, microbatch)
         inbox, activity, pieces = self._inbox(self._rank_of(other, microbatch), what), self.activity, self.pieces
 
         def take_received() -> Any:
@@ -77,15 +84,41 @@ class Wires:
                 activity.began = clock()  # what came before was waiting
                 if activity.watch is not None:
                     activity.watch.begin_again()
-            cells[cell] = EMPTY
+            if kept:
+                value = copy_for_reader(value, stage)
+            else:
+                cells[cell] = EMPTY
             return value if pieces is None else pieces.together(value)
 
         return take_received
 
     def _target(self, what: str, stage: int, other: int, microbatch: int) -> int:
-        """The cell that what this stage made for another goes into: the other's own, or that of its send."""
-        here = self._rank_of(other, microbatch) == self.rank
-        return self._cell("handed" if here else "sending", what, stage, other, microbatch)
+        """The cell that what this stage made for another goes into: the other's own, that of its send, or of its part of a sum."""
+        if self._rank_of(other, microbatch) == self.rank:
+            return self._cell("handed", what, stage, other, microbatch)
+        if what == "activations":
+            return self._cell("sending", what, stage, self.shared.carrier(what, stage, other, microbatch), microbatch)
+        summed = bool(self.shared.parts(other, stage, microbatch))
+        return self._cell("part" if summed else "sending", what, stage, other, microbatch)
+
+    def _additions(self, stage: int, others: Iterable[int], microbatch: int) -> list[Operation]:
+        """What a backward does once its gradients are in their cells: add up those that go to other ranks in one sum."""
+        return [self._addition(stage, other, microbatch) for other in others if self.shared.addition(other, stage, microbatch)[0]]
+
+    def _addition(self, stage: int, other: int, microbatch: int) -> Operation:
+        parts, begun = self.shared.addition(other, stage, microbatch)
+        carrier = self.shared.carrier("gradients", other, stage, microbatch)
+        cells, total = self.cells, self._cell("sending", "gradients", carrier, other, microbatch)
+        added = [self._cell("part", "gradients", part, other, microbatch) for part in parts]
+
+        def add() -> None:
+            grads = cells[total] if begun else None
+            for cell in added:
+                grads = cells[cell] if grads is None else add_grads(grads, cells[cell])
+                cells[cell] = EMPTY
+            cells[total] = grads
+
+        return add
 
     def _send(self, action: Action) -> Operation:
         microbatch = action.microbatch or 0

@@ -73,8 +73,9 @@ class Computing(Wires):
         return [self._source("activations", stage, other, microbatch) for other in sorted(lower, reverse=True)]
 
     def _readers(self, stage: int, microbatch: int) -> list[int]:
-        """The cells of those who read a stage's output."""
-        return [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
+        """The cells of those who read a stage's output; readers on one rank may share one."""
+        outputs = self.program.graph.outputs_of(stage)
+        return list(dict.fromkeys(self._target("activations", stage, other, microbatch) for other in outputs))
 
     def _fellow_readers(self, stage: int) -> list[int]:
         """Other stages that read what this one reads."""
@@ -82,9 +83,12 @@ class Computing(Wires):
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
     def _borrowed(self, stage: int, microbatch: int) -> list[bool]:
-        """For each input of a stage, whether it lies in memory of the stage that made it."""
-        lower = sorted(self.program.graph.inputs_of(stage), reverse=True)
-        return [self.group.shares_memory or self._rank_of(other, microbatch) == self.rank for other in lower]
+        """For each input of a stage, whether it lies in memory of the stage that made it, or of another that reads it."""
+        lower, shared = sorted(self.program.graph.inputs_of(stage), reverse=True), self.shared
+        return [
+            self.group.shares_memory or self._rank_of(other, microbatch) == self.rank or shared.is_shared(other, stage, microbatch)
+            for other in lower
+        ]
 
     def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
         """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
@@ -285,13 +289,23 @@ class Computing(Wires):
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
+    def _gradients(self, stage: int, microbatch: int) -> list[Callable[[], Any]]:
+        """Where a stage's output gradients come from: the farthest reader's first, the order in which autograd would come to them.
+
+        Readers on one other rank send one sum, which comes in the place of the farthest of them.
+        """
+        readers = sorted(self.program.graph.outputs_of(stage), reverse=True)
+        named = dict.fromkeys(self.shared.carrier("gradients", stage, other, microbatch) for other in readers)
+        return [self._source("gradients", stage, other, microbatch) for other in named]
+
     def _backward(self, stage: int, microbatch: int) -> Callable[..., None]:
         """The backward; given an operation, that one runs it, by a hook which is told of it."""
         cells, part, graph = self.cells, self.stages[stage], self.program.graph
-        # The farthest reader's gradient first: the order in which autograd would come to them.
-        takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
+        takes = self._gradients(stage, microbatch)
         first, more = (takes[0], takes[1:]) if takes else (None, [])
-        writers = [self._target("gradients", stage, other, microbatch) for other in sorted(graph.inputs_of(stage), reverse=True)]
+        inputs = sorted(graph.inputs_of(stage), reverse=True)
+        writers = [self._target("gradients", stage, other, microbatch) for other in inputs]
+        additions = self._additions(stage, inputs, microbatch)
         context = self._cell("context", stage, microbatch)
         stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
         deferrable = None if stash is None else part.deferrable()
@@ -318,6 +332,8 @@ class Computing(Wires):
                 cells[stash] = deferral
             for writer, leaves in zip(writers, wanting, strict=False):
                 cells[writer] = [leaf.grad for leaf in leaves]
+            for add in additions:
+                add()
 
         return backward
 
