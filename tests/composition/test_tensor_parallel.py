@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from composition.parallel import Outcome, check, mesh_of, schedule, split_over
 from penstock.errors import PipelineError
+from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
@@ -147,6 +148,40 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kin
         assert waited == (3 if kind is Led else 2) * split  # the stage's maps
         assert (split > 0) == (name not in ("1f1b", "gpipe"))
         torch.testing.assert_close(outputs, whole, rtol=1e-12, atol=1e-12)
+
+
+class Joined(Perceptron):
+    """Reads a stage farther off too."""
+
+    def forward(self, x: Tensor, farther: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x + farther)
+
+
+class Skipping(nn.Sequential):
+    """Four layers of which the third reads the first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self[0](x)
+        return self[3](self[2](self[1](first), first))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("plan", [in_full, in_full_as_parts, along_the_sequence])
+def test_parts_that_two_stages_of_a_rank_read(workers: Workers, plan: Any) -> None:
+    """On a V of two ranks stages 1 and 2 read stage 0 by one message, and send back one sum."""
+    made = schedule("zbv", 2).with_graph(StageGraph.chain(4, [(0, 2)]))
+    whole, (x, y) = Skipping(Perceptron(), Perceptron(), Joined(), Perceptron()).double(), batch(13)
+    model = nn.Sequential(*whole)
+
+    def train() -> Any:
+        mesh, mine = mesh_of(pp=2, tp=2), copy.deepcopy(model)
+        plan(mine, mesh)
+        pipe = Pipeline(mine, made, loss_fn=mean_loss, mesh=mesh)
+        result = pipe.step(x, target=y)
+        return pipe.rank, [str(action) for action in pipe.program()[pipe.rank] if action.kind is Kind.SEND_B], Outcome.of(pipe, result)
+
+    found = workers.run(train)
+    assert {text for rank, sends, _ in found if rank == 1 for text in sends} == {f"2SEND_B{m}>0" for m in range(made.microbatches)}
+    check([outcome for *_, outcome in found], by_batch(whole, x, y))
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,23 @@ KNOWN: dict[str, str] = {
     # A value that several stages read is changed by one of them.
     "mask of a skip edge": '{"ranks": 3, "skips": [[0, 2]], "stages": [{"gives": "mask"}, {"changes": "last"}], "transport": "both"}',
     "value of a skip edge": '{"ranks": 3, "skips": [[0, 2]], "stages": [{}, {"changes": "first"}], "transport": "both"}',
+    # Stages of one rank read one message.
+    "shared message": (
+        '{"schedule": "zbv", "ranks": 2, "microbatches": 3, "skips": [[0, 2]], "stages": [{"gives": "dict"}, {}, {}, {}], '
+        '"script": ["step", "eval", "step"], "transport": "both"}'
+    ),
+    "shared mask, changed by its first reader": (
+        '{"schedule": "zbv", "ranks": 2, "skips": [[0, 2]], "stages": [{"gives": "mask"}, {"changes": "last"}, {}, {}], '
+        '"transport": "both"}'
+    ),
+    "shared mask, changed by its last reader": (
+        '{"schedule": "zbv", "ranks": 2, "skips": [[0, 2]], "stages": [{"gives": "mask"}, {}, {"changes": "last"}, {}], '
+        '"transport": "both"}'
+    ),
+    "shared message into recomputed stages": (
+        '{"schedule": "dualpipe-v", "ranks": 2, "microbatches": 4, "skips": [[0, 2], [0, 3]], "stages": [{"gives": "twice"}, {}, {}, {}], '
+        '"recompute": [1, 2]}'
+    ),
     # Batches that would not be cut.
     "object as input": '{"inputs": "box", "microbatches": 2, "reduction": "sum"}',
     "object beside the input": '{"inputs": "box_beside", "microbatches": 2}',

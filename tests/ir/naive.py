@@ -10,6 +10,10 @@ from penstock.ir.dependencies import needs
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
+from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.passes.buffers import Buffers
+from penstock.passes.receive import Receive
 
 MESSAGE = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.I: (Kind.SEND_B, Kind.RECV_B)}
 
@@ -29,8 +33,50 @@ def crosses(placement: Placement, one: int, other: int, microbatch: int) -> bool
     return placement.rank_of(one, microbatch) != placement.rank_of(other, microbatch)
 
 
+def sharers(placement: Placement, graph: StageGraph, source: int, reader: int, microbatch: int) -> list[int]:
+    """The stages on the reader's rank that read the source's output."""
+    rank = placement.rank_of(reader, microbatch)
+    return [other for other in graph.outputs_of(source) if placement.rank_of(other, microbatch) == rank]
+
+
+def shared_rows(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph) -> list[list[Action]]:
+    """One message per output and reading rank: its receive before the first that needs it, its send after the last that adds to it."""
+    made: list[list[Action]] = []
+    for row in rows:
+        entries = [part for action in row for part in action.parts]
+        added: list[Action] = []
+        for action in row:
+            names = [(part, each) for part in action.parts for each in _with_messages(part, placement, graph) if each != part]
+            before, after = [], []
+            for part, each in names:
+                microbatch = part.microbatch or 0
+                low, high = sorted((each.stage, other_end(each)))
+                together = sharers(placement, graph, low, high, microbatch)
+                kinds = (Kind.F,) if each.kind in (Kind.SEND_F, Kind.RECV_F) else (Kind.B, Kind.I)
+                ends = (low, max(together)) if each.stage == low else (max(together), low)
+                shared = message(each.kind, *ends, microbatch)
+                uses = [e for e in entries if e.kind in kinds and e.microbatch == microbatch and e.stage in together]
+                if each.kind is Kind.RECV_F:
+                    before += [shared] if part is uses[0] else []
+                elif each.kind is Kind.SEND_B:
+                    after += [shared] if part is uses[-1] else []
+                else:
+                    into = after if each.kind is Kind.SEND_F else before
+                    into += [] if shared in into else [shared]
+            added += [*before, action, *after]
+        made.append(added)
+    return made
+
+
+def one_message_per_edge(schedule: Schedule, receive: str | int = "paired") -> Program:
+    """The program that Penstock 0.1 made of a schedule: readers of an output have a message each, also on one rank."""
+    rows = lowered_rows(list(schedule), schedule.placement, schedule.graph)
+    program = Program.from_actions(rows, schedule.placement, microbatches=schedule.microbatches, graph=schedule.graph)
+    return Buffers().apply(Receive(receive).apply(program))
+
+
 def lowered_rows(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph) -> list[list[Action]]:
-    """Receives right before what needs them, sends right after what makes their data."""
+    """One message per edge: receives right before what needs them, sends right after what makes their data."""
     return [[done for action in row for done in _with_messages(action, placement, graph)] for row in rows]
 
 
@@ -113,10 +159,27 @@ class _Search:
                 self.note(self.links.data, need, number)
             else:
                 send, receive = MESSAGE[need.kind]
-                self.note(self.links.local, message(receive, part.stage, need.stage, part.microbatch), number)
-                self.note(self.links.data, message(send, need.stage, part.stage, part.microbatch), number)
+                low, high = sorted((part.stage, need.stage))
+                carrier = self.carrier(need.kind, low, high, part.microbatch)
+                here, there = (carrier, low) if need.kind is Kind.F else (low, carrier)
+                self.note(self.links.local, message(receive, here, there, part.microbatch), number)
+                self.note(self.links.data, message(send, there, here, part.microbatch), number)
         if self.lowered and part.kind in (Kind.SEND_F, Kind.SEND_B):
-            self.note(self.links.local, Action(part.stage, Kind.F if part.kind is Kind.SEND_F else Kind.I, part.microbatch), number)
+            kind, away = (Kind.F if part.kind is Kind.SEND_F else Kind.I), other_end(part)
+            makers = [part.stage]
+            if kind is Kind.I and (away, part.stage) in self.graph.edges and crosses(self.placement, away, part.stage, part.microbatch):
+                together = sharers(self.placement, self.graph, away, part.stage, part.microbatch)
+                makers += [each for each in together if self.carrier(kind, away, each, part.microbatch) == part.stage != each]
+            for stage in makers:
+                self.note(self.links.local, Action(stage, kind, part.microbatch), number)
+
+    def carrier(self, kind: Kind, low: int, high: int, microbatch: int) -> int:
+        """The reader that names the message along an edge: itself if the table names such a message, else the farthest on its rank."""
+        send, receive = MESSAGE[kind]
+        ends = ((send, low, high), (receive, high, low)) if kind is Kind.F else ((send, high, low), (receive, low, high))
+        if any(self.first(message(*end, microbatch)) is not None for end in ends):
+            return high
+        return max(sharers(self.placement, self.graph, low, high, microbatch))
 
     def pair_messages(self) -> None:
         for low, high in self.graph.edges:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ir.naive import NaiveLinks, lowered_rows, naive_links
+from ir.naive import NaiveLinks, lowered_rows, naive_links, shared_rows
 from ir.strategies import graphs, packed, placements, row_lists
 from penstock.ir.action import Action, pack_action, unpack_actions
 from penstock.ir.dependencies import Linker, Links, message_code, needs, peer_stages, towards
@@ -44,7 +44,7 @@ def test_whole_tables_link_as_the_search_does(data: st.DataObject, placement: Pl
     graph = data.draw(graphs(placement.stages))
     rows = data.draw(whole_rows(placement, microbatches))
     if lowered:
-        rows = lowered_rows(rows, placement, graph)
+        rows = data.draw(st.sampled_from((lowered_rows, shared_rows)))(rows, placement, graph)
     links = Linker(packed(rows), placement, graph, microbatches, lowered).links()
     found = as_sets(links, rows)
     assert found == naive_links(rows, placement, graph, microbatches, lowered)
@@ -58,7 +58,8 @@ def test_whole_tables_link_as_the_search_does(data: st.DataObject, placement: Pl
 def test_broken_tables_link_as_the_search_does(data: st.DataObject, placement: Placement, microbatches: int, lowered: bool) -> None:
     """Anything anywhere: missing and repeated actions, wrong ranks, odd peers, stages and microbatches beyond the counts."""
     graph = data.draw(graphs(placement.stages))
-    whole = lowered_rows(data.draw(whole_rows(placement, microbatches)), placement, graph)
+    with_messages = data.draw(st.sampled_from((lowered_rows, shared_rows)))
+    whole = with_messages(data.draw(whole_rows(placement, microbatches)), placement, graph)
     strange = data.draw(row_lists(placement.ranks, placement.stages, microbatches))
     rows = [data.draw(st.permutations(row + more)) for row, more in zip(whole, strange, strict=True)]
     rows = [row[: data.draw(st.integers(0, len(row)))] for row in rows]

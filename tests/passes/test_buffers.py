@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import PassError, VerifyError
 from penstock.ir.program import Program
 from penstock.passes.buffers import Buffers
+from simulator.draws import orders, zoo
 
 K = ps.Kind
 
@@ -143,6 +146,45 @@ def _used(program: Program, action: ps.Action, rank: int) -> list[tuple[Channel,
         if 0 <= other < program.stages and program.placement.rank_of(other, microbatch) != rank:
             used.append(((program.placement.rank_of(other, microbatch), rank, kind), (part.stage, microbatch)))
     return used
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.one_of(orders(), zoo()), st.sampled_from(["paired", "just-in-time", 2]), st.integers(0, 99))
+def test_counts_hold_for_messages_with_several_readers(schedule: ps.Schedule, receive: str | int, seed: int) -> None:
+    """However the ranks take turns, no more messages are sent and not taken by their first reader than the channel has slots."""
+    program = ps.lower(schedule, receive=receive)
+    assert program.buffers is not None
+    rank_of, chance, most = program.placement.rank_of, random.Random(seed), Counter[Channel]()
+    left = [list(row) for row in program]
+    under_way: dict[Channel, set[tuple[int, int]]] = defaultdict(set)
+    taken: set[tuple[Channel, tuple[int, int]]] = set()
+
+    def used(action: ps.Action, rank: int) -> list[tuple[Channel, tuple[int, int]]]:
+        found = []
+        for part in action.parts:
+            m = part.microbatch or 0
+            if part.kind is K.F:
+                found += [((rank_of(a, m), rank, K.SEND_F), (a, m)) for a, b in program.graph.edges if b == part.stage]
+            elif part.kind in (K.B, K.I):
+                found += [((rank_of(b, m), rank, K.SEND_B), (part.stage, m)) for a, b in program.graph.edges if a == part.stage]
+        return [(channel, message) for channel, message in found if channel[0] != rank]
+
+    while any(left):
+        able = [r for r, row in enumerate(left) if row and all(m in under_way[c] or (c, m) in taken for c, m in used(row[0], r))]
+        rank = chance.choice(able)
+        action = left[rank].pop(0)
+        for channel, message in used(action, rank):
+            under_way[channel].discard(message)
+            taken.add((channel, message))
+        if action.kind in (K.SEND_F, K.SEND_B):
+            m, step = action.microbatch or 0, 1 if action.kind is K.SEND_F else -1
+            other = action.stage + step if action.peer is None else action.peer
+            channel = (rank, rank_of(other, m), action.kind)
+            assert (min(action.stage, other), m) not in under_way[channel]
+            under_way[channel].add((min(action.stage, other), m))
+            most[channel] = max(most[channel], len(under_way[channel]))
+    assert not any(under_way.values())
+    assert all(count <= program.buffers.channels[channel] for channel, count in most.items())
 
 
 @pytest.mark.parametrize(("name", "ranks", "microbatches", "options"), SHAPES)

@@ -13,6 +13,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.ir.table import Table
 from penstock.runtime import Pipeline, StepResult, launch
+from runtime.branches import branch
 from runtime.models import Numbers, assert_close, assert_same, gradients
 
 CHAINS = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
@@ -40,14 +41,15 @@ def check(
     slices = zip(x.clone().tensor_split(table.microbatches), y.tensor_split(table.microbatches), strict=True)
     total = None
     losses = []
-    for piece, yy in slices:
+    for microbatch, (piece, yy) in enumerate(slices):
         xx = piece.detach()  # a stage may change it in place, unlike a slice
-        made: dict[int, Any] = {}
+        made: dict[int, dict[int, Any]] = {}
         for number, stage in enumerate(again):
-            inputs = [made[other] for other in sorted(table.graph.inputs_of(number), reverse=True)] or [xx]
+            inputs = [made[other][number] for other in sorted(table.graph.inputs_of(number), reverse=True)] or [xx]
             first = inputs[0] if type(inputs[0]) is tuple else (inputs[0],)
-            made[number] = stage(*first, *inputs[1:])
-        loss = loss_fn(made[len(again) - 1], yy)
+            output = stage(*first, *inputs[1:])
+            made[number] = branch(output, table, number, microbatch)
+        loss = loss_fn(output, yy)
         scale = len(xx) / len(x)
         if loss.requires_grad:
             (loss * scale).backward()

@@ -12,6 +12,7 @@ from penstock.errors import PenstockError
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Pipeline, launch
 from runtime.between import CHAINS, Map, check, data
+from runtime.branches import is_autograd_order
 from runtime.models import assert_all_equal, assert_equal, gradients
 
 # Changes in place -----------------------------------------------------------------------------------------------------
@@ -126,7 +127,10 @@ GRAPHS = [
 @pytest.mark.parametrize(("skips", "inputs"), GRAPHS)
 @pytest.mark.parametrize("name", [*CHAINS, "zbv", "interleaved-1f1b", "dualpipe-v"])
 def test_edges_that_skip_stages(name: str, skips: list[tuple[int, int]], inputs: list[int]) -> None:
-    """Gradients of an output with up to three readers are summed from the farthest on, as autograd does."""
+    """Gradients of an output with up to three readers are summed from the farthest on, as autograd does.
+
+    Those on one other rank are summed there first.
+    """
     graph = StageGraph.chain(4, skips)
     ranks = 4 if name in CHAINS else 2
     table = ps.schedule(name, ranks=ranks, microbatches=3, graph=graph)
@@ -142,6 +146,89 @@ def test_edges_that_skip_stages_in_evaluation() -> None:
         a = stages[0](x)
         b = stages[1](a)
         torch.testing.assert_close(found, stages[3](stages[2](b, a), a).detach())
+
+
+# Readers on one rank share a message ----------------------------------------------------------------------------------
+
+SHARING = StageGraph.chain(4, [(0, 2), (0, 3)])
+"""Looped over two ranks, stages 1 and 3 read stage 0 of the other rank."""
+
+
+@pytest.mark.parametrize("kinds", [("B",), ("I", "W")])
+@pytest.mark.parametrize("backwards", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (1, 3, 2)])
+def test_a_sum_has_one_order_whatever_the_order_of_backwards(backwards: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+    """Stages 1, 2 and 3 read stage 0 and nothing of each other. The farthest reader's gradient is the first, as in autograd."""
+    graph = StageGraph(5, ((0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)))
+    count = range(2)
+    back = [f"{stage}{kind}{m}" for m in count for stage in backwards for kind in kinds]
+    ends = [f"{stage}{kind}{m}" for m in count for stage in (4, 0) for kind in kinds]
+    rows = [[*(f"0F{m}" for m in count), *(f"4F{m}" for m in count), *sorted(ends, key=lambda text: text[0] == "0")], []]
+    rows[1] = [*(f"{stage}F{m}" for m in count for stage in (2, 1, 3)), *back]
+    table = ps.Schedule.from_actions(rows, ps.Placement.custom([0, 1, 1, 1, 0]), graph=graph)
+    assert is_autograd_order(table)
+    sends = [str(action) for action in ps.lower(table)[1] if action.kind is ps.Kind.SEND_B]
+    assert sends == ["3SEND_B0>0", "3SEND_B1>0"]
+    torch.manual_seed(3)
+    check([Join(count) for count in (1, 1, 1, 1, 3)], *data(16), schedule=table)
+
+
+def test_readers_that_share_a_message_in_evaluation() -> None:
+    stages, (x, _) = [Join(count) for count in (1, 1, 2, 2)], data(12)
+    for name in ("interleaved-1f1b", "looped-bfs"):
+        table = ps.schedule(name, ranks=2, microbatches=3, chunks=2, graph=SHARING)
+        found = launch(lambda t=table: Pipeline(stages, t).infer(x, microbatches=12), 2)[0]
+        a = stages[0](x)
+        torch.testing.assert_close(found, stages[3](stages[2](stages[1](a), a), a).detach())
+
+
+def test_each_reader_of_a_shared_message_has_its_own_objects() -> None:
+    """Stage 1 empties a set and detaches the tensor that came with it; stage 3, which got both in the same message, has them whole."""
+    seen = []
+
+    class Gives(Map):
+        def forward(self, x: Tensor) -> tuple[Tensor, set[int]]:  # type: ignore[override]
+            return super().forward(x), {1, 2}
+
+    class Spoils(Map):
+        def forward(self, x: Tensor, numbers: set[int]) -> Tensor:  # type: ignore[override]
+            numbers.clear()
+            return super().forward(x.detach_() if x.is_leaf else x.detach())
+
+    class Ends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.map = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, given: tuple[Tensor, set[int]]) -> Tensor:
+            seen.append(set(given[1]))
+            return self.map(x) * given[0]
+
+    stages = [Gives(), Spoils(), Map(), Ends()]
+    table = ps.schedule("interleaved-1f1b", ranks=2, microbatches=3, chunks=2, graph=StageGraph.chain(4, [(0, 3)]))
+    model, (x, y) = nn.ModuleList(stages), data()
+    launch(lambda: Pipeline(model, table, loss_fn=functional.mse_loss).step(x, target=y), 2)
+    assert seen == [{1, 2}] * 3
+    found = gradients(model)
+    model.zero_grad()
+    for xx, yy in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
+        value, numbers = stages[0](xx)
+        out = stages[3](stages[2](Map.forward(stages[1], value.detach())), (value, numbers))
+        (functional.mse_loss(out, yy) * (len(xx) / len(x))).backward()
+    assert_all_equal([found[name] for name in found], list(gradients(model).values()))
+
+
+def test_shared_message_may_not_be_changed() -> None:
+    """Stage 1 would change what stage 3 of the same rank reads from the same message."""
+    table = ps.schedule("interleaved-1f1b", ranks=2, microbatches=2, chunks=2, graph=StageGraph.chain(4, [(0, 3)]))
+    stages, (x, y) = [nn.Linear(6, 6), InPlace(), Map(), Join(2)], data()
+
+    def run(training: bool) -> None:
+        pipe = Pipeline(stages, table, loss_fn=functional.mse_loss)
+        (pipe.step if training else pipe.eval_step)(x, target=y)
+
+    for training in (True, False):
+        with pytest.raises(PenstockError, match="stage 1 changes its input in place, but stage 3 reads the same value: clone it"):
+            launch(run, 2, args=(training,))
 
 
 def test_value_read_twice_may_not_be_changed() -> None:

@@ -13,10 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import penstock as ps
+from ir.naive import one_message_per_edge
 from penstock.errors import PipelineError
 from penstock.ir.graph import StageGraph
+from penstock.ir.program import Program
 from penstock.runtime import Pipeline, StepResult
 from penstock.runtime.launch.workers import Workers
+from runtime.branches import branch
 from runtime.distributed import Grads, Stage, local_grads, together
 from runtime.models import assert_all_equal, assert_equal, assert_same_results, blocks, gradients
 
@@ -54,7 +57,7 @@ def looped(stages: nn.ModuleList, pieces: Sequence[tuple[Any, Tensor]], run: For
 def assert_parity(
     workers: Workers,
     stages: nn.ModuleList,
-    schedule: str | ps.Schedule = "1f1b",
+    schedule: str | ps.Schedule | Program = "1f1b",
     run: Forward = chained,
     ranks: int | None = None,
     tolerance: float = 0.0,
@@ -328,16 +331,96 @@ def test_output_without_any_gradient(workers: Workers) -> None:
 # Edges that skip stages -----------------------------------------------------------------------------------------------
 
 
-def _skipping(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
-    made = [stages[0](x)]
-    made.append(stages[1](made[0]))
-    made.append(stages[2](made[1], made[0]))
-    return stages[3](made[2], made[1], made[0])
+def _skipping(table: ps.Schedule) -> Forward:
+    def run(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
+        made: dict[int, dict[int, Any]] = {}
+        for number, stage in enumerate(stages):
+            output = stage(*([made[other][number] for other in sorted(table.graph.inputs_of(number), reverse=True)] or [x]))
+            made[number] = branch(output, table, number, 0)
+        return output
+
+    return run
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zb-h1", 4), ("interleaved-1f1b", 2), ("zbv", 2)])
 def test_edges_that_skip_stages(workers: Workers, name: str, ranks: int) -> None:
     """From each stage to those farther off: on another rank, or on the same with others between."""
     stages = nn.ModuleList(Stage(lambda linear, *given: torch.tanh(linear(sum(given)))) for _ in range(4))
-    graph = StageGraph.chain(4, [(0, 2), (0, 3), (1, 3)])
-    assert_parity(workers, stages, ps.schedule(name, ranks=ranks, microbatches=COUNT, graph=graph), _skipping, ranks)
+    table = ps.schedule(name, ranks=ranks, microbatches=COUNT, graph=StageGraph.chain(4, [(0, 2), (0, 3), (1, 3)]))
+    assert_parity(workers, stages, table, _skipping(table), ranks)
+
+
+SHARING = StageGraph.chain(6, [(0, 3), (0, 4), (0, 5), (2, 5)])
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "graph"),
+    [
+        ("interleaved-1f1b", 2, SHARING),
+        ("interleaved-1f1b", 3, SHARING),
+        ("zbv", 3, SHARING),
+        ("dualpipe-v", 3, SHARING),
+        ("interleaved-zb", 3, SHARING),
+    ],
+)
+def test_readers_that_share_a_message(workers: Workers, name: str, ranks: int, graph: StageGraph) -> None:
+    """Stages of one rank read one tensor of another process; what goes back is the sum of their gradients."""
+    stages = nn.ModuleList(Stage(lambda linear, *given: torch.tanh(linear(sum(given)))) for _ in range(6))
+    chunks = {"chunks": 6 // ranks} if name.startswith("interleaved") else {}
+    table = ps.schedule(name, ranks=ranks, microbatches=COUNT, graph=graph, **chunks)
+    program = ps.lower(table)
+    crossing = sum(table.placement.rank_of(a) != table.placement.rank_of(b) for a, b in graph.edges)
+    assert sum(a.kind is ps.Kind.SEND_F for row in program for a in row) < crossing * COUNT
+    assert_parity(workers, stages, table, _skipping(table), ranks)
+
+
+def test_a_shared_message_is_not_changed_for_its_other_reader(workers: Workers) -> None:
+    """Stage 1 changes its input in place: refused, and what stage 3 reads of the same message is still whole in a step that is not."""
+
+    def changes(linear: nn.Linear, x: Tensor) -> Tensor:
+        return linear(x.mul_(2))
+
+    def keeps(linear: nn.Linear, x: Tensor, numbers: set[int] | None = None) -> Tensor:
+        return linear(x)
+
+    table = ps.schedule("interleaved-1f1b", ranks=2, microbatches=COUNT, chunks=2, graph=StageGraph.chain(4, [(0, 3)]))
+    stages = nn.ModuleList([Stage(keeps), Stage(changes), Stage(keeps), Stage(lambda linear, *given: linear(sum(given)))])
+
+    def train() -> None:
+        Pipeline(stages, schedule=table, loss_fn=functional.mse_loss).step(torch.randn(7, 6), target=torch.randn(7, 6))
+
+    with pytest.raises(PipelineError, match="stage 1 changes its input in place, but stage 3 reads the same value"):
+        workers.run(train, ranks=2)
+
+    def spoils(linear: nn.Linear, given: tuple[Tensor, set[int]]) -> Tensor:
+        given[1].clear()
+        return linear(given[0])
+
+    def ends(linear: nn.Linear, x: Tensor, given: tuple[Tensor, set[int]]) -> Tensor:
+        return linear(x) * given[0] * len(given[1])
+
+    bodies = (lambda linear, x: [linear(x), {1, 2, 3}], spoils, keeps, ends)
+
+    def run(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
+        value, numbers = stages[0](x)
+        return stages[3](stages[2](stages[1]([value, set(numbers)])), [value, numbers])
+
+    assert_parity(workers, nn.ModuleList(Stage(body) for body in bodies), table, run, 2)
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("interleaved-1f1b", 2), ("zbv", 3)])
+def test_a_program_with_a_message_for_each_reader(workers: Workers, name: str, ranks: int) -> None:
+    """Files of older versions run as they are: every gradient comes by itself, in autograd's order."""
+    stages = nn.ModuleList(Stage(lambda linear, *given: torch.tanh(linear(sum(given)))) for _ in range(6))
+    chunks = {"chunks": 6 // ranks} if name.startswith("interleaved") else {}
+    table = ps.schedule(name, ranks=ranks, microbatches=COUNT, graph=SHARING, **chunks)
+    program = one_message_per_edge(table)
+    assert program != ps.lower(table)
+
+    def run(stages: Sequence[nn.Module], x: Tensor) -> Tensor:
+        made: list[Tensor] = []
+        for number, stage in enumerate(stages):
+            made.append(stage(*([made[other] for other in sorted(SHARING.inputs_of(number), reverse=True)] or [x])))
+        return made[-1]
+
+    assert_parity(workers, stages, program, run, ranks)

@@ -19,6 +19,7 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.schedule import Schedule
 from penstock.runtime import Pipeline, StepResult, launch
 from penstock.schedules.registry import algorithms
+from runtime.branches import branch
 from runtime.models import Numbers, assert_close, assert_same, gradients, sums_in_order
 
 WIDTH = 5
@@ -57,7 +58,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     except ScheduleError:
         schedule = ps.schedule("1f1b", ranks=ranks, microbatches=microbatches)
     pairs = [(a, b) for a in range(schedule.stages) for b in range(a + 2, schedule.stages)]
-    skips = draw(st.lists(st.sampled_from(pairs), max_size=2, unique=True)) if pairs else []
+    skips = draw(st.lists(st.sampled_from(pairs), max_size=4, unique=True)) if pairs else []
     return schedule.with_graph(StageGraph.chain(schedule.stages, skips)) if skips else schedule
 
 
@@ -80,12 +81,14 @@ def models(draw: st.DrawFn, schedule: Schedule) -> nn.ModuleList:
 def _unpipelined(model: nn.ModuleList, schedule: Schedule, x: Tensor, y: Tensor) -> Numbers:
     total: Any = None
     losses = []
-    for xx, yy in zip(x.tensor_split(schedule.microbatches), y.tensor_split(schedule.microbatches), strict=True):
-        made: dict[int, Any] = {}
+    slices = zip(x.tensor_split(schedule.microbatches), y.tensor_split(schedule.microbatches), strict=True)
+    for microbatch, (xx, yy) in enumerate(slices):
+        made: dict[int, dict[int, Any]] = {}
         for stage, layer in enumerate(model):
-            inputs = [made[other] for other in sorted(schedule.graph.inputs_of(stage), reverse=True)] or [xx]
-            made[stage] = layer(*inputs)
-        loss = functional.mse_loss(made[len(model) - 1], yy)
+            inputs = [made[other][stage] for other in sorted(schedule.graph.inputs_of(stage), reverse=True)] or [xx]
+            output = layer(*inputs)
+            made[stage] = branch(output, schedule, stage, microbatch)
+        loss = functional.mse_loss(output, yy)
         scale = len(xx) / len(x)
         if loss.requires_grad:
             (loss * scale).backward()

@@ -35,6 +35,8 @@ class Message:
     target: int
     size: float
     sent: float
+    ends: tuple[int, int]
+    """The stages of the action that sends it, in a schedule the last that adds to it, and of the first that uses it."""
     left: float = -1.0
     arrived: float = -1.0
 
@@ -119,9 +121,11 @@ class _Run:
         self.queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self.ticket = 0
         self.ranks = [_Rank(row) for row in table]
+        self.named = {self._edge(action) for row in table for action in row if action.kind.is_communication}
         self.made: set[tuple[str, int, int]] = set()
         self.arrived: set[Edge] = set()
         self.posted: set[Edge] = set()
+        self.put: set[Edge] = set()
         self.outbox: list[Message] = []
         self.waiting: list[Message] = []
         self.busy_links: set[object] = set()
@@ -225,9 +229,29 @@ class _Run:
             if self.table.placement.rank_of(maker, microbatch) == rank:
                 if (edge[0], maker, microbatch) not in self.made:
                     return False
-            elif edge not in self.arrived or (self.table.lowered and edge not in self.posted):
+            elif (carrier := self._carrier(edge)) not in self.arrived or (self.table.lowered and carrier not in self.posted):
                 return False
         return True
+
+    def _carrier(self, edge: Edge) -> Edge:
+        """The edge that names the message which brings what goes along one: itself if a message names it, else the farthest reader's."""
+        way, low, high, microbatch = edge
+        return edge if edge in self.named else (way, low, max(self._readers(low, high, microbatch)), microbatch)
+
+    def _readers(self, low: int, high: int, microbatch: int) -> list[int]:
+        """The stages that read the lower stage's output on the rank of the higher."""
+        rank_of = self.table.placement.rank_of
+        return [b for a, b in self.table.graph.edges if a == low and rank_of(b, microbatch) == rank_of(high, microbatch)]
+
+    def _sharers(self, edge: Edge) -> list[int]:
+        """The readers whose edges one message brings."""
+        way, low, high, microbatch = edge
+        return [other for other in self._readers(low, high, microbatch) if self._carrier((way, low, other, microbatch)) == edge]
+
+    def _all_made(self, edge: Edge) -> bool:
+        """Whether every part of a message is there."""
+        makers = [edge[1]] if edge[0] == "up" else self._sharers(edge)
+        return all((edge[0], stage, edge[3]) in self.made for stage in makers)
 
     def _inputs(self, part: Action) -> Iterator[tuple[Edge, int]]:
         """The edges that a part reads, and the stage at the other end of each."""
@@ -258,9 +282,10 @@ class _Run:
             if self.table.lowered:
                 continue
             for edge, other in self._outputs(part):
-                target = self.table.placement.rank_of(other, microbatch)
-                if target != rank:
-                    self.outbox.append(Message(edge, rank, target, self._size(edge), self.now))
+                target, carrier = self.table.placement.rank_of(other, microbatch), self._carrier(edge)
+                if target != rank and edge in (carrier, ("down", *edge[1:])) and carrier not in self.put and self._all_made(carrier):
+                    self.put.add(carrier)
+                    self._put(carrier, rank, target, part.stage)
         self.ranks[rank].running = False
         self.ranks[rank].at += 1
 
@@ -268,9 +293,16 @@ class _Run:
 
     def _let_go(self, rank: int, part: Action) -> None:
         end = self._now_at(rank, 1)
+        microbatch, rank_of = part.microbatch or 0, self.table.placement.rank_of
         for edge, maker in self._inputs(part):
-            if self.table.placement.rank_of(maker, part.microbatch or 0) != rank:
+            if rank_of(maker, microbatch) != rank and self._is_last_use(part, edge):
                 self._hold(rank, end, "receive buffers", -self._size(edge))
+        for edge, reader in self._outputs(part):
+            parts = self._sharers(self._carrier(edge)) if edge[0] == "down" and rank_of(reader, microbatch) != rank else []
+            if len(parts) > 1:
+                there = sum(("down", stage, microbatch) in self.made for stage in parts)
+                change = (there == 1) - (there == len(parts))
+                self._hold(rank, end, "receive buffers", change * self._size(edge))
         activation, stash = (self._cost(name, part.stage, part.microbatch) for name in ("activation", "weight_stash"))
         if part.kind in (Kind.B, Kind.I):
             self._hold(rank, end, "activations", -activation)
@@ -278,6 +310,12 @@ class _Run:
             self._hold(rank, end, "weight stash", stash)
         elif part.kind is Kind.W:
             self._hold(rank, end, "weight stash", -stash)
+
+    def _is_last_use(self, part: Action, edge: Edge) -> bool:
+        """Whether all other users of a message are through: readers on the rank for an output, and one for each sum of gradients."""
+        if edge[0] == "up":
+            return all(("up", stage, edge[3]) in self.made for stage in self._sharers(self._carrier(edge)))
+        return edge == self._carrier(edge)
 
     def _now_at(self, rank: int, side: int) -> tuple[float, tuple[int, int]]:
         return self.now, (self.ranks[rank].at, side)
@@ -300,7 +338,7 @@ class _Run:
 
     def _try_send(self, rank: int, action: Action) -> bool:
         edge = self._edge(action)
-        if (edge[0], action.stage, edge[3]) not in self.made:
+        if not self._all_made(edge):
             return False
         far = edge[2] if edge[0] == "up" else edge[1]
         target = self.table.placement.rank_of(far, edge[3])
@@ -312,9 +350,13 @@ class _Run:
             if not (taken_by in self.arrived and taken_by in self.posted):
                 return False
         before.append(edge)
-        self.outbox.append(Message(edge, rank, target, self._size(edge), self.now))
+        self._put(edge, rank, target, action.stage)
         self._instant(rank)
         return True
+
+    def _put(self, edge: Edge, rank: int, target: int, sender: int) -> None:
+        _, user = self._user(edge, target)
+        self.outbox.append(Message(edge, rank, target, self._size(edge), self.now, (sender, user)))
 
     def _launch(self) -> None:
         """Put what was sent at this moment in line, and start what finds its links free."""
@@ -339,16 +381,15 @@ class _Run:
         self.busy_links -= links
         self.arrived.add(message.edge)
         if not self.table.lowered:
-            self._hold(message.target, (self.now, (self._user(message), -1)), "receive buffers", message.size)
+            self._hold(message.target, (self.now, (self._user(message.edge, message.target)[0], -1)), "receive buffers", message.size)
 
-    def _user(self, message: Message) -> int:
-        """The place in the receiver's row of the action that uses the message."""
-        way, low, high, microbatch = message.edge
-        stage, kinds = (high, (Kind.F,)) if way == "up" else (low, (Kind.B, Kind.I))
-        row = self.ranks[message.target].row
-        uses = [(part.stage, part.microbatch) == (stage, microbatch) and part.kind in kinds for action in row for part in action.parts]
-        of_part = [place for place, action in enumerate(row) for _ in action.parts]
-        return of_part[uses.index(True)]
+    def _user(self, edge: Edge, target: int) -> tuple[int, int]:
+        """The place in the receiver's row of the action that uses the message first, and its stage."""
+        way, low, _, microbatch = edge
+        stages, kinds = (self._sharers(edge), (Kind.F,)) if way == "up" else ([low], (Kind.B, Kind.I))
+        parts = ((place, part) for place, action in enumerate(self.ranks[target].row) for part in action.parts)
+        uses = ((place, p.stage) for place, p in parts if p.stage in stages and p.microbatch == microbatch and p.kind in kinds)
+        return next(uses)
 
     def _links(self, message: Message) -> set[object]:
         match self.costs.contention:

@@ -56,8 +56,8 @@ def of_transfer(transfer: Transfer) -> tuple[float, ...]:
 
 
 def of_message(message: Message) -> tuple[float, ...]:
-    kind, *rest = message.edge
-    return (message.source, message.target, kind == "up", *rest, message.left, message.arrived, message.size)
+    kind, _, _, microbatch = message.edge
+    return (message.source, message.target, kind == "up", *sorted(message.ends), microbatch, message.left, message.arrived, message.size)
 
 
 def compare_figures(timeline: Timeline, expected: Outcome) -> None:

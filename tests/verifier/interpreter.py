@@ -120,6 +120,8 @@ class Machine:
         self.trains = bool(kinds & {Kind.B, Kind.I, Kind.W})
         self.shards = bool(kinds & {Kind.UNSHARD, Kind.RESHARD})
         self.reduces = Kind.REDUCE_GRAD in kinds
+        actions = (action for row in self.rows for action in row)
+        self.named = {message_of(action) for action in actions if action.kind.is_communication}
         self.made: set[Token] = set()
         self.contexts: set[tuple[int, int]] = set()  # kept by F for the backward
         self.stashes: set[tuple[int, int]] = set()  # kept by I for W
@@ -192,11 +194,33 @@ class Machine:
             if self.placement.rank_of(source, part.microbatch) == rank:
                 if (data, source, part.microbatch) not in self.made:
                     raise Wrong(f"{part} before its own rank made {message}")
-            elif self.lowered and message not in self.posted:
+            elif not self.lowered:
+                awaited.append(message)
+            elif self._carrier(message) not in self.posted:
                 raise Wrong(f"{part} before its receive of {message}")
             else:
-                awaited.append(message)
+                awaited.append(self._carrier(message))
         return awaited
+
+    def _carrier(self, message: Message) -> Message:
+        """The message that brings what one would: itself if the program has it, else that of the farthest reader on the rank."""
+        if message in self.named:
+            return message
+        forward, microbatch = message.data is Kind.F, message.microbatch
+        source, reader = (message.source, message.target) if forward else (message.target, message.source)
+        farthest = max(self._readers(source, self.placement.rank_of(reader, microbatch), microbatch))
+        return message._replace(**{"target" if forward else "source": farthest})
+
+    def _readers(self, source: int, rank: int, microbatch: int) -> list[int]:
+        """The stages of a rank that read a stage's output."""
+        return [b for a, b in self.graph.edges if a == source and self.placement.rank_of(b, microbatch) == rank]
+
+    def _parts(self, rank: int, message: Message) -> list[int]:
+        """The stages whose work a message carries: all those whose gradients are summed in it."""
+        if message.data is Kind.F:
+            return [message.source]
+        others = self._readers(message.target, rank, message.microbatch)
+        return [stage for stage in others if self._carrier(message._replace(source=stage)) == message]
 
     def _make(self, rank: int, part: Action) -> None:
         stage, microbatch = part.stage, part.microbatch
@@ -235,7 +259,7 @@ class Machine:
             self.posted.add(message)
             self.wires.receive(message, ends[1], ends[0])
             return True
-        if (message.data, message.source, message.microbatch) not in self.made:
+        if any((message.data, stage, message.microbatch) not in self.made for stage in self._parts(rank, message)):
             raise Wrong(f"{action} sends what is not there")
         if message in self.sent:
             raise Wrong(f"{action} sends again")

@@ -11,6 +11,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Buffers, Program
 from penstock.ir.schedule import Schedule, pack_rows
+from penstock.verifier.verify import check
 from verifier.interpreter import explore, interpret
 
 BOTH = ("channels", "rendezvous")
@@ -45,6 +46,7 @@ TRAIN = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
 SPLIT = ("0F0 0SEND_F0 0RECV_B0 0I0 0W0", "1RECV_F0 1F0 1I0 1SEND_B0 1W0")
 V = Placement.v(1)
 TWO = Placement.bidirectional(2)
+SHARING = Placement.custom([0, 1, 1])
 
 RIGHT = {
     "training": made(*TRAIN),
@@ -60,6 +62,18 @@ RIGHT = {
         "1RECV_F0 1F0 1SEND_F0 1RECV_B0 1B0 1SEND_B0",
         "2RECV_F0<0 2RECV_F0 2F0 2B0 2SEND_B0 2SEND_B0>0",
         skips=((0, 2),),
+    ),
+    "two readers on a rank": made(
+        "0F0 0SEND_F0>2 0RECV_B0<2 0B0", "2RECV_F0<0 1F0 2F0 2B0 1B0 2SEND_B0>0", placement=SHARING, skips=((0, 2),)
+    ),
+    "two readers on a rank, a message each": made(
+        "0F0 0SEND_F0 0SEND_F0>2 0RECV_B0<2 0RECV_B0 0B0",
+        "1RECV_F0 1F0 2RECV_F0<0 2F0 2B0 2SEND_B0>0 1B0 1SEND_B0",
+        placement=SHARING,
+        skips=((0, 2),),
+    ),
+    "two readers on a rank, a gradient each": made(
+        "0F0 0SEND_F0>2 0RECV_B0<2 0RECV_B0 0B0", "2RECV_F0<0 1F0 2F0 2B0 2SEND_B0>0 1B0 1SEND_B0", placement=SHARING, skips=((0, 2),)
     ),
     "sharded": made("0UNSHARD 0F0 0RESHARD 0UNSHARD 0B0 0RESHARD"),
     "reduced": made("0F0 0F1 0B1 0B0 0REDUCE_GRAD", microbatches=2),
@@ -96,6 +110,18 @@ WRONG = {
     "early send": (made("0SEND_F0 0F0", "1RECV_F0 1F0"), "sends what is not there"),
     "double send": (made("0F0 0SEND_F0 0SEND_F0", "1RECV_F0 1F0"), "sends again|left over"),
     "double receive": (made("0F0 0SEND_F0", "1RECV_F0 1RECV_F0 1F0"), "receives again"),
+    "a sum that lacks a part": (
+        made("0F0 0SEND_F0>2 0RECV_B0<2 0B0", "2RECV_F0<0 1F0 2F0 2B0 2SEND_B0>0 1B0", placement=SHARING, skips=((0, 2),)),
+        "sends what is not there",
+    ),
+    "named after the nearest of two readers": (
+        made("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 2F0 2B0 1B0 1SEND_B0", placement=SHARING, skips=((0, 2),)),
+        "before its receive",
+    ),
+    "received for the second reader": (
+        made("0F0 0SEND_F0>2 0RECV_B0<2 0B0", "1F0 2RECV_F0<0 2F0 2B0 1B0 2SEND_B0>0", placement=SHARING, skips=((0, 2),)),
+        "before its receive",
+    ),
     "message on one rank": (made("0F0 0SEND_F0 1RECV_F0 1F0", placement=V), "stays on its rank"),
     "message along no edge": (made("0F0 0SEND_F0>2", "1F0", "2RECV_F0<0 2F0"), "no edge|before its receive"),
     "message the wrong way": (made("0F0 0SEND_F0", "1RECV_F0 1F0 1SEND_F0>0"), "no edge"),
@@ -119,6 +145,13 @@ WRONG = {
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_programs_are_right(name: str, semantics: str) -> None:
     assert outcome(RIGHT[name], semantics) is None
+
+
+@pytest.mark.parametrize("semantics", BOTH)
+@pytest.mark.parametrize("name", [*RIGHT, *WRONG])
+def test_the_verifier_agrees(name: str, semantics: str) -> None:
+    program, right = (RIGHT[name], True) if name in RIGHT else (WRONG[name][0], False)
+    assert (not check(program, semantics=semantics)) == right
 
 
 @pytest.mark.parametrize("semantics", BOTH)

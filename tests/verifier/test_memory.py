@@ -11,7 +11,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.table import Table
 from penstock.verifier.finding import Severity
-from penstock.verifier.memory import peak_memory
+from penstock.verifier.memory import held_in, peak_memory
 from penstock.verifier.verify import check
 from verifier.build import only, program, schedule
 
@@ -93,6 +93,28 @@ def test_the_end_of_the_input_backward_turns_the_activation_into_the_stash() -> 
     assert peak_memory(schedule("0F0 0I0 0W0"), costs) == [1.0]
     assert peak_memory(schedule("0F0 0I0 0F1 0I1 0W0 0W1"), costs) == [1.5]
     assert peak_memory(schedule("0F0 0B0"), costs) == [1.0]
+
+
+SHARED = "2RECV_F0<0 1F0 2F0 2B0 1B0 2SEND_B0>0"
+ALONE = "1RECV_F0 2RECV_F0<0 1F0 2F0 2B0 2SEND_B0>0 1B0 1SEND_B0"
+
+
+@pytest.mark.parametrize(
+    ("second", "first", "held"),
+    [
+        (SHARED, "0F0 0SEND_F0>2 0RECV_B0<2 0B0", [1, 1, 1, 0, 1, 0]),  # till the last reader; the sum while its first part waits
+        (ALONE, "0F0 0SEND_F0 0SEND_F0>2 0RECV_B0<2 0RECV_B0 0B0", [1, 2, 2, 1, 0, 0, 0, 0]),
+    ],
+)
+def test_a_message_with_two_readers_is_held_until_the_last_and_their_sum_until_it_is_whole(
+    first: str, second: str, held: list[int]
+) -> None:
+    table = program(first, second, placement=ps.Placement.custom([0, 1, 1]), graph=ps.StageGraph.chain(3, [(0, 2)]))
+    costs = Costs(activation=0.0, output=(1.0, 0.0, 0.0))
+    assert check(table) == []
+    assert held_in(table, costs)[table.rows.group_offsets[1] :].tolist() == held
+    timeline = ps.simulate(table, costs)
+    assert timeline.peak_memory == peak_memory(table, costs)
 
 
 def test_an_overlap_takes_before_it_gives() -> None:

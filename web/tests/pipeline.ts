@@ -69,6 +69,8 @@ export function gpipeDocument({ ranks, microbatches, costs = {}, more = {} }: Wa
       before: messages.map(({ from }) => from),
       after: messages.map(({ to }) => to),
       maker: messages.map(({ from }) => from),
+      begun: messages.map(({ from }) => from),
+      last: messages.map(({ to }) => to),
       source: messages.map(({ from }) => rankOf(from)),
       target: messages.map(({ to }) => rankOf(to)),
       channel: messages.map(channelOf),

@@ -6,6 +6,10 @@
 
 In a schedule these hold between compute actions. In a program what another rank makes comes as a message: the consumer
 needs its receive, which its own rank ran before, and the send, which it waits for; a send needs what it sends.
+
+An output goes once to each rank that reads it, and the gradients of all its readers there come back as one sum. That message
+is named after the edge to the farthest of these readers, its *carrier*. A program may also name a message for another of the
+edges: that edge then has its own, as every edge had in programs of version 0.1.
 """
 
 from __future__ import annotations
@@ -19,9 +23,12 @@ import numpy as np
 from penstock.ir import codes
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows
+
+_ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
+"""The two ends of a message, of activations (forward) and of gradients."""
 
 
 def needs(action: Action, graph: StageGraph) -> tuple[Action, ...]:
@@ -55,6 +62,21 @@ class Missing(NamedTuple):
 
     after: Ints
     code: Ints
+
+
+class Deliveries(NamedTuple):
+    """What crosses ranks, one value per message, all but `peer` entries."""
+
+    begun: Ints
+    """The first action that adds to it, and the last: they differ for a sum of several readers' gradients."""
+    made: Ints
+    sent: Ints
+    """The send; in a schedule the action that made it."""
+    first: Ints
+    """The first action that uses it, and the last: they differ for an output with several readers on the rank."""
+    last: Ints
+    peer: Ints
+    """The stage that the message is for; for an output with several readers on the rank, the farthest."""
 
 
 @dataclass(frozen=True)
@@ -118,26 +140,36 @@ class Linker:
             if not self.lowered:
                 self._resolve(made_by[far], after[far], code[far], data, missing)
                 continue
-            send, receive = (Kind.SEND_F, Kind.RECV_F) if forward else (Kind.SEND_B, Kind.RECV_B)
             after, source, microbatch = after[far], source[far], microbatch[far]
-            stage = self._stage[after]
-            cell = self._edge(stage, source) * self.microbatches + microbatch
-            for kind, at, other, into in ((receive, stage, source, local), (send, source, stage, data)):
-                self._resolve(self._ends[kind][cell], after, message_code(kind, at, other, microbatch), into, missing)
+            edge = self._edge(self._stage[after], source)
+            carrier = self.carried_by(forward, edge, microbatch)
+            if not forward:  # a sum is needed once, as the gradient of its carrier
+                own = carrier == edge
+                after, carrier, microbatch = after[own], carrier[own], microbatch[own]
+            low, high = self._edge_ends[carrier].T
+            stage, other = (high, low) if forward else (low, high)
+            cell = carrier * self.microbatches + microbatch
+            send, receive = _ENDS[forward]
+            for kind, at, away, into in ((receive, stage, other, local), (send, other, stage, data)):
+                self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
 
     def _send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
         """A send needs what it sends; and the pairs of send and receive."""
         pairs: list[Needs] = []
-        for send, receive, makers, maker in (
-            (Kind.SEND_F, Kind.RECV_F, self._forwards, Kind.F),
-            (Kind.SEND_B, Kind.RECV_B, self._gradients, Kind.I),
-        ):
+        for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
+            send, receive = _ENDS[forward]
             entries = self._of(send)
             stage, microbatch = self._stage[entries], self._microbatch[entries]
             self._resolve(makers[self._cell(stage, microbatch)], entries, codes.pack(stage, int(maker), microbatch), local, missing)
             sent, received = self._ends[send], self._ends[receive]
             both = (sent >= 0) & (received >= 0)
             pairs.append(Needs(sent[both], received[both]))
+        edge, carrier, microbatch = self.shared(forward=False)
+        entries, reader = self._ends[Kind.SEND_B][carrier * self.microbatches + microbatch], self._edge_ends[edge, 1]
+        there = entries >= 0
+        entries, reader, microbatch = entries[there], reader[there], microbatch[there]
+        code = codes.pack(reader, int(Kind.I), microbatch)
+        self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
         return _joined(pairs)
 
     @staticmethod
@@ -147,6 +179,23 @@ class Linker:
         if not there.all():
             missing.append(Missing(after[~there], code[~there]))
 
+    def first_use(self, forward: bool, low: Ints, high: Ints, microbatch: Ints) -> Ints:
+        """The entry that uses the message of each edge first, -1 where there is none."""
+        if not forward:
+            return self.gradient_at(low, microbatch)
+        use = self.forward_at(high, microbatch)
+        edge, carrier, shared_microbatch = self.shared(forward)
+        if not len(edge):
+            return use
+        never = len(self.rows.codes)
+        table = np.full(len(self.graph.edges) * self.microbatches, never, dtype=np.int64)
+        entries = self.forward_at(self._edge_ends[edge, 1], shared_microbatch)
+        np.minimum.at(table, carrier * self.microbatches + shared_microbatch, np.where(entries < 0, never, entries))
+        at = self._edge(low, high)
+        others = np.where(at < 0, never, table[at * self.microbatches + microbatch])
+        first = np.minimum(np.where(use < 0, never, use), others)
+        return np.where(first == never, -1, first)
+
     def forward_at(self, stage: Ints, microbatch: Ints) -> Ints:
         """The entry of each stage and microbatch's forward, -1 where there is none."""
         return np.asarray(self._forwards[self._cell(stage, microbatch)])
@@ -154,6 +203,42 @@ class Linker:
     def gradient_at(self, stage: Ints, microbatch: Ints) -> Ints:
         """The entry of each stage and microbatch's B or I, -1 where there is none."""
         return np.asarray(self._gradients[self._cell(stage, microbatch)])
+
+    # Which message carries what ---------------------------------------------------------------------------------------
+
+    def carried_by(self, forward: bool, edge: Ints, microbatch: Ints) -> Ints:
+        """The edge after which the message is named that carries each edge's activation (forward) or gradient."""
+        table = self._carriers[forward]
+        return edge if table is None else np.asarray(table[edge, microbatch])
+
+    def carrier_ends(self, forward: bool, one: Ints, other: Ints, microbatch: Ints) -> tuple[Ints, Ints]:
+        """The lower and the higher stage after which the message is named that carries what goes along the edge between two stages."""
+        if self._carriers[forward] is None:
+            return np.minimum(one, other), np.maximum(one, other)
+        low, high = self._edge_ends[self.carried_by(forward, self._edge(one, other), microbatch)].T
+        return low, high
+
+    def shared(self, forward: bool) -> tuple[Ints, Ints, Ints]:
+        """The edges that have no message of their own: the edge, the one that carries it, and the microbatch."""
+        table = self._carriers[forward]
+        if table is None:
+            return (np.zeros(0, dtype=np.int64),) * 3
+        edge, microbatch = np.nonzero(table != np.arange(len(table))[:, None])
+        return edge, table[edge, microbatch], microbatch
+
+    @cached_property
+    def _carriers(self) -> dict[bool, Ints | None]:
+        """For activations (True) and gradients, the carrier of each edge and microbatch; None where each edge is its own."""
+        carriers = carrier_edges(self.graph, self.placement)
+        own = np.arange(len(self.graph.edges))
+        if (carriers == own).all():
+            return {True: None, False: None}
+        usual = carriers[np.arange(self.microbatches) % len(carriers)].T
+        tables: dict[bool, Ints | None] = {}
+        for forward, (send, receive) in _ENDS.items():
+            named = ((self._ends[send] >= 0) | (self._ends[receive] >= 0)).reshape(usual.shape)
+            tables[forward] = np.where(named, own[:, None], usual)
+        return tables
 
     # Tables -----------------------------------------------------------------------------------------------------------
 
@@ -217,7 +302,11 @@ class Linker:
 
     @cached_property
     def _edge_keys(self) -> Ints:
-        return np.array([a * self.graph.stages + b for a, b in self.graph.edges], dtype=np.int64)
+        return self._edge_ends[:, 0] * self.graph.stages + self._edge_ends[:, 1]
+
+    @cached_property
+    def _edge_ends(self) -> Ints:
+        return np.array(self.graph.edges, dtype=np.int64).reshape(-1, 2)
 
     def _edge(self, one: Ints, other: Ints) -> Ints:
         """The index of the edge between two stages, -1 where there is none."""
@@ -231,6 +320,61 @@ class Linker:
 
     def _crosses(self, one: Ints, other: Ints, microbatch: Ints) -> Flags:
         return np.not_equal(self.placement.ranks_of(one, microbatch), self.placement.ranks_of(other, microbatch))
+
+
+def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
+    """For each copy of the model (rows) and edge (columns), the edge that carries it: to the farthest reader on the same rank.
+
+    An edge within one rank carries itself.
+
+    >>> graph = StageGraph.chain(4, skips=[(0, 2), (0, 3)])
+    >>> carrier_edges(graph, Placement.custom([0, 1, 0, 1])).tolist()
+    [[2, 1, 2, 3, 4]]
+    """
+    edges = np.array(graph.edges, dtype=np.int64).reshape(-1, 2)
+    carriers = np.empty((len(placement.copies), len(edges)), dtype=np.int64)
+    for copy, ranks in enumerate(np.array(placement.copies, dtype=np.int64)):
+        source, target = ranks[edges[:, 0]], ranks[edges[:, 1]]
+        key = np.where(source == target, -1 - np.arange(len(edges)), edges[:, 0] * placement.ranks + target)
+        _, last, group = np.unique(key[::-1], return_index=True, return_inverse=True)  # edges are sorted: the last is the farthest
+        carriers[copy] = (len(edges) - 1 - last)[group[::-1]]
+    return carriers
+
+
+def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Deliveries:
+    """Every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
+
+    `sharing` says whether any output has several readers; without, each pair of entries is a message.
+    """
+    before, after = links.data
+    begun, made = _makers(links, rows, sharing)
+    if not sharing:
+        return Deliveries(begun[before], made[before], before, after, after, rows.stage[after])
+    sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
+    span, ranks = len(rows.codes), len(rows)
+    key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
+    order = np.argsort(key, kind="stable")
+    starts = np.flatnonzero(np.append(True, key[order][1:] != key[order][:-1])[: len(key)])
+    if not len(starts):
+        return Deliveries(before, before, before, after, after, after)
+    before, after = before[order], after[order]
+    first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
+    sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
+    return Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer)
+
+
+def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
+    """For each entry that sends, the first and the last that makes what it sends; any other entry is its own maker."""
+    of_send = rows.is_kind(*SENDS)[links.local.after]
+    maker, send = links.local.before[of_send], links.local.after[of_send]
+    made = np.arange(len(rows.codes))
+    if not sharing:
+        made[send] = maker
+        return Needs(made, made)
+    begun, order = made.copy(), np.argsort(maker, kind="stable")
+    made[send[order]] = maker[order]
+    begun[send[order[::-1]]] = maker[order[::-1]]
+    return Needs(begun, made)
 
 
 def towards(kind: Kind) -> int:

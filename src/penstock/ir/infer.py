@@ -140,7 +140,7 @@ def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bo
 
 
 def _graph(rows: Rows, stages: int) -> StageGraph:
-    """The chain, and an edge for every message that names its peer."""
+    """The chain, and an edge for every message that names its peer; others that it carries are not in the file."""
     peers = peer_stages(rows)
     skips = np.flatnonzero(
         rows.is_kind(*SENDS, *RECEIVES) & (rows.peer >= 0) & (rows.stage < stages) & (peers < stages) & (rows.stage != peers)

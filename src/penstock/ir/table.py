@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
-from penstock.ir.dependencies import Linker, Links
+from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
@@ -62,7 +62,17 @@ class Table(ABC):
     @cached_property
     def links(self) -> Links:
         """Every dependency, resolved to entries of `rows`."""
-        return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered).links()
+        return self.linker.links()
+
+    @property
+    def linker(self) -> Linker:
+        """Made anew each time: its tables take room."""
+        return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered)
+
+    @property
+    def deliveries(self) -> Deliveries:
+        """Everything that crosses ranks, by message; made anew each time."""
+        return find_deliveries(self.links, self.rows, sharing=self.graph.output_table.shape[1] > 1)
 
     def __len__(self) -> int:
         return self.ranks
@@ -98,7 +108,7 @@ class Table(ABC):
         return Grid.spaced(self).text(mark=mark, steps=steps)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write PyTorch's CSV form: a row a rank, a cell an action."""
+        """Write PyTorch's CSV form: a row a rank, a cell an action. Of the stage graph it has only the edges that messages name."""
         from penstock.ir.csv_form import write_csv
 
         write_csv(self, path)

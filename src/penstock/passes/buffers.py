@@ -100,7 +100,8 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     A sender knows that a message was used when it has itself used what the receiver sent afterwards.
     """
     rows, num_ranks = program.rows, len(program.rows)
-    sends, uses = program.links.data
+    deliveries = program.deliveries
+    sends, uses = deliveries.sent, deliveries.first  # the first reader takes a message off its channel
     channel = (rows.rank[sends] * num_ranks + rows.rank[uses]) * 2 + (rows.kind[sends] == Kind.SEND_F)
     order = np.lexsort((sends, channel))
     sends, uses = sends[order], uses[order]

@@ -77,7 +77,7 @@ def place_receives(sent: Program, place: Placing) -> Rows:
 
 @dataclass(frozen=True)
 class _Messages:
-    """One entry a message, in the order of the rows: the send, the receive's code and rank, and the entry that uses the message."""
+    """One entry a message, in the order of the rows: the send, the receive's code and rank, and the first entry that uses the message."""
 
     send: Ints
     code: Ints
@@ -97,7 +97,8 @@ class _Messages:
             message_code(Kind.RECV_B, target, stage, microbatch),
         )
         rank = linker.placement.ranks_of(target, microbatch)
-        use = np.where(forward, linker.forward_at(target, microbatch), linker.gradient_at(target, microbatch))
+        low, high = np.minimum(stage, target), np.maximum(stage, target)
+        use = np.where(forward, *(linker.first_use(way, low, high, microbatch) for way in (True, False)))
         channel = (rows.rank[send] * len(rows) + rank) * 2 + forward
         there = use >= 0
         return cls(send[there], code[there], rank[there], use[there], channel[there])

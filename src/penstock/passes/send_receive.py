@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import PassError
-from penstock.ir.dependencies import message_code
+from penstock.ir.dependencies import Linker, message_code
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
@@ -19,7 +19,8 @@ from penstock.passes.receive import Placing, check_place, place_receives, prove
 class SendReceive(Pass):
     """A send right after each action whose output another rank needs, and its receive where `receive` says.
 
-    Stages on the same rank exchange nothing. An overlapped action is followed by the sends of all its parts.
+    Stages on the same rank exchange nothing. An output goes once to each rank that reads it; the gradients of all its readers
+    there go back as one sum, after the last of their backwards. An overlapped action is followed by the sends of all its parts.
     """
 
     name = "send-receive"
@@ -42,15 +43,16 @@ def add_sends(program: Program) -> Program:
     rows = program.rows
     if rows.is_kind(*SENDS, *RECEIVES).any():
         raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives anew")
-    made = [_sends(program, Kind.SEND_F), _sends(program, Kind.SEND_B)]
+    linker = program.linker
+    made = [_sends(linker, Kind.SEND_F), _sends(linker, Kind.SEND_B)]
     entries, makers = (np.concatenate(column) for column in zip(*made, strict=True))
     added: Rows = rows.insert(rows.group_ends[makers], entries, rows.rank[makers], tie=makers)
     return program.changed(rows=added)
 
 
-def _sends(program: Program, kind: Kind) -> tuple[Ints, Ints]:
-    """The code of each send of this kind, and the entry that makes what it sends."""
-    rows, graph, placement = program.rows, program.graph, program.placement
+def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
+    """The code of each send of this kind, and the entry that makes what it sends: of a sum, the last that adds to it."""
+    rows, graph, placement = linker.rows, linker.graph, linker.placement
     forward = kind is Kind.SEND_F
     makers = np.flatnonzero(rows.is_kind(Kind.F) if forward else rows.is_kind(Kind.B, Kind.I))
     table = graph.output_table if forward else graph.input_table
@@ -62,6 +64,17 @@ def _sends(program: Program, kind: Kind) -> tuple[Ints, Ints]:
         maker, other = makers[there], other[there]
         stage, microbatch = rows.stage[maker], rows.microbatch[maker]
         far = placement.ranks_of(stage, microbatch) != placement.ranks_of(other, microbatch)
-        entries.append(message_code(kind, stage[far], other[far], microbatch[far]))
-        at.append(maker[far])
-    return np.concatenate(entries), np.concatenate(at)
+        maker, stage, other, microbatch = maker[far], stage[far], other[far], microbatch[far]
+        low, high = linker.carrier_ends(forward, stage, other, microbatch)
+        if forward:
+            own = high == other
+            maker, low, high, microbatch = maker[own], low[own], high[own], microbatch[own]
+        entries.append(message_code(kind, *((low, high) if forward else (high, low)), microbatch))
+        at.append(maker)
+    code, maker = np.concatenate(entries), np.concatenate(at)
+    if forward or not len(linker.shared(forward)[0]):
+        return code, maker
+    order = np.lexsort((maker, code))
+    last = np.append(code[order][1:] != code[order][:-1], True)[: len(code)]
+    kept = np.sort(order[last])
+    return code[kept], maker[kept]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
-from penstock.ir.kind import COMPUTE, SENDS, Kind
+from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints
 from penstock.ir.table import Table
@@ -33,25 +33,15 @@ class Flat:
     def messages(self) -> Messages:
         """What crosses ranks, in the order in which it is sent: what one action sends to several stages goes to the lowest first."""
         table, rows = self.table, self.table.rows
-        before, after = table.links.data
-        order = np.argsort(before * table.stages + rows.stage[after], kind="stable")
-        before, after = before[order], after[order]
+        deliveries = table.deliveries
+        order = np.argsort(deliveries.sent * table.stages + deliveries.peer, kind="stable")
+        begun, maker, before, after, last, _ = (column[order] for column in deliveries)
         source, target = rows.rank[before], rows.rank[after]
         backward = rows.kind[after] != Kind.F
         channel = (source * len(rows) + target) * 2 + backward
         keys, index = np.unique(channel, return_inverse=True)
         names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
-        return Messages(before, after, self._makers(before), backward, source, target, index, names)
-
-    def _makers(self, before: Ints) -> Ints:
-        """The compute entry that makes each message: for a send, the one whose output it sends."""
-        if not self.table.lowered:
-            return before
-        rows, local = self.table.rows, self.table.links.local
-        of_send = rows.is_kind(*SENDS)[local.after]
-        maker = np.arange(len(rows.codes))
-        maker[local.after[of_send]] = local.before[of_send]
-        return np.asarray(maker[before])
+        return Messages(before, after, maker, begun, last, backward, source, target, index, names)
 
     def graph(self, contention: str = "independent") -> Graph:
         """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
@@ -192,7 +182,12 @@ class Messages:
 
     before: Ints
     after: Ints
+    """The first that uses it: those after it on the rank need not wait."""
     maker: Ints
+    begun: Ints
+    """The first that adds to it, where it is a sum of gradients whose last part is the maker's; else the maker."""
+    last: Ints
+    """The last that uses it."""
     backward: NDArray[np.bool_]
     source: Ints
     target: Ints

@@ -57,8 +57,9 @@ def curves(timeline: Timeline) -> list[Curve]:
     """Every rank's curve.
 
     An activation is held from the start of F to the end of I or B, which leaves the weight stash that the end of W frees;
-    a received message from its receive (in a schedule, its arrival) to the end of what uses it; parameters from the
-    start of UNSHARD to RESHARD. Ranks that never shard keep their parameters all the time.
+    a received message from its receive (in a schedule, its arrival) to the end of what uses it last; a sum of gradients for
+    another rank, among the receive buffers, from the end of the first backward that adds to it to the end of the last; parameters
+    from the start of UNSHARD to RESHARD. Ranks that never shard keep their parameters all the time.
     """
     made = [_activations(timeline), _stashes(timeline), _received(timeline), _unsharded(timeline)]
     category = np.repeat(np.arange(len(made)), [len(part.time) for part in made])
@@ -119,8 +120,13 @@ def _received(timeline: Timeline) -> _Changes:
         time, place = timeline.start[graph.receive], graph.receive.astype(np.int64) * 4
     else:
         time, place = timeline.arrive, graph.user.astype(np.int64) * 4 - 1
-    gives = _at(timeline, messages.after, -sizes, timeline.end, after=True)
-    return _together(_Changes(time, place, messages.target, sizes), gives)
+    sums = np.flatnonzero(messages.begun != messages.maker)
+    return _together(
+        _Changes(time, place, messages.target, sizes),
+        _at(timeline, messages.last, -sizes, timeline.end, after=True),
+        _at(timeline, messages.begun[sums], sizes[sums], timeline.end, after=True),
+        _at(timeline, messages.maker[sums], -sizes[sums], timeline.end, after=True),
+    )
 
 
 def _unsharded(timeline: Timeline) -> _Changes:

@@ -14,6 +14,7 @@ import numpy as np
 
 from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
+from penstock.ir.dependencies import Needs
 from penstock.ir.json_form import FORMAT
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
@@ -123,9 +124,9 @@ def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
         return {"timed": False, "graph": {"bounds": whole(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
     flat = Flat(table)
     graph, messages, group = flat.graph(), flat.messages, table.rows.group
-    before, after = (group[column] for column in table.links.local)
+    before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _beside_messages(table, flat), strict=True))
     pairs = np.unique(np.stack((after, before)), axis=1)
-    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
+    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "begun", "last", "source", "target", "channel")}
     columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
     return {
         "timed": True,
@@ -134,6 +135,13 @@ def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
         "messages": ends,
         "channels": [[source, target, kind.name] for source, target, kind in messages.channels],
     }
+
+
+def _beside_messages(table: Table, flat: Flat) -> Needs:
+    """Pairs across ranks that no message stands for: further readers of an output, and earlier parts of a sum of gradients."""
+    data, messages, span = table.links.data, flat.messages, len(table.rows.codes)
+    more = ~np.isin(data.before * span + data.after, messages.before * span + messages.after)
+    return Needs(data.before[more], data.after[more])
 
 
 def _runs(table: Table, costs: Costs) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
-from penstock.ir.dependencies import peer_stages
+from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
@@ -42,6 +42,10 @@ class Context:
     @property
     def graph(self) -> StageGraph:
         return self.table.graph
+
+    @cached_property
+    def linker(self) -> Linker:
+        return self.table.linker
 
     # Where entries belong ---------------------------------------------------------------------------------------------
 
@@ -100,7 +104,7 @@ class Context:
 
     @cached_property
     def message(self) -> Ints:
-        """Edge and microbatch in one number, -1 where there is no edge. One for each direction along the edge."""
+        """The edge that a message is named after and its microbatch in one number, -1 where there is no edge. One for each direction."""
         return np.where(self.edge >= 0, self.edge * self.table.microbatches + self.rows.microbatch, -1)
 
     @cached_property

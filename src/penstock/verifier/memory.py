@@ -26,8 +26,9 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
     """The most that each rank holds at once, along its own order and whatever the times.
 
     An activation is held from the start of F to the end of I or B, which leaves the weight stash until the end of W; a
-    received message from its RECV to the end of what uses it; gathered parameters from UNSHARD to RESHARD; and always the
-    shards, or the parameters where nothing is sharded. Without a backward no activation is held.
+    received message from its RECV to the end of what uses it last; a sum of gradients for another rank from the end of the first
+    backward that adds to it to the end of the last; gathered parameters from UNSHARD to RESHARD; and always the shards, or the
+    parameters where nothing is sharded. Without a backward no activation is held.
     """
     costs = costs or Costs()
     held, bounds = held_in(table, costs), table.rows.group_offsets.tolist()
@@ -83,14 +84,25 @@ class _Ledger:
         total += np.bincount(rows.group[at], weights=size[rows.stage[at], rows.microbatch[at]], minlength=self._groups)
 
     def _messages(self, takes: Floats, gives: Floats) -> None:
-        """Received messages that are used: the size is what the lower stage of the edge puts out."""
-        rows, local = self.table.rows, self.table.links.local
-        used = rows.is_kind(*RECEIVES)[local.before]
-        receive, use = local.before[used], local.after[used]
+        """Received messages until their last use, and sums of gradients until their last part: each of the size of the output."""
+        rows, local, deliveries = self.table.rows, self.table.links.local, self.table.deliveries
+        used = np.flatnonzero(rows.is_kind(*RECEIVES)[local.before])
+        last = np.full(len(rows.codes), -1, dtype=np.int64)
+        np.maximum.at(last, local.before[used], local.after[used])
+        receive = np.flatnonzero(last >= 0)
         lower = np.minimum(rows.stage[receive], peer_stages(rows)[receive])
-        size = self._table("output")[lower, rows.microbatch[receive]]
-        takes += np.bincount(rows.group[receive], weights=size, minlength=self._groups)
-        gives += np.bincount(rows.group[use], weights=size, minlength=self._groups)
+        self._hold(takes, receive, lower)
+        self._hold(gives, last[receive], lower)
+        sums = np.flatnonzero(deliveries.begun != deliveries.made)
+        lower = deliveries.peer[sums]
+        self._hold(gives, deliveries.begun[sums], lower, -1)
+        self._hold(gives, deliveries.made[sums], lower)
+
+    def _hold(self, total: Floats, entries: Ints, stage: Ints, sign: int = 1) -> None:
+        """Add the size of a stage's output at each entry."""
+        rows = self.table.rows
+        size = self._table("output")[stage, rows.microbatch[entries]]
+        total += sign * np.bincount(rows.group[entries], weights=size, minlength=self._groups)
 
 
 def _static(table: Table, costs: Costs) -> list[float]:

@@ -21,7 +21,7 @@ def once_each(context: Context) -> Iterator[Finding]:
     """The part of `complete` that is about messages."""
     crosses = _crosses(context)
     for kind in _OTHER_END:
-        needed = crosses if kind in _FORWARD or context.table.training else np.zeros_like(crosses)
+        needed = crosses & _carries(context, kind in _FORWARD) if kind in _FORWARD or context.table.training else np.zeros_like(crosses)
         entries = np.flatnonzero(context.rows.is_kind(kind) & (context.edge >= 0))
         count = np.bincount(context.message[entries], minlength=len(needed))
         yield from _lacking(context, kind, np.flatnonzero(needed & (count == 0)))
@@ -35,6 +35,14 @@ def _crosses(context: Context) -> Flags:
     microbatch = np.arange(context.table.microbatches)
     source, target = (context.placement.ranks_of(context.edges[:, end, None], microbatch) for end in (0, 1))
     return np.not_equal(source, target).ravel()
+
+
+def _carries(context: Context, forward: bool) -> Flags:
+    """For each edge and microbatch, whether it has a message of its own: not where that of a farther reader on the rank carries it."""
+    carries = np.ones((len(context.edges), context.table.microbatches), dtype=np.bool_)
+    edge, _, microbatch = context.linker.shared(forward)
+    carries[edge, microbatch] = False
+    return carries.ravel()
 
 
 def _lacking(context: Context, kind: Kind, missing: Ints) -> Iterator[Finding]:

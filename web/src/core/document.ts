@@ -8,7 +8,7 @@ type Json = Record<string, unknown>;
 
 const VERSION = 1;
 const GRAPH = ["bounds", "need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot"] as const;
-const ENDS = ["before", "after", "maker", "source", "target", "channel"] as const;
+const ENDS = ["before", "after", "maker", "begun", "last", "source", "target", "channel"] as const;
 const NONE = new Int32Array(0);
 
 /** Read a document; whatever is wrong with it is said in a sentence. */

@@ -94,7 +94,14 @@ function addReceived(view: View, timing: Timing, costs: Costs, changes: Changes)
     const place = lowered ? graph.receive[k] * 4 : graph.user[k] * 4 - 1;
     changes.add(messages.target[k], RECEIVED, time, place, size);
   });
-  sizes.forEach((size, k) => changes.at(messages.target[k], RECEIVED, graph.user[k], timing.end[graph.user[k]], -size, true));
+  const at = (entry: number, rank: number, size: number): void => {
+    const node = view.entries.node[entry];
+    changes.at(rank, RECEIVED, node, timing.end[node], size, true);
+  };
+  sizes.forEach((size, k) => at(messages.last[k], messages.target[k], -size));
+  const sums = Array.from(sizes.keys()).filter((k) => messages.begun[k] !== messages.maker[k]);
+  for (const k of sums) at(messages.begun[k], messages.source[k], sizes[k]);
+  for (const k of sums) at(messages.maker[k], messages.source[k], -sizes[k]);
 }
 
 function addParameters(view: View, timing: Timing, costs: Costs, changes: Changes): void {

@@ -78,10 +78,13 @@ export interface Entries {
 }
 
 export interface Messages {
-  /** Entries: what sends it, what uses it, what computes it. */
+  /** Entries: what sends it, what uses it first, what computes it. */
   before: Int32Array;
   after: Int32Array;
   maker: Int32Array;
+  /** Entries: the first that adds to a sum of gradients, which the maker completes; and the last that uses it. */
+  begun: Int32Array;
+  last: Int32Array;
   /** Ranks. */
   source: Int32Array;
   target: Int32Array;
@@ -114,7 +117,7 @@ export interface View {
   entries: Entries;
   nodes: number;
   graph: Graph;
-  /** Pairs of nodes of one rank: before must come before after. Sorted by after. */
+  /** Pairs of nodes that no message stands for, mostly of one rank: before must come before after. Sorted by after. */
   local: { before: Int32Array; after: Int32Array };
   messages: Messages;
   channels: Channel[];

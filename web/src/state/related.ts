@@ -23,16 +23,22 @@ function needs(view: View, node: number): Link[] {
     if (link.message >= 0) return [{ node: makerOf(view, link.message), message: link.message }];
     const received = view.graph.received[link.node];
     if (received >= 0) return [{ node: makerOf(view, received), message: received }];
-    return [link];
+    return computes(view, node) && sends(view, link.node) ? [] : [link]; // its receive says the same
   });
 }
 
 function unblocks(view: View, node: number): Link[] {
   return unblocksOf(view, node).flatMap((link) => {
     if (link.message >= 0 || computes(view, link.node)) return [link];
-    const sent = unblocksOf(view, link.node).filter((each) => each.message >= 0);
-    return sent.length ? sent : [link];
+    const users = unblocksOf(view, link.node);
+    const sent = users.find((each) => each.message >= 0);
+    return sent ? users.map(({ node: user }) => ({ node: user, message: sent.message })) : [link];
   });
+}
+
+/** Whether a node is a send: what it sends was computed before. */
+function sends(view: View, node: number): boolean {
+  return !computes(view, node) && view.graph.send_at[node] < view.graph.send_at[node + 1];
 }
 
 function unique(links: Link[]): Link[] {

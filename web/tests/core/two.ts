@@ -32,7 +32,7 @@ export function two(changes: Record<string, unknown> = {}): Record<string, unkno
       collective: [0, 0, 0, 0],
     },
     local: { before: [0, 2], after: [1, 3] },
-    messages: { before: [0, 3], after: [2, 1], maker: [0, 3], source: [0, 1], target: [1, 0], channel: [0, 1] },
+    messages: { before: [0, 3], after: [2, 1], maker: [0, 3], begun: [0, 3], last: [2, 1], source: [0, 1], target: [1, 0], channel: [0, 1] },
     channels: [
       [0, 1, "SEND_F"],
       [1, 0, "SEND_B"],

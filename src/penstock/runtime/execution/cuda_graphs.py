@@ -307,7 +307,7 @@ class Graphs:
     def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
         values = self._registers.values
         take = next(iter(self._links.gradient_sources(stage, microbatch)), None)
-        targets = self._links.gradient_targets(stage, microbatch)
+        targets, additions = self._links.gradient_targets(stage, microbatch), self._links.gradient_additions(stage, microbatch)
         context = self._registers.number("context", stage, microbatch)
         stash = self._registers.number("stash", stage, microbatch) if (stage, microbatch) in self._compute.split else None
 
@@ -329,6 +329,8 @@ class Graphs:
             for target in targets:
                 grads = [input_grad.clone() if running.has_gradient and input_grad is not None else None]
                 values[target] = grads if workspace.input.requires_grad else []
+            for add in additions:
+                add()
 
         return backward
 

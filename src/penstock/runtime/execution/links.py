@@ -12,6 +12,8 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.step_input import EMPTY
 from penstock.runtime.execution.registers import Registers
+from penstock.runtime.execution.shared_messages import SharedMessages
+from penstock.runtime.tensors.boundary import add_grads, copy_for_reader
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
 from penstock.text.table import format_table
@@ -50,6 +52,7 @@ class Links:
         """Takes DTensors apart to send them, if the pipeline has a device mesh."""
         self.number = zlib.crc32(program.rows.codes.tobytes(), number)
         """Tells the messages of this program of this pipeline from others'."""
+        self.shared = SharedMessages.of(program, rank)
         self.activity = group.activity(rank)
         self.inboxes: dict[Route, Inbox] = {}
         self.outboxes: dict[Route, Outbox] = {}
@@ -63,16 +66,42 @@ class Links:
         return [self._source("activations", stage, other, microbatch) for other in self._makers(stage)]
 
     def output_targets(self, stage: int, microbatch: int) -> list[int]:
-        """The registers from which the readers of a stage's output take it."""
-        return [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
+        """The registers from which the readers of a stage's output take it; readers on one rank may share a register."""
+        readers = self.program.graph.outputs_of(stage)
+        return list(dict.fromkeys(self._target("activations", stage, reader, microbatch) for reader in readers))
 
     def gradient_sources(self, stage: int, microbatch: int) -> list[Take]:
-        """Where the gradients of a stage's output come from: the farthest reader first, in the order in which autograd adds them."""
-        return [self._source("gradients", stage, other, microbatch) for other in sorted(self.program.graph.outputs_of(stage), reverse=True)]
+        """Where the gradients of a stage's output come from: the farthest reader first, in the order in which autograd adds them.
+
+        Readers on one other rank send one sum, which takes the place of the farthest of them.
+        """
+        readers = sorted(self.program.graph.outputs_of(stage), reverse=True)
+        carriers = dict.fromkeys(self.shared.carrier("gradients", stage, reader, microbatch) for reader in readers)
+        return [self._source("gradients", stage, carrier, microbatch) for carrier in carriers]
 
     def gradient_targets(self, stage: int, microbatch: int) -> list[int]:
         """The registers for the gradients of a stage's inputs, in the order of `input_sources`."""
         return [self._target("gradients", stage, other, microbatch) for other in self._makers(stage)]
+
+    def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
+        """What a backward does after it has filled its targets: add up the gradients that go to another rank as one sum."""
+        sources = [other for other in self._makers(stage) if self.shared.addition(other, stage, microbatch)[0]]
+        return [self._addition(stage, source, microbatch) for source in sources]
+
+    def _addition(self, stage: int, source: int, microbatch: int) -> Operation:
+        parts, begun = self.shared.addition(source, stage, microbatch)
+        carrier = self.shared.carrier("gradients", source, stage, microbatch)
+        values, total = self.registers.values, self.registers.number("sending", "gradients", carrier, source, microbatch)
+        terms = [self.registers.number("part", "gradients", part, source, microbatch) for part in parts]
+
+        def add() -> None:
+            grads = values[total] if begun else None
+            for term in terms:
+                grads = values[term] if grads is None else add_grads(grads, values[term])
+                values[term] = EMPTY
+            values[total] = grads
+
+        return add
 
     def fellow_readers(self, stage: int) -> list[int]:
         """Other stages that read an input of this one."""
@@ -80,8 +109,11 @@ class Links:
         return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
 
     def borrowed_inputs(self, stage: int, microbatch: int) -> list[bool]:
-        """For each input of a stage, whether it lies in memory of the stage that made it."""
-        return [self.group.shares_memory or self._rank_of(other, microbatch) == self.rank for other in self._makers(stage)]
+        """For each input of a stage, whether it lies in memory of the stage that made it, or of another stage that reads it."""
+        return [
+            self.group.shares_memory or self._rank_of(other, microbatch) == self.rank or self.shared.is_shared(other, stage, microbatch)
+            for other in self._makers(stage)
+        ]
 
     def _makers(self, stage: int) -> list[int]:
         return sorted(self.program.graph.inputs_of(stage), reverse=True)
@@ -99,7 +131,11 @@ class Links:
                 return value
 
             return take_handed
-        register = self.registers.number("received", content, other, stage, microbatch)
+        source, reader = (other, stage) if content == "activations" else (stage, other)
+        carrier = self.shared.carrier(content, source, reader, microbatch)
+        ends = (source, carrier) if content == "activations" else (carrier, source)
+        is_read_again = content == "activations" and self.shared.is_read_again(source, reader, microbatch)
+        register = self.registers.number("received", content, *ends, microbatch)
         inbox, activity, pieces = self._inbox(self._rank_of(other, microbatch), content), self.activity, self.pieces
 
         def take_received() -> Any:
@@ -109,14 +145,21 @@ class Links:
                 activity.began = clock()  # the time before was spent waiting
                 if activity.watch is not None:
                     activity.watch.begin_again()
-            values[register] = EMPTY
+            if is_read_again:
+                value = copy_for_reader(value, stage)
+            else:
+                values[register] = EMPTY
             return value if pieces is None else pieces.together(value)
 
         return take_received
 
     def _target(self, content: str, stage: int, other: int, microbatch: int) -> int:
-        sort = "handed" if self._rank_of(other, microbatch) == self.rank else "sending"
-        return self.registers.number(sort, content, stage, other, microbatch)
+        if self._rank_of(other, microbatch) == self.rank:
+            return self.registers.number("handed", content, stage, other, microbatch)
+        if content == "activations":
+            return self.registers.number("sending", content, stage, self.shared.carrier(content, stage, other, microbatch), microbatch)
+        is_summed = bool(self.shared.parts(other, stage, microbatch))
+        return self.registers.number("part" if is_summed else "sending", content, stage, other, microbatch)
 
     # Messages ---------------------------------------------------------------------------------------------------------
 

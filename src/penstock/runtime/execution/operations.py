@@ -271,7 +271,7 @@ class StageOperations:
         values, part = self.registers.values, self.stages[stage]
         takes = self.links.gradient_sources(stage, microbatch)
         first, more = (takes[0], takes[1:]) if takes else (None, [])
-        targets = self.links.gradient_targets(stage, microbatch)
+        targets, additions = self.links.gradient_targets(stage, microbatch), self.links.gradient_additions(stage, microbatch)
         context = self.registers.number("context", stage, microbatch)
         stash = self.registers.number("stash", stage, microbatch) if (stage, microbatch) in self.split else None
         deferrable = None if stash is None else part.deferrable()
@@ -298,6 +298,8 @@ class StageOperations:
                 values[stash] = deferral
             for target, leaves in zip(targets, wanting, strict=False):
                 values[target] = [leaf.grad for leaf in leaves]
+            for add in additions:
+                add()
 
         return backward
 

@@ -11,8 +11,8 @@ class Registers:
     """Numbered registers, allocated by name while the operations are built and addressed by number while a step runs.
 
     A name is a tuple whose first word says what the register holds: `context` (a forward's saved state), `stash` (weight gradients
-    that wait for W), `received`, `sending`, or `handed` (a value for another stage of this rank). An operation that takes a value
-    leaves `EMPTY` behind, so that nothing stays referenced longer than the program needs it.
+    that wait for W), `received`, `sending`, `part` (of a gradient sum), or `handed` (a value for another stage of this rank). An
+    operation that takes a value leaves `EMPTY` behind, so that nothing stays referenced longer than the program needs it.
     """
 
     def __init__(self) -> None:

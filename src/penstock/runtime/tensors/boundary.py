@@ -183,6 +183,18 @@ def cut(value: Any) -> Any:
     return _map_once(value, lambda leaf: leaf.detach().requires_grad_(leaf.requires_grad))
 
 
+def copy_for_reader(value: Any, stage: int) -> Any:
+    """A received message as one of several readers may have it: its own beginning for autograd, and its own plain objects."""
+    if type(value) is Tensor:
+        return cut(value)
+    leaves, spec = pytree.tree_flatten(value)
+    others = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and type(leaf) not in FIXED]
+    if others:
+        for place, copy in zip(others, _copied([leaves[place] for place in others], stage), strict=True):
+            leaves[place] = copy
+    return cut(pytree.tree_unflatten(leaves, spec))
+
+
 def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """The tree with each tensor changed, once for all the places that it stands in."""
     changed: dict[int, Tensor] = {}
