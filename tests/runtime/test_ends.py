@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from penstock.runtime.transport.processes import Ends
+from penstock.runtime.transport.processes import ChannelEnds
 
 
 class Work:
@@ -24,7 +24,7 @@ class Work:
 
 
 class End:
-    def __init__(self, ends: Ends, *works: Work) -> None:
+    def __init__(self, ends: ChannelEnds, *works: Work) -> None:
         self.flight: deque[Any] = deque((number, work, bytearray(8)) for number, work in enumerate(works))
         self.itself = self  # such as the closures of a program: only the collector finds it
         ends.add(self, self.flight)
@@ -34,7 +34,7 @@ class End:
 
 
 def test_ends_go_with_whatever_uses_them() -> None:
-    ends = Ends()
+    ends = ChannelEnds()
     for _ in range(5):
         kept = [End(ends), End(ends)]
         gc.collect()
@@ -46,7 +46,7 @@ def test_ends_go_with_whatever_uses_them() -> None:
 
 @pytest.mark.parametrize("lost", [False, True])
 def test_sends_of_an_end_that_is_gone_are_waited_for_by_the_next(lost: bool) -> None:
-    ends, works = Ends(), [Work(), Work(lost=lost), Work()]
+    ends, works = ChannelEnds(), [Work(), Work(lost=lost), Work()]
     End(ends, *works)
     gc.collect()
     assert len(ends) == 0
@@ -61,7 +61,7 @@ def test_sends_of_an_end_that_is_gone_are_waited_for_by_the_next(lost: bool) -> 
 
 
 def test_dropping_lets_go_of_all_sends() -> None:
-    ends, here, gone = Ends(), Work(), Work()
+    ends, here, gone = ChannelEnds(), Work(), Work()
     end = End(ends, here)
     End(ends, gone)
     gc.collect()

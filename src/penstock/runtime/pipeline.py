@@ -25,7 +25,7 @@ from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share, StepResult, check_same
 from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
-from penstock.runtime.device import device
+from penstock.runtime.device.streams import current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import overlap_of
@@ -44,8 +44,8 @@ from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
 from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
 from penstock.runtime.parallel.mesh import group_of
-from penstock.runtime.transport.activity import in_words
-from penstock.runtime.transport.failures import describe
+from penstock.runtime.transport.activity import describe_action
+from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
@@ -78,7 +78,7 @@ def _tell(pipeline: Any, error: Exception) -> None:
         pipeline.group.enter(pipeline.rank, pipeline.deadline)
     except PipelineError:  # a failure that this rank had yet to raise; its own error does instead
         return
-    headline = f"{pipeline.group.called(pipeline.rank)} refused what it was given for the step: {describe(error)}"
+    headline = f"{pipeline.group.describe_rank(pipeline.rank)} refused what it was given for the step: {describe_error(error)}"
     pipeline.group.report_failure(pipeline.rank, headline, error)
 
 
@@ -168,7 +168,7 @@ class Pipeline:
         self.deadline = _checked_deadline(deadline)
         self.group: Group
         self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.number = self.group.count(self.rank)
+        self.number = self.group.number_pipeline(self.rank)
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
         split, loss_fn, weight = recognised(model, split, loss_fn, weight)
@@ -210,7 +210,7 @@ class Pipeline:
         self.statistics = RunningStatistics(self)
         self._buffers = Buffers()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
-            device.stand_on(self.gather("stream", device.lane())[0])
+            use_stream(self.gather("stream", current_stream())[0])
         if graphs:
             refuse_graphs(self)
 
@@ -498,7 +498,7 @@ class Pipeline:
     def _meet(self, name: str, share: Share) -> list[Share]:
         """Everyone's share of a result, if all ran the same step."""
         shares = self.gather(name, share)
-        check_same(shares, self.group.called)
+        check_same(shares, self.group.describe_rank)
         return shares
 
     def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
@@ -512,8 +512,8 @@ class Pipeline:
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """One report for all ranks: what failed where."""
-        where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
-        headline = f"{where} failed on {self.group.called(self.rank)}: {describe(error)}"
+        where = "the step" if executor.failed_at is None else describe_action(executor.failed_at)
+        headline = f"{where} failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from penstock.errors import ScheduleError
-from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.transport.group import EMPTY
 
 _PARTS = ("inputs", "labels", "outputs", "loss", "gradients", "input gradients")
 

@@ -8,10 +8,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
+from penstock.runtime.transport.group import EMPTY
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.subgroup import Slice
+from penstock.runtime.transport.subgroup import get_subgroup
 
 if TYPE_CHECKING:
     from penstock.ir.action import Action
@@ -31,7 +31,7 @@ class Transport:
     """
 
     def __init__(self, deadline: float, pipe: Sequence[int] | None = None, data: Sequence[int] | None = None) -> None:
-        self._group, self._rank = current()
+        self._group, self._rank = get_group()
         self._deadline = deadline
         self.pipe = tuple(range(self._group.ranks) if pipe is None else pipe)
         self.data = tuple((self._rank,) if data is None else data)
@@ -69,15 +69,15 @@ class Transport:
         if len(members) == 1:
             return [value]
         if isinstance(self._group, Processes) and len(members) < self._group.ranks:
-            slice_ = Slice.of(self._group, members)
-            return slice_.gather(slice_.rank, name, value, self._deadline)
+            subgroup = get_subgroup(self._group, members)
+            return subgroup.gather(subgroup.rank, name, value, self._deadline)
         everyone = self.gather_all(name, value)
         return [everyone[member] for member in members]
 
     def connect_replicas(self) -> Any:
         """What sums and copies tensors over the ranks of this stage, where they are processes; they must just have met."""
         assert isinstance(self._group, Processes)
-        return Slice.of(self._group, self.data).collectives(self._deadline)
+        return get_subgroup(self._group, self.data).connect_collectives(self._deadline)
 
     @property
     def timeout(self) -> timedelta:

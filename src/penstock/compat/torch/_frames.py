@@ -16,7 +16,7 @@ from torch import Tensor
 
 from penstock.compat.torch._p2p import Op, _wait_batch_p2p
 from penstock.compat.torch._utils import PipeliningMetadataError
-from penstock.runtime.transport.activity import clock
+from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.message_format import NUMBER, OVERFLOW, PROGRAM, SENT, TRAILER, Form, empty, pack_new, trailer, unpack_new
 
 ACTIVATIONS, GRADIENTS = 0, 1

@@ -14,12 +14,12 @@ import torch
 from penstock import __version__
 from penstock.errors import CheckpointError, nearest
 from penstock.runtime.checkpoint.files import Checkpoint, Draft, found
+from penstock.runtime.checkpoint.meeting import Meeting
 from penstock.runtime.checkpoint.model_state import Held, Known, Model, known_names, ties_of
 from penstock.runtime.checkpoint.optimizer_state import Optimizers
 from penstock.runtime.checkpoint.training_state import Schedulers, Stateful, Training
 from penstock.runtime.pipeline import Pipeline
-from penstock.runtime.transport.current_group import current
-from penstock.runtime.transport.failures import Meeting
+from penstock.runtime.transport.current_group import get_group
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.writing import Writing
@@ -61,7 +61,7 @@ class Checkpoints:
         there = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not there.is_dir():
             raise CheckpointError(f"checkpoints cannot be in {self.folder}: {there} is no folder")
-        members, self.rank = current(group)
+        members, self.rank = get_group(group)
         self.ranks = members.ranks
         self.meeting = Meeting(members, self.rank, deadline)
         self._writing: Writing | None = None

@@ -23,8 +23,8 @@ from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share
 from penstock.runtime.batch.side_outputs import Extras, collect
-from penstock.runtime.batch.step_input import EMPTY, NOTHING, Feed
-from penstock.runtime.device import device
+from penstock.runtime.batch.step_input import NOTHING, Feed
+from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.operations import Computing
 from penstock.runtime.execution.overlap import HOOK, Overlap, TwoStreams, hook_of, pair
@@ -33,8 +33,7 @@ from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.split_backward.deferrable import in_place
-from penstock.runtime.transport.activity import clock
-from penstock.runtime.transport.group import Group, Operation, Outbox, Route
+from penstock.runtime.transport.group import EMPTY, Group, Operation, Outbox, Route
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Executor(Computing):
         """When each action of the last run began, once it had what it needs, and ended."""
         self.recording = False
         """Whether a device is asked when it has run each action."""
-        self.watch: device.Watch | None = None
+        self.watch: ActionTimer | None = None
         """Tells when that was in the last run."""
         self._blank = [EMPTY] * len(self._places)
         self.cells[:] = self._blank
@@ -119,12 +118,12 @@ class Executor(Computing):
             self.clear()
         activity.stop()
         if logger.isEnabledFor(logging.DEBUG) and (said := new_sizes(self.sends, self.outboxes)):
-            logger.debug("%s sends what is new:\n%s", self.group.called(self.rank), said)
+            logger.debug("%s sends what is new:\n%s", self.group.describe_rank(self.rank), said)
         return feed.share
 
-    def _set_watch(self) -> device.Watch | None:
+    def _set_watch(self) -> ActionTimer | None:
         """A new one for each step: the last step's may still be asked."""
-        self.watch = self.activity.watch = device.watch(len(self.actions)) if self.recording else None
+        self.watch = self.activity.watch = create_timer(len(self.actions)) if self.recording else None
         if self.watch is not None:
             self.watch.start()
         return self.watch
@@ -305,7 +304,7 @@ def new_sizes(sends: Mapping[Route, Sequence[Action]], outboxes: Mapping[Route, 
 
 
 def _rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
-    told = [(sends[number], form) for number, form in outbox.learned()]
+    told = [(sends[number], form) for number, form in outbox.new_forms()]
     for (_, said, size), run in groupby(told, key=lambda one: (one[0].stage, str(one[1]), one[1].size)):
         actions = [action for action, _ in run]
         last = f" to {actions[-1]}" if len(actions) > 1 else ""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.transport.activity import Activity, clock
-from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.device.timing import clock
+from penstock.runtime.transport.activity import Activity
+from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
 
 if TYPE_CHECKING:
     from penstock.runtime.tensors.dtensor_messages import Pieces

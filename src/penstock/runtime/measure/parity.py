@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.runtime.batch.side_outputs import collect, unwrap
 from penstock.runtime.batch.step_input import ABSENT, Feed
-from penstock.runtime.device import device
+from penstock.runtime.device.rng import get_rng_state, set_rng_state
 from penstock.runtime.model.hugging_face import opened
 from penstock.runtime.model.module_state import ModuleState, is_same_value
 from penstock.runtime.model.partition import Part
@@ -153,9 +153,9 @@ def parity(pipeline: Pipeline, feed: Feed, batch: Batch) -> Parity:
         pipeline.data.copy_buffers()
         references = _reference_parts(pipeline, parts)
         again = _copied(references)
-        before = device.random_state()
+        before = get_rng_state()
         mine = _step(pipeline, feed)
-        after = device.random_state()
+        after = get_rng_state()
     loop = _Reference(pipeline, references, replace(pieces, scales=feed.scales, seed=feed.seed, first=feed.first))
     if not _is_random_state_right(pipeline, loop, before, after):
         mine.differs.append(f"random state of rank {pipeline.rank}")
@@ -178,7 +178,7 @@ def parity(pipeline: Pipeline, feed: Feed, batch: Batch) -> Parity:
 def _kept(pipeline: Pipeline) -> Iterator[None]:
     """Leave gradients, parameters with hooks, all state of this rank's stages, and the random state as they are."""
     held = [parameter for _, parameter in pipeline.local_parameters()]
-    grads, steps, random = [parameter.grad for parameter in held], pipeline._steps, device.random_state()
+    grads, steps, random = [parameter.grad for parameter in held], pipeline._steps, get_rng_state()
     hooked = [(parameter, parameter.detach().clone()) for parameter in held if parameter._post_accumulate_grad_hooks]
     layers = [layer for index in pipeline.stages for layer in _part(pipeline, index).modules]
     states = [ModuleState.capture(layer) for layer in layers]
@@ -187,7 +187,7 @@ def _kept(pipeline: Pipeline) -> Iterator[None]:
         yield
     finally:
         pipeline._steps = steps
-        device.set_random_state(random)
+        set_rng_state(random)
         for parameter, grad in zip(held, grads, strict=True):
             parameter.grad = grad
         for parameter, value in hooked:
@@ -355,7 +355,7 @@ class _Reference:
             part.module.zero_grad(set_to_none=True)
         with kept_random_state(), torch.enable_grad():
             loss = self._run()
-            self.random_state = device.random_state()
+            self.random_state = get_rng_state()
         grads = {name: parameter.grad for part in parts for name, parameter in part.parameters}
         self.layouts = {name: _layout(grad) for name, grad in grads.items()}
         self.numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
@@ -398,9 +398,9 @@ class _Reference:
     @contextmanager
     def _watched(self, stage: int) -> Iterator[None]:
         """Note whether a stage draws random numbers."""
-        before = device.random_state()
+        before = get_rng_state()
         yield
-        if not _is_same_random_state(before, device.random_state()):
+        if not _is_same_random_state(before, get_rng_state()):
             self.draws.add(stage)
 
 

@@ -16,7 +16,9 @@ from penstock.errors import PlacementError, ScheduleError, WholeBackwardNeeded, 
 from penstock.planner.profile import Layer, Profile
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.device import device as device_calls
+from penstock.runtime.device.gpu import default_device_type, device_name, is_initialized
+from penstock.runtime.device.memory import PeakMemory
+from penstock.runtime.device.timing import Stopwatch
 from penstock.runtime.measure import memory as holdings
 from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
 from penstock.runtime.model.module_state import ModuleState
@@ -140,7 +142,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
     if device is None:
         return value
     try:
-        where = torch.device(device_calls.best() if device == "auto" else device)
+        where = torch.device(default_device_type() if device == "auto" else device)
         torch.empty(0, device=where)
     except (RuntimeError, AssertionError) as error:  # torch's answers to a name that it does not know, and to a device that is not there
         raise ScheduleError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
@@ -151,7 +153,7 @@ def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], v
 
 def _device_name(args: Any) -> str:
     device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return device_calls.name_of(device)
+    return device_name(device)
 
 
 @dataclass
@@ -271,7 +273,7 @@ class _One:
     def _run_once(self) -> tuple[float, float, float]:
         """How long F, I and W take; what a layer is given, its input and the gradients of its output, is made outside of these."""
         leaves = cut(self.given)
-        watch = device_calls.Stopwatch(self.given)
+        watch = Stopwatch(self.given)
         run = self._forward(leaves)
         watch.mark()
         grads = run.ones()
@@ -285,9 +287,9 @@ class _One:
 
     def _workspace(self, held: int) -> int:
         """What a device gives out at most while F, I, W or B runs, beyond what is held then; nothing where none counts it."""
-        if not device_calls.is_running():
+        if not is_initialized():
             return 0
-        peak = device_calls.Peak()
+        peak = PeakMemory()
         run = self._forward(cut(self.given))
         grads = run.ones()
         beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
@@ -312,7 +314,7 @@ class _One:
 
 
 def _beyond(work: Callable[[], None]) -> int:
-    peak = device_calls.Peak()
+    peak = PeakMemory()
     work()
     return peak.bytes()
 

@@ -20,13 +20,13 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError, nearest
 from penstock.planner.profile import Profile
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
-from penstock.runtime.device.device import best, own_device
+from penstock.runtime.device.gpu import claim_gpu, default_device_type
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.train.data_order import DataOrder
 from penstock.runtime.train.training_file import Script
-from penstock.runtime.transport.current_group import current, rank
+from penstock.runtime.transport.current_group import get_group, rank
 from penstock.simulator.timeline import Timeline
 
 Load = Callable[[], Script]
@@ -52,12 +52,12 @@ class How:
 
     def place(self) -> torch.device:
         """This rank's device; `cuda` is the one of its own on this machine."""
-        return own_device(rank()) if self.device == "cuda" else torch.device(self.device)
+        return claim_gpu(rank()) if self.device == "cuda" else torch.device(self.device)
 
 
 def known_device(name: str) -> str:
     """The kind of device to train on; `auto` is a GPU if there is one."""
-    found = best() == "cuda"
+    found = default_device_type() == "cuda"
     if name == "auto":
         return "cuda" if found else "cpu"
     if name not in ("cpu", "cuda"):
@@ -186,7 +186,7 @@ _DEADLINE = 3600.0
 
 def measured(load: Load, how: How, sizes: Sequence[int], tell: Callable[[Moment], None]) -> Profile | None:
     """The model's profile by the first rank, while the others keep quiet, and the link from it to the second."""
-    group, rank = current()
+    group, rank = get_group()
     found = _profile(load, how, sizes, tell) if rank == 0 else None
     group.gather(rank, "profile", None, _DEADLINE)
     if how.device != "cpu" or group.ranks == 1 or rank > 1:

@@ -1,180 +1,126 @@
-"""Some of the processes as a group of their own: a row or a column of a device mesh.
-
-They are numbered from 0 and have channels and exchanges of their own, but one alarm with all: whatever fails anywhere in the mesh,
-every rank of it raises the same report.
-"""
+"""Some of the processes as a group of their own: a row or a column of a device mesh."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Hashable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 
 from penstock.errors import PipelineError
-from penstock.runtime.device.device import direct_connection, stop
+from penstock.runtime.device.connections import abort_connection, connect_devices
 from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.all_gather import Exchange
-from penstock.runtime.transport.direct_channels import DirectInbox, DirectOutbox
-from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
+from penstock.runtime.transport.all_gather import AllGather
 from penstock.runtime.transport.group import Group, Inbox, Outbox, Route
-from penstock.runtime.transport.processes import Ends, Processes
+from penstock.runtime.transport.processes import Processes
 from penstock.runtime.transport.store import PrefixStore
 
 _TAGS = 1 << 27
-"""Above the tags of programs. Two processes can be together in several slices, so that each has one of its own."""
+"""Above the tags of programs. Two processes can be in several subgroups together, so each subgroup has a tag of its own."""
 
 
-class Slice(Group):
-    """The processes `members` of a whole, this one among them."""
+def get_subgroup(parent: Processes, members: Sequence[int]) -> Subgroup:
+    """The subgroup of these ranks of a group, this process's rank among them. It is made when first asked for."""
+    subgroup: Subgroup | None = parent.subgroups.get(tuple(members))
+    if subgroup is None:
+        subgroup = parent.subgroups[tuple(members)] = Subgroup(parent, members)
+    return subgroup
+
+
+class Subgroup(Group):
+    """A view of a group that numbers the ranks `members` from 0.
+
+    It translates ranks and delegates to the parent, so that failures and generations are the parent's: whatever fails on any rank
+    of the parent, all of them raise the same report. Only all-gathers and collectives are its own, because just the members take
+    part in them.
+    """
 
     parallel = True
 
-    def __init__(self, whole: Processes, members: Sequence[int]) -> None:
-        self.whole, self.members = whole, tuple(members)
-        self.rank, self.ranks = self.members.index(whole.rank), len(self.members)
-        self.learning = False
+    def __init__(self, parent: Processes, members: Sequence[int]) -> None:
+        self.parent, self.members = parent, tuple(members)
+        self.rank, self.ranks = self.members.index(parent.rank), len(self.members)
         self._name = "-".join(map(str, self.members))
-        self._agreed: dict[tuple[int, int], list[Any]] = {}
-        self._renumbered: _Renumbered | None = None
+        self._all_gather = AllGather(parent, self.members, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
         self._collectives: tuple[int, Any] | None = None
-        self.exchange = Exchange(self, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
-        whole.ends.add(self.exchange)
-        whole.ends.add(self)
-
-    # What it has of the whole -----------------------------------------------------------------------------------------
-
-    @classmethod
-    def of(cls, whole: Processes, members: Sequence[int]) -> Slice:
-        """The one slice of these members."""
-        found: Slice | None = whole.slices.get(tuple(members))
-        if found is None:
-            found = whole.slices[tuple(members)] = cls(whole, members)
-        return found
-
-    @property
-    def generation(self) -> int:
-        return self.whole.generation
-
-    @property
-    def ends(self) -> Ends:
-        return self.whole.ends
-
-    @property
-    def mine(self) -> Activity:
-        return self.whole.mine
-
-    @property
-    def connection(self) -> Any:
-        """The whole's, with this group's numbers; None where it is closed."""
-        connection = self.whole.connection
-        if connection is None:
-            return None
-        found = self._renumbered
-        if found is None or found.connection is not connection:
-            found = self._renumbered = _Renumbered(connection, self.members)
-        return found
+        """The connection for collectives, and the parent's generation that it belongs to."""
+        parent.ends.add(self._all_gather)
+        parent.ends.add(self)
 
     @property
     def direct(self) -> bool:  # type: ignore[override]
-        return self.whole.direct
+        return self.parent.direct
 
     @property
     def rendezvous(self) -> bool:  # type: ignore[override]
-        return self.whole.rendezvous
+        return self.parent.rendezvous
 
-    def called(self, rank: int) -> str:
-        return self.whole.called(self.members[rank])
+    def describe_rank(self, rank: int) -> str:
+        return self.parent.describe_rank(self.members[rank])
 
     def activity(self, rank: int) -> Activity:
-        return self.whole.mine
+        return self.parent.activity(self.members[rank])
 
     def ident(self, thing: object) -> Hashable:
-        return self.whole.ident(thing)
+        return self.parent.ident(thing)
 
-    def count(self, rank: int) -> int:
-        return self.whole.count(rank)
-
-    # Failures ---------------------------------------------------------------------------------------------------------
-
-    def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
-        self.whole.lost(self.members[peer], what, error)
+    def number_pipeline(self, rank: int) -> int:
+        return self.parent.number_pipeline(self.members[rank])
 
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
-        return self.whole.report_failure(self.whole.rank, headline, cause)
+        return self.parent.report_failure(self.members[rank], headline, cause)
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
-        self.whole.fail(self.whole.rank, error, fatal=fatal)
+        self.parent.fail(None if rank is None else self.members[rank], error, fatal=fatal)
 
     def enter(self, rank: int, deadline: float) -> None:
-        self.whole.enter(self.whole.rank, deadline)
-
-    # Messages ---------------------------------------------------------------------------------------------------------
+        self.parent.enter(self.members[rank], deadline)
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return DirectOutbox(self, route, program, deadline) if self.direct else FramedOutbox(self, route, slots, program, deadline)
+        return self.parent.outbox(self._parent_route(route), slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
+        return self.parent.inbox(self._parent_route(route), program, deadline)
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:
-        self.whole.open(map(self._of_whole, routes), deadline)
+        self.parent.open(map(self._parent_route, routes), deadline)
 
-    def data(self, route: Route, peer: int) -> tuple[Any, int]:
-        return self.whole.data(self._of_whole(route), self.members[peer])
-
-    def _of_whole(self, route: Route) -> Route:
+    def _parent_route(self, route: Route) -> Route:
         source, target, what = route
         return self.members[source], self.members[target], what
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
-            everyone = self.gather(self.rank, "inputs", inputs, deadline)
-            self.learning = self._agreed.get((self.generation, program)) != everyone
-            self._agreed[self.generation, program] = everyone
+            known = self.parent.generation, inputs
+            self.parent.forms.agree(program, known, lambda changed: self.gather(self.rank, "inputs", changed, deadline))
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
-        return self.exchange.gather(name, value, deadline)
+        return self._all_gather.run(name, value, deadline)
 
-    # Sums and copies of tensors ---------------------------------------------------------------------------------------
+    def connect_collectives(self, deadline: float) -> Any:
+        """The process group for sums and copies of tensors among the members; a new one after each failure.
 
-    def collectives(self, deadline: float) -> Any:
-        """The connection for what these ranks compute together; a new one after a failure."""
+        The members must have just met in a `gather`, so that none of them waits for one that has failed.
+        """
         self.enter(self.rank, deadline)
-        if self._collectives is None or self._collectives[0] != self.generation:
-            board = PrefixStore(f"slice/{self._name}", self.whole.alarm.store)
-            made = direct_connection(board, self.rank, self.ranks, deadline) if self.direct else self._gloo(board, deadline)
-            self._collectives = self.generation, made
+        generation = self.parent.generation
+        if self._collectives is None or self._collectives[0] != generation:
+            store = PrefixStore(f"slice/{self._name}", self.parent.board.store)
+            connect = connect_devices if self.direct else self._connect_gloo
+            self._collectives = generation, connect(store, self.rank, self.ranks, deadline)
         return self._collectives[1]
 
-    def _gloo(self, board: Any, deadline: float) -> Any:
+    def _connect_gloo(self, store: Any, rank: int, ranks: int, deadline: float) -> Any:
         try:
-            return dist.ProcessGroupGloo(board, self.rank, self.ranks, timedelta(seconds=deadline))
+            return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=deadline))
         except RuntimeError as error:
-            self.lost((self.rank + 1) % self.ranks, f"ranks {list(self.members)} to connect", error)
+            self.parent.raise_lost(self.members[(rank + 1) % ranks], f"ranks {list(self.members)} to connect", error)
 
     def drop(self) -> None:
-        """Let go of the connections; who waits for this rank then knows."""
-        self._renumbered = None
-        found, self._collectives = self._collectives, None
-        if found is not None:
-            stop(found[1])
-
-
-class _Renumbered:
-    """A connection on which ranks have the numbers of a slice."""
-
-    __slots__ = ("connection", "members", "recv_from", "send_to")
-
-    def __init__(self, connection: Any, members: Sequence[int]) -> None:
-        self.connection, self.members = connection, members
-        self.send_to, self.recv_from = connection.send, connection.recv
-
-    def send(self, frames: Any, target: int, tag: int) -> Any:
-        return self.send_to(frames, self.members[target], tag)
-
-    def recv(self, frames: Any, source: int, tag: int) -> Any:
-        return self.recv_from(frames, self.members[source], tag)
+        """Close the connection for collectives, which wakes the members that wait for this rank."""
+        collectives, self._collectives = self._collectives, None
+        if collectives is not None:
+            abort_connection(collectives[1])
