@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from penstock.runtime.transport.direct_channels import FormAgreement, FormAgreements
 from penstock.runtime.transport.processes import ChannelEnds
 
 
@@ -72,3 +75,64 @@ def test_dropping_lets_go_of_all_sends() -> None:
     End(ends)
     assert not here.waited
     assert not gone.waited
+
+
+class Ranks:
+    """The agreements of several ranks that gather what each of them says."""
+
+    def __init__(self, count: int) -> None:
+        self.forms = [FormAgreements() for _ in range(count)]
+
+    def make_ends(self, program: int, *ranks: int) -> list[FormAgreement]:
+        return [self.forms[rank].join(program) for rank in ranks]
+
+    def agree(self, program: int, inputs: list[Any]) -> None:
+        """Each rank on a thread of its own, as they wait for each other."""
+        said: dict[int, bool] = {}
+        met = threading.Barrier(len(self.forms))
+
+        def agree(rank: int) -> None:
+            def gather(changed: bool) -> list[bool]:
+                said[rank] = changed
+                met.wait(10)
+                return [said[other] for other in range(len(self.forms))]
+
+            self.forms[rank].agree(program, inputs[rank], gather)
+
+        with ThreadPoolExecutor(len(self.forms)) as pool:
+            list(pool.map(agree, range(len(self.forms))))
+
+
+def test_all_ranks_learn_forms_when_inputs_of_any_change() -> None:
+    ranks = Ranks(3)
+    ends = ranks.make_ends(7, 0, 1, 2)
+    learning = []
+    for inputs in (["a", "b", "c"], ["a", "b", "c"], ["a", "x", "c"], ["a", "x", "c"]):
+        ranks.agree(7, inputs)
+        learning.append([end.learning for end in ends])
+    assert learning == [[True] * 3, [False] * 3, [True] * 3, [False] * 3]
+
+
+def test_all_ranks_learn_forms_when_one_has_a_new_end() -> None:
+    """It knows no forms, however often the program has run with these inputs, and even if the old end is still there."""
+    ranks = Ranks(2)
+    ends = ranks.make_ends(7, 0, 1)
+    ranks.agree(7, ["a", "b"])
+    ranks.agree(7, ["a", "b"])
+    assert not any(end.learning for end in ends)
+    ranks.make_ends(7, 1)
+    ranks.agree(7, ["a", "b"])
+    assert all(end.learning for end in ends)
+
+
+def test_agreements_go_with_the_ends_of_their_programs() -> None:
+    ranks = Ranks(1)
+    for program in range(20):
+        ends = ranks.make_ends(program, 0, 0, 0)
+        assert len({id(end) for end in ends}) == 1
+        ranks.agree(program, ["a"])
+    assert len(ranks.forms[0]) <= 2
+    del ends
+    ranks.agree(20, ["a"])  # without channels
+    gc.collect()
+    assert len(ranks.forms[0]) == 1

@@ -68,7 +68,7 @@ def test_gathers_leave_nothing_behind() -> None:
         groups.append(group)
 
     launch(work, 3)
-    assert groups[0]._boards == {}
+    assert groups[0]._gatherings == {}
 
 
 @pytest.mark.parametrize("parallel", [False, True])

@@ -94,7 +94,7 @@ def through(form: Form, value: Any) -> Any:
     form.pack(value, slot.address)
     slot.words[NUMBER] = 7
     frame = form.frame()
-    assert frame.numel() * frame.element_size() == form.size == slot.frames[0].numel()
+    assert frame.numel() * frame.element_size() == form.size == slot.buffers[0].numel()
     ctypes.memmove(frame.data_ptr(), slot.address, form.size)
     assert trailer(frame)[NUMBER] == 7
     return form.unpack(frame)
@@ -262,8 +262,8 @@ def test_words_of_a_frame_do_not_touch_its_tensors() -> None:
     form.pack(value, slot.address)
     for word, number in ((PROGRAM, 2**32 - 1), (NUMBER, 5), (SENT, 2**62), (OVERFLOW, -1)):
         slot.words[word] = number
-        assert trailer(slot.frames[0])[word] == number
-    assert torch.equal(slot.frames[0][:17], value)
+        assert trailer(slot.buffers[0])[word] == number
+    assert torch.equal(slot.buffers[0][:17], value)
 
 
 # Between ranks outside of a program -------------------------------------------------------------------------------------

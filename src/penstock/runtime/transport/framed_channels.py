@@ -75,7 +75,7 @@ class FramedOutbox(Outbox):
         self.count = 0
         self._new.clear()
         self._greeting.words[PROGRAM] = self.program
-        self._dispatch(0, self._greeting.frames, TAGS[self.route[2]], self._greeting)
+        self._dispatch(0, self._greeting.buffers, TAGS[self.route[2]], self._greeting)
 
     def put(self, value: Any) -> None:
         number, forms, sends = self.count, self.forms, self.sends
@@ -85,9 +85,9 @@ class FramedOutbox(Outbox):
         if number >= len(forms):
             self._put_new(number, TRAILER, value)
         elif (form := forms[number]).fits(value):
-            slot = self._take_frame(form.size)
-            form.pack(value, slot.address)
-            self._send(number, slot, 0)
+            frame = self._take_frame(form.size)
+            form.pack(value, frame.address)
+            self._send(number, frame, 0)
         else:
             self._put_new(number, form.size, value)
 
@@ -106,15 +106,15 @@ class FramedOutbox(Outbox):
         free = self.free.get(size)
         return free.pop() if free else Frame(size)
 
-    def _keep(self, slot: Frame) -> None:
-        if slot.size not in self.free and len(self.free) >= SIZES:
+    def _keep(self, frame: Frame) -> None:
+        if frame.size not in self.free and len(self.free) >= SIZES:
             self.free.clear()
-        self.free.setdefault(slot.size, []).append(slot)
+        self.free.setdefault(frame.size, []).append(frame)
 
-    def _send(self, number: int, slot: Frame, overflow: int) -> None:
-        words = slot.words
+    def _send(self, number: int, frame: Frame, overflow: int) -> None:
+        words = frame.words
         words[NUMBER], words[SENT], words[OVERFLOW] = number, clock(), overflow
-        self._dispatch(number, slot.frames, self.tag, slot)
+        self._dispatch(number, frame.buffers, self.tag, frame)
 
     def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: Frame | Tensor) -> None:
         try:

@@ -47,11 +47,11 @@ def empty(size: int) -> Tensor:
 class Frame:
     """A frame to send, with its address and trailer at hand."""
 
-    __slots__ = ("address", "frames", "size", "words")
+    __slots__ = ("address", "buffers", "size", "words")
 
     def __init__(self, size: int) -> None:
         frame = empty(size)
-        self.size, self.frames, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
+        self.size, self.buffers, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ class Processes(Group):
     def __init__(self, store: Any, rank: int, ranks: int, deadline: float, transport: str = "auto") -> None:
         self.rank, self.ranks = rank, ranks
         self.transport = transport
+        self._activity = Activity()
         self.names: list[str] = []
         """A second name of each rank for messages, if any: its place in a device mesh."""
         self.subgroups: dict[tuple[int, ...], Any] = {}
@@ -70,7 +71,6 @@ class Processes(Group):
         self._devices: DeviceConnections | None = None
         self._routes: list[Route] = []
         self._pipelines = 0
-        self._activity = Activity()
         self._failure: FailureReport | None = None
         self._raised = False
         """Whether this rank has raised the failure."""

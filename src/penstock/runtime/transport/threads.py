@@ -72,7 +72,7 @@ class VirtualGroup(Group):
         self.parallel = parallel
         self.failure: _Failure | None = None
         self._channels: dict[Route, ThreadChannel] = {}
-        self._boards: dict[int, _Gathering] = {}
+        self._gatherings: dict[int, _Gathering] = {}
         self._gathered = [0] * ranks
         self._gates = [threading.Semaphore(0) for _ in range(ranks)]
         self._change = threading.Condition(threading.RLock())
@@ -95,7 +95,7 @@ class VirtualGroup(Group):
         with self._change:
             self._ended.add(rank)
             if self.parallel:
-                self._look_for_deadlock()
+                self._check_deadlock()
                 self._change.notify_all()
         if not self.parallel:
             self._pass_on(rank)
@@ -109,7 +109,7 @@ class VirtualGroup(Group):
             activity.since, activity.waits = clock(), what
             self._waiting[rank] = _Waiting(ready, what)
             if self.parallel:
-                self._look_for_deadlock()
+                self._check_deadlock()
         try:
             if not self._sleep(rank, lambda: ready() or self.failure is not None, deadline):
                 self.fail(rank, PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"), fatal=True)
@@ -133,19 +133,19 @@ class VirtualGroup(Group):
 
     def _pass_on(self, rank: int) -> None:
         """Give the turn to the next rank that can go on. If none can, all wait for each other, which is a deadlock."""
-        self._look_for_deadlock()
+        self._check_deadlock()
         order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
-        able = next((other for other in order if other not in self._ended and self._is_able(other)), None)
-        if able is not None:
-            self._gates[able].release()
+        next_rank = next((other for other in order if other not in self._ended and self._can_go_on(other)), None)
+        if next_rank is not None:
+            self._gates[next_rank].release()
 
-    def _is_able(self, rank: int) -> bool:
+    def _can_go_on(self, rank: int) -> bool:
         waits = self._waiting.get(rank)
         return self.failure is not None or waits is None or waits.ready()
 
-    def _look_for_deadlock(self) -> None:
+    def _check_deadlock(self) -> None:
         alive = [rank for rank in range(self.ranks) if rank not in self._ended]
-        if alive and not any(map(self._is_able, alive)):
+        if alive and not any(map(self._can_go_on, alive)):
             self.fail(None, PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
 
     def notify(self) -> None:
@@ -203,7 +203,7 @@ class VirtualGroup(Group):
                 channel.messages.clear()
                 channel.posted.clear()
                 channel.sent.clear()
-            self._boards.clear()
+            self._gatherings.clear()
             self._gathered = [0] * self.ranks
             return True
 
@@ -245,23 +245,23 @@ class VirtualGroup(Group):
         with self._change:
             number = self._gathered[rank]
             self._gathered[rank] += 1
-            board = self._boards.setdefault(number, _Gathering())
-            board.names[rank], board.values[rank], board.events[rank] = name, value, record_event()
+            gathering = self._gatherings.setdefault(number, _Gathering())
+            gathering.names[rank], gathering.values[rank], gathering.events[rank] = name, value, record_event()
             self._change.notify_all()
-        self._check_names(rank, name, board)
-        self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
-        values = [board.values[other] for other in range(self.ranks)]
-        for event in board.events.values():
+        self._check_names(rank, name, gathering)
+        self.wait(rank, lambda: len(gathering.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
+        values = [gathering.values[other] for other in range(self.ranks)]
+        for event in gathering.events.values():
             wait_event(event)
         record_use(values)
         with self._change:
-            board.read += 1
-            if board.read == self.ranks:
-                del self._boards[number]
+            gathering.read += 1
+            if gathering.read == self.ranks:
+                del self._gatherings[number]
         return values
 
-    def _check_names(self, rank: int, name: str, board: _Gathering) -> None:
-        for other, their_name in list(board.names.items()):
+    def _check_names(self, rank: int, name: str, gathering: _Gathering) -> None:
+        for other, their_name in list(gathering.names.items()):
             if their_name != name:
                 error = PipelineError(
                     f"rank {rank} is at {name!r}, but rank {other} at {their_name!r}: every rank must make the same calls in the same order"
