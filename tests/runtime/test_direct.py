@@ -115,7 +115,7 @@ def test_form_that_changes_by_itself_is_refused(workers: Workers, transport: str
     assert again == (True, True)
     assert said[0] == said[1]
     assert said[0].startswith(
-        "rank 0 made activations 0 of the form float32[4, 6], where the steps before had float32[2, 6]: on this device"
+        "rank 0 made activations 0 of the form float32[4, 6], but earlier steps had float32[2, 6]: on this device"
     )
 
 

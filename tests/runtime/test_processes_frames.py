@@ -24,7 +24,7 @@ from penstock.runtime.transport.message_format import (
     SENT,
     TRAILER,
     Form,
-    Frame,
+    SendFrame,
     is_dense,
     pack_new,
     trailer,
@@ -90,7 +90,7 @@ TREES = st.recursive(
 
 def through(form: Form, value: Any) -> Any:
     """A value of a form that stands, from the frame it is sent from into the one it is received in."""
-    slot = Frame(form.size)
+    slot = SendFrame(form.size)
     form.pack(value, slot.address)
     slot.words[NUMBER] = 7
     frame = form.frame()
@@ -258,7 +258,7 @@ def test_words_of_a_frame_do_not_touch_its_tensors() -> None:
     value = torch.full((17,), 3, dtype=torch.uint8)
     form = Form.of(value)
     assert form.size % TRAILER == 0
-    slot = Frame(form.size)
+    slot = SendFrame(form.size)
     form.pack(value, slot.address)
     for word, number in ((PROGRAM, 2**32 - 1), (NUMBER, 5), (SENT, 2**62), (OVERFLOW, -1)):
         slot.words[word] = number

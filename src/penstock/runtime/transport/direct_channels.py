@@ -151,7 +151,7 @@ class DirectOutbox(Outbox):
         form = self.forms[number]
         if not form.fits(value, plain=False):
             what, rank = self.route[2], self.route[0]
-            text = f"{self.group.describe_rank(rank)} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
+            text = f"{self.group.describe_rank(rank)} made {what} {number} of the form {Form.of(value)}, but earlier steps had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
         if self.sends_plain:
             self.ahead.put(form.plain(value))

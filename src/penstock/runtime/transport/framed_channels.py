@@ -17,7 +17,7 @@ from penstock.runtime.transport.message_format import (
     SENT,
     TRAILER,
     Form,
-    Frame,
+    SendFrame,
     empty,
     pack_new,
     trailer,
@@ -52,7 +52,7 @@ class FramedOutbox(Outbox):
     def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program = group, route, slots, program
         self.target, self.tag = route[1], tag_of(route[2], program)
-        self._greeting = Frame(TRAILER)
+        self._greeting = SendFrame(TRAILER)
         self._waits_for = f"{group.describe_rank(self.target)} to take {route[2]}"
         self.activity = group.activity(route[0])
         self.timeout = timedelta(seconds=deadline)
@@ -60,9 +60,9 @@ class FramedOutbox(Outbox):
         self._new: list[int] = []
         self.generation = group.generation
         self.count = 0
-        self.sends: deque[tuple[int, Any, Frame | Tensor]] = deque()
+        self.sends: deque[tuple[int, Any, SendFrame | Tensor]] = deque()
         """Sends in progress: number, work, and the object that holds the memory, because the work does not."""
-        self.free: dict[int, list[Frame]] = {}
+        self.free: dict[int, list[SendFrame]] = {}
         """Frames to reuse, by their size."""
         group.ends.add(self, self.sends)
 
@@ -102,21 +102,21 @@ class FramedOutbox(Outbox):
     def new_forms(self) -> list[tuple[int, Any]]:
         return [(number, self.forms[number]) for number in self._new]
 
-    def _take_frame(self, size: int) -> Frame:
+    def _take_frame(self, size: int) -> SendFrame:
         free = self.free.get(size)
-        return free.pop() if free else Frame(size)
+        return free.pop() if free else SendFrame(size)
 
-    def _keep(self, frame: Frame) -> None:
+    def _keep(self, frame: SendFrame) -> None:
         if frame.size not in self.free and len(self.free) >= SIZES:
             self.free.clear()
         self.free.setdefault(frame.size, []).append(frame)
 
-    def _send(self, number: int, frame: Frame, overflow: int) -> None:
+    def _send(self, number: int, frame: SendFrame, overflow: int) -> None:
         words = frame.words
         words[NUMBER], words[SENT], words[OVERFLOW] = number, clock(), overflow
         self._dispatch(number, frame.buffers, self.tag, frame)
 
-    def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: Frame | Tensor) -> None:
+    def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: SendFrame | Tensor) -> None:
         try:
             self.sends.append((number, self.group.connection.send(frames, self.target, tag), held))
         except (RuntimeError, AttributeError) as error:  # AttributeError: the connection was closed meanwhile
@@ -130,7 +130,7 @@ class FramedOutbox(Outbox):
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
             self.group.raise_lost(self.target, self._waits_for, error)
-        if isinstance(held, Frame) and held.size <= REUSED and held is not self._greeting:
+        if isinstance(held, SendFrame) and held.size <= REUSED and held is not self._greeting:
             self._keep(held)
         activity.waits = None
         activity.began = clock()  # the time before was spent waiting

@@ -44,7 +44,7 @@ def empty(size: int) -> Tensor:
     return torch.empty(size, dtype=torch.uint8)
 
 
-class Frame:
+class SendFrame:
     """A frame to send, with its address and trailer at hand."""
 
     __slots__ = ("address", "buffers", "size", "words")
