@@ -15,6 +15,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
+from penstock.runtime.batch.result import Share
 from penstock.runtime.device import gpu, graphs, memory, multiprocessors, rng, streams, timing
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
@@ -154,6 +155,23 @@ def test_a_recorded_step_has_the_devices_times(name: str) -> None:
     assert (found.depart <= found.arrive).all()
     assert np.isfinite(found.start).all()
     assert found.bubble < 1
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, and on which streams it is used."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def record_stream(self, stream: Stream) -> None:
+        self.__dict__.setdefault("used", []).append(stream)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_gathered_tensors_are_kept_until_they_are_used() -> None:
+    """Also those in the fields of a dataclass, as a step's result has them."""
+    alone, inside, deep = (torch.zeros(1).as_subclass(OnDevice) for _ in range(3))
+    streams.record_use([alone, torch.zeros(1), Share(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}}), Share, None])
+    assert [tensor.__dict__["used"] for tensor in (alone, inside, deep)] == [[here.stream]] * 3
 
 
 @pytest.mark.usefixtures("pretended")
