@@ -128,7 +128,7 @@ OPTIONS = [
     (("train", "binary.py", "-p", 2), 2, "binary.py could not be run: SyntaxError"),
     (("train", "training.py:biuld", "-p", 2), 2, "has no function 'biuld': .*did you mean 'build'"),
     (("train", "no such file", "-p", 2), 2, "is not a training file"),
-    (("train", "training.py", "--device", "cpu"), 2, "how many ranks are there to be"),
+    (("train", "training.py", "--device", "cpu"), 2, "the number of ranks is not known"),
     ((*TRAIN, "-p", -2), 2, "--ranks -2: give a whole number of at least 1"),
     ((*TRAIN, "--schedule", "gpip"), 2, "there is no schedule 'gpip': did you mean 'gpipe'"),
     ((*TRAIN, "--schedule", "folder"), 2, "folder is a folder, not a file"),

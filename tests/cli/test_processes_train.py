@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.cli.main import main
 from penstock.cli.wish import Wish
 from penstock.runtime import DataOrder
-from penstock.runtime.train import ranks as crews
+from penstock.runtime.train import ranks as rank_processes
 
 ROOT = Path(__file__).parents[2]
 SMALL = """
@@ -52,7 +52,7 @@ def file(tmp_path):
 @pytest.fixture
 def pool(workers, monkeypatch):
     """The command takes the processes of the tests in place of its own."""
-    monkeypatch.setattr(crews, "Workers", lambda ranks: contextlib.nullcontext(workers))
+    monkeypatch.setattr(rank_processes, "Workers", lambda ranks: contextlib.nullcontext(workers))
     return workers
 
 
@@ -182,7 +182,7 @@ def test_functions_that_fail_are_named(run, pool, tmp_path, old, new, said):
     ],
 )
 def test_wrong_options_are_refused_before_anything_starts(refused, file, options, said, monkeypatch):
-    monkeypatch.setattr(crews, "Workers", None)
+    monkeypatch.setattr(rank_processes, "Workers", None)
     assert said in refused(2, "train", file, "-p", 4, *options)
 
 
@@ -203,7 +203,7 @@ def plan_file(tmp_path: Path) -> Path:
     ],
 )
 def test_a_plan_stays_what_it_was_proved_for(refused, file, plan_file, options, said, monkeypatch):
-    monkeypatch.setattr(crews, "Workers", None)
+    monkeypatch.setattr(rank_processes, "Workers", None)
     assert re.search(said, refused(2, "train", file, "--schedule", plan_file, *options))
 
 
@@ -213,7 +213,7 @@ def test_a_plan_brings_its_batch(file, plan_file):
 
 
 def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypatch):
-    monkeypatch.setattr(crews, "Workers", None)
+    monkeypatch.setattr(rank_processes, "Workers", None)
     (tmp_path / "taken").touch()
     assert "cannot be written" in refused(2, "train", file, "-p", 4, "--report", tmp_path / "taken" / "deep" / "report.html")
 
@@ -223,7 +223,7 @@ def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypa
     [
         ("x = 1", "has no function 'build': a training file has build() and data()"),
         (SMALL.replace("def data", "def date"), "has no function 'data': a training file has build() and data(); did you mean 'date'"),
-        (SMALL + "\noptimizer = 3", "has a 'optimizer' that is no function"),
+        (SMALL + "\noptimizer = 3", "is not callable: a training file has build() and data()"),
         (SMALL + "\nsplit = 3", "'split' of"),
         ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
         ("1 +", "SyntaxError"),

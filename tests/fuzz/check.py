@@ -140,7 +140,7 @@ def _is_refusal(error: BaseException) -> bool:
     """Whether the library raised it on purpose, be it inside a step, of which all ranks report; not torch's errors that it reports."""
     if not isinstance(error, PenstockError):
         return False
-    inner = re.match(r".*?(?:failed on rank|refused what it was given).*?: (\w+)(?:: |$)", first_line(error))
+    inner = re.match(r".*?(?:failed on rank|refused its input).*?: (\w+)(?:: |$)", first_line(error))
     return inner is None or issubclass(getattr(errors, inner[1], Exception), PenstockError)
 
 

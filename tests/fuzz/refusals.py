@@ -64,7 +64,7 @@ RULES = (
     Rule("an array in a batch", r"the batch has a NumPy array", lambda case, features: _feeds(features, "array")),
     Rule(
         "another count of microbatches than the schedule was written for",
-        r"was loaded or written for \d+",
+        r"is fixed to \d+, because it was loaded",
         lambda case, features: case.form in LOADED and "more" in case.script,
     ),
     Rule(
@@ -90,7 +90,7 @@ RULES = (
     ),
     Rule(
         "a parameter that was added late",
-        r"was added to the model after the pipeline was made",
+        r"was added to the model after the pipeline was created",
         lambda case, features: "late" in case.script,
     ),
 )

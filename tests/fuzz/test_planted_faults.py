@@ -166,7 +166,7 @@ def test_error_of_torch_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text may be that of a known refusal."""
 
     def fail(*_: Any) -> StepResult:
-        raise RuntimeError("was loaded or written for 1")
+        raise RuntimeError("is fixed to 1, because it was loaded or written by hand")
 
     case = Case(form="json", script=("more",))
     assert check_case(case).result == "refused"

@@ -34,7 +34,7 @@ def check_refused(found: list[list[Any]], victim: int, fault: str) -> None:
         for kind, text in seen[1:3]:
             assert kind == ("ScheduleError" if rank == victim else "PipelineError")
             assert REASONS[fault] in text
-            assert rank == victim or text.startswith(f"rank {victim} refused what it was given for the step: ScheduleError: ")
+            assert rank == victim or text.startswith(f"rank {victim} refused its input to the step: ScheduleError: ")
 
 
 def test_batches_of_other_sizes(run: Run) -> None:

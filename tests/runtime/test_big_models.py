@@ -63,7 +63,7 @@ def owned_values(make: Callable[[], nn.Module], weights: Any, schedule: str, spl
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=8)
 @given(depth=st.integers(4, 7), ranks=st.integers(1, 3), schedule=st.sampled_from(["1f1b", "interleaved-1f1b", "zbv"]))
-def test_values_are_those_of_the_unpipelined_model(way: str, tied: bool, depth: int, ranks: int, schedule: str) -> None:
+def test_values_equal_the_unpipelined_model(way: str, tied: bool, depth: int, ranks: int, schedule: str) -> None:
     make = partial(GPT, depth, tied=tied)
     weights = WAYS[way](depth)
     plain = make()
@@ -87,14 +87,14 @@ def backwards(depth: int) -> GPT:
 
 
 @pytest.mark.parametrize("way", ["modules", "own"])
-def test_tied_values_where_parts_are_not_in_the_order_in_which_they_run(way: str) -> None:
+def test_tied_values_when_modules_are_registered_in_another_order(way: str) -> None:
     weights, plain = WAYS[way](4), backwards(4)
     weights(plain)
     for values, _ in launch(lambda: owned_values(lambda: backwards(4), weights, "1f1b"), 3):
         assert all(torch.equal(value, plain.get_parameter(name)) for name, value in values.items())
 
 
-def test_values_depend_on_the_seed_and_the_name_alone() -> None:
+def test_values_depend_only_on_seed_and_name() -> None:
     models = [GPT(4) for _ in range(3)]
     for model, seed in zip(models, (1, 1, 2), strict=True):
         torch.rand(seed)
@@ -143,7 +143,7 @@ class Rotary(nn.Module):
         return self.map(x) * self.table
 
 
-def test_what_a_layer_computes_where_it_is_built() -> None:
+def test_buffers_computed_in_the_constructor() -> None:
     """Such buffers are had by building the layer, and refused, not forgotten, elsewhere."""
     make = partial(nn.Sequential, Rotary(), Rotary())
     model = on_meta(lambda: nn.Sequential(Rotary(), Rotary()))
@@ -167,7 +167,7 @@ class Forgetful(nn.Module):
         nn.init.zeros_(self.one)
 
 
-def test_values_that_are_left_out() -> None:
+def test_missing_values_are_errors() -> None:
     with pytest.raises(WeightsError, match=r"two was left without values by Forgetful\.reset_parameters\(\)"):
         Initial(seed=0)(on_meta(Forgetful))
     with pytest.raises(WeightsError, match=r"^map\.weight was left without values by init"):
@@ -186,7 +186,7 @@ def test_values_that_are_left_out() -> None:
         Pipeline(model, weights=Built({"2": lambda: nn.Linear(2, 3)}, seed=0), **options)
 
 
-def test_modules_that_begin_for_those_within() -> None:
+def test_module_that_initialises_its_submodules() -> None:
     """torch's attention sets its projection's bias to zero, after that has begun by itself."""
     made = on_meta(lambda: nn.MultiheadAttention(4, 2))
     Initial(seed=0)(made)
@@ -195,7 +195,7 @@ def test_modules_that_begin_for_those_within() -> None:
     assert made.out_proj.weight.any()
 
 
-def test_notes_on_parameters_stay() -> None:
+def test_attributes_of_parameters_stay() -> None:
     """Optimizers, ties and whatever is noted on a parameter still refer to it."""
     model = on_meta(lambda: nn.Linear(2, 2))
     weight = model.weight

@@ -242,7 +242,7 @@ def test_a_parameter_added_later_is_refused() -> None:
     stages[0].late = nn.Parameter(torch.ones(6))
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     for call in (lambda: list(pipe.parameters()), lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.step(x, target=y)):
-        with pytest.raises(PenstockError, match=r"'0\.late' was added to the model after the pipeline was made"):
+        with pytest.raises(PenstockError, match=r"'0\.late' was added to the model after the pipeline was created"):
             call()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickletools
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.nn import functional
 
 from penstock.errors import CheckpointError
-from penstock.runtime import Checkpoint, Checkpoints
+from penstock.runtime import Checkpoint, Checkpoints, DataOrder, Pipeline, launch
 from penstock.runtime.checkpoint.files import MANIFEST
+from runtime.models import blocks
 
 
 def holding(value: float) -> nn.Linear:
@@ -42,12 +46,12 @@ def two(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_none_yet(tmp_path: Path) -> None:
+def test_empty_folder_loads_nothing(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "run").load_latest(holding(0)) is None
     assert Checkpoints(tmp_path / "run").whole() == []
 
 
-def test_only_the_last_are_kept(tmp_path: Path) -> None:
+def test_keeps_the_latest(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     for step in range(1, 5):
         checkpoints.save(holding(step), step=step)
@@ -56,14 +60,14 @@ def test_only_the_last_are_kept(tmp_path: Path) -> None:
     assert loaded(tmp_path) == (4, 4.0)
 
 
-def test_all_are_kept(tmp_path: Path) -> None:
+def test_keep_none_keeps_all(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=None)
     for step in range(1, 6):
         checkpoints.save(holding(step), step=step)
     assert [each.step for each in checkpoints.whole()] == [5, 4, 3, 2, 1]
 
 
-def test_the_last_one_is_the_one_that_was_saved_last(two: Path) -> None:
+def test_latest_is_by_time_of_save_not_by_step(two: Path) -> None:
     """A run that was set back goes on from where it was set back to."""
     checkpoints, made = Checkpoints(two), holding(0)
     assert checkpoints.load("step-00000001", made).step == 1
@@ -73,7 +77,7 @@ def test_the_last_one_is_the_one_that_was_saved_last(two: Path) -> None:
     assert [each.name for each in checkpoints.whole()] == ["step-00000001.3", "step-00000002", "step-00000001"]
 
 
-def test_manifest_tells_what_is_there(two: Path) -> None:
+def test_manifest_lists_every_file(two: Path) -> None:
     found = Checkpoints(two).whole()[0]
     assert (found.step, found.number, found.ranks, found.about["torch"]) == (2, 2, 1, torch.__version__)
     assert set(found.files) | {MANIFEST} == {path.name for path in found.path.iterdir()}
@@ -102,16 +106,16 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no data": (lambda folder: (folder / "__0_0.distcp").unlink(), "is partial: __0_0.distcp is missing"),
     "no metadata": (lambda folder: (folder / ".metadata").unlink(), "is partial: .metadata is missing"),
     "short data": (shorten, r"is partial: __0_0.distcp has \d+ bytes of \d+"),
-    "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp is not as it was written"),
-    "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata is not as it was written"),
+    "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp has changed since it was written"),
+    "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata has changed since it was written"),
     "empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), f"is corrupt: its {MANIFEST} cannot be read"),
     "other manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), f"is corrupt: its {MANIFEST} cannot be read"),
-    "changed manifest": (restate, f"is corrupt: its {MANIFEST} is not as it was written"),
+    "changed manifest": (restate, f"is corrupt: its {MANIFEST} has changed since it was written"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damaged_checkpoints_are_refused_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damaged_checkpoint_is_rejected_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
     """One that is asked for is refused; where the last is, the one before it is loaded, and a warning says so."""
     act, said = DAMAGE[damage]
     act(two / "step-00000002")
@@ -126,25 +130,25 @@ def test_damaged_checkpoints_are_refused_by_name(damage: str, two: Path, caplog:
     assert caplog.messages[0].endswith("; step-00000001 is loaded instead")
 
 
-def test_contents_need_not_be_compared(two: Path) -> None:
+def test_verify_false_compares_sizes_only(two: Path) -> None:
     """Where reading everything twice takes too long: what is missing is still seen."""
     flip(two / "step-00000002", "manifest.json")
     flip(two / "step-00000001", "__0_0.distcp")
     checkpoints = Checkpoints(two, verify=False)
-    checkpoints._check(checkpoints.whole()[0])
+    checkpoints._check_files(checkpoints.whole()[0])
     shorten(two / "step-00000001")
     with pytest.raises(CheckpointError, match="step-00000001 is partial"):
         checkpoints.load_latest(holding(0))
 
 
-def test_a_run_does_not_start_again_where_nothing_can_be_loaded(two: Path) -> None:
+def test_raises_when_every_checkpoint_is_damaged(two: Path) -> None:
     for step in (1, 2):
         flip(two / f"step-0000000{step}", "__0_0.distcp")
     with pytest.raises(CheckpointError, match=r"no checkpoint can be loaded:\n.*step-00000002 is corrupt.*\n.*step-00000001 is corrupt"):
         loaded(two)
 
 
-def test_checkpoints_of_a_later_format_are_refused(two: Path) -> None:
+def test_later_format_is_rejected(two: Path) -> None:
     said = json.loads((two / "step-00000002" / MANIFEST).read_text())
     (two / "step-00000002" / MANIFEST).write_text(json.dumps(said | {"format": 9}))
     with pytest.raises(CheckpointError, match="has format 9, and this version reads 1"):
@@ -156,7 +160,7 @@ def test_unknown_name(two: Path) -> None:
         Checkpoints(two).load("step-3", holding(0))
 
 
-def test_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_folder(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run")
     (tmp_path / "run").write_text("")
     with pytest.raises(CheckpointError, match=r"rank 0 failed to begin a checkpoint: FileExistsError"):
@@ -234,7 +238,7 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
     assert int(done.stdout) > 10
 
 
-def test_other_things_in_the_folder(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_files_in_the_folder_are_left_alone(two: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Files of the user's are not ours; a manifest that cannot be opened is a damaged checkpoint, which is passed over."""
     (two / "step-notes.txt").write_text("mine")
     (two / "step-by-step").mkdir()
@@ -265,5 +269,60 @@ def test_bad_arguments(two: Path, tmp_path: Path) -> None:
     assert sorted(two.iterdir()) == before
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(CheckpointError, match=r"checkpoints cannot be in .*: .*/file is no folder"):
+        with pytest.raises(CheckpointError, match=r"checkpoints cannot be in .*: .*/file is not a folder"):
             Checkpoints(folder)
+
+
+# Checkpoints of earlier versions ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_version_0_1() -> None:
+    """Two ranks of 0.1 trained the same model three steps; it loads into a pipeline, into the plain model, and with torch alone."""
+    folder = Path(__file__).parents[1] / "data" / "checkpoint_0_1"
+    wanted, velocity = trained_by_0_1()
+
+    def load() -> dict[str, torch.Tensor]:
+        model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+        pipe = Pipeline(model, schedule="gpipe", microbatches=4, loss_fn=functional.mse_loss, seed=7)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0, momentum=0.9)
+        scheduler, data = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5), DataOrder(8, 4, shuffle=False)
+        found = Checkpoints(folder).load_latest(pipe, optimizer, scheduler=scheduler, data=data)
+        assert found is not None
+        assert (found.step, found.ranks, pipe.steps) == (3, 2, 3)
+        assert (data.epoch, data.position, scheduler.last_epoch) == (1, 4, 3)
+        assert optimizer.param_groups[0]["lr"] == 0.5**4
+        return {name: parameter.detach() for name, parameter in pipe.named_parameters()}
+
+    first, second = launch(load, 2)
+    plain = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(2)))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1.0, momentum=0.9)
+    Checkpoints(folder).load_latest(plain, optimizer)
+    by_torch = {"model": {name: torch.zeros(2, 2) for name in wanted}}
+    dcp.load(by_torch, checkpoint_id=folder / "step-00000003")
+    for loaded in (first | second, dict(plain.named_parameters()), by_torch["model"]):
+        torch.testing.assert_close({name: value.detach() for name, value in loaded.items()}, wanted)
+    torch.testing.assert_close([optimizer.state[parameter]["momentum_buffer"] for parameter in plain.parameters()], velocity)
+
+
+def trained_by_0_1() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The weights and velocities of gradient descent with momentum, written out."""
+    samples = torch.arange(16.0).reshape(8, 2) / 16
+    weights, velocity, rate = [torch.eye(2), torch.eye(2)], [torch.zeros(2, 2), torch.zeros(2, 2)], 0.5
+    for step in range(3):
+        batch = samples[4 * (step % 2) :][:4]
+        hidden = batch @ weights[0].T
+        slope = 2 * (hidden @ weights[1].T - (1 - batch)) / batch.numel()
+        gradients = [(slope @ weights[1]).T @ batch, slope.T @ hidden]
+        velocity = [0.9 * before + gradient for before, gradient in zip(velocity, gradients, strict=True)]
+        weights = [weight - rate * change for weight, change in zip(weights, velocity, strict=True)]
+        rate /= 2
+    return {"0.weight": weights[0], "1.weight": weights[1]}, velocity
+
+
+def test_pickled_metadata_names_no_class_of_ours(tmp_path: Path) -> None:
+    """So that modules may move, and other versions and torch itself read it."""
+    path = Checkpoints(tmp_path).save(blocks(2), step=1)
+    words = {argument for _, argument, _ in pickletools.genops((path / ".metadata").read_bytes()) if isinstance(argument, str)}
+    assert "torch.distributed.checkpoint.metadata" in words
+    assert not [word for word in words if word.partition(".")[0] == "penstock"]

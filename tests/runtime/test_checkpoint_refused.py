@@ -49,7 +49,7 @@ def saved(folder: Path) -> None:
     [(2, 2, "in an order with seed=1, and this one has seed=2"), (1, 1, "are in one group of the optimizer, but were saved with")],
     ids=["data", "options"],
 )
-def test_nothing_changes(tmp_path: Path, count: int, seed: int, why: str) -> None:
+def test_rejected_load_changes_nothing(tmp_path: Path, count: int, seed: int, why: str) -> None:
     saved(tmp_path)
     model = blocks(2)
     optimizer = groups(model, count)
@@ -66,18 +66,18 @@ def test_nothing_changes(tmp_path: Path, count: int, seed: int, why: str) -> Non
     assert torch.equal(torch.get_rng_state(), stream)
 
 
-def test_a_scheduler_of_other_groups(tmp_path: Path) -> None:
+def test_scheduler_with_other_groups(tmp_path: Path) -> None:
     saved(tmp_path)
     model = blocks(2)
     optimizer = groups(model, 2)
     optimizer.add_param_group({"params": []})
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(CheckpointError, match="the scheduler was saved with 2 groups of the optimizer's, and has 3"):
+    with pytest.raises(CheckpointError, match="the scheduler was saved with 2 optimizer groups, but has 3 here"):
         Checkpoints(tmp_path).load_latest(model, optimizer, scheduler=StepLR(optimizer, 5), data=DataOrder(10, 2, seed=1))
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_one_rank_refuses(tmp_path: Path) -> None:
+def test_rejection_on_one_rank_fails_all(tmp_path: Path) -> None:
     """Then no rank has taken anything."""
 
     def train() -> tuple[str, bool, int]:
@@ -128,7 +128,7 @@ def updated(optimizer: type[torch.optim.Optimizer], seed: int, **options: Any) -
     ],
 )
 @pytest.mark.parametrize("used", [False, True])
-def test_optimizers_of_another_kind(tmp_path: Path, one: str, other: str, why: str, used: bool) -> None:
+def test_optimizer_of_another_kind(tmp_path: Path, one: str, other: str, why: str, used: bool) -> None:
     """Refused before anything has changed, whether or not the optimizer has state of its own."""
     model, optimizer = updated(getattr(torch.optim, one), 0, lr=0.1)
     Checkpoints(tmp_path).save(model, optimizer, step=1)
@@ -149,7 +149,7 @@ class Own(torch.optim.Adam):
             self.state[parameter]["mean"] = parameter.grad.clone()
 
 
-def test_state_of_another_kind(tmp_path: Path) -> None:
+def test_optimizer_state_of_another_kind(tmp_path: Path) -> None:
     """With the same options: what is kept for a parameter tells; something more is taken, as options bring it."""
     model, optimizer = updated(torch.optim.Adam, 0, amsgrad=True)
     Checkpoints(tmp_path).save(model, optimizer, step=1)

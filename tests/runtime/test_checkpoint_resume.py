@@ -58,7 +58,7 @@ def resume(make: Callable[..., nn.Module], schedule: str, ranks: int, folder: Pa
     ],
     ids=str,
 )
-def test_the_curve_goes_on(ways: list[tuple[str, int]], tmp_path: Path) -> None:
+def test_losses_continue_bitwise(ways: list[tuple[str, int]], tmp_path: Path) -> None:
     """Also what dropout draws, though the cuts between stages are others."""
     make = partial(model, dropout=0.3)
     losses = start(make, *ways[0], tmp_path, 3)
@@ -80,7 +80,7 @@ def test_into_the_unpipelined_model_and_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_plain_torch_loads_it(tmp_path: Path, tied: bool) -> None:
+def test_plain_torch_loads_a_checkpoint(tmp_path: Path, tied: bool) -> None:
     """The model and the optimizer, by nothing but torch."""
     make = partial(model, tied=tied)
     start(make, "1f1b", 4, tmp_path, 3)
@@ -102,7 +102,7 @@ def test_plain_torch_loads_it(tmp_path: Path, tied: bool) -> None:
     assert_same_state(optimizer.state_dict(), wanted.optimizer.state_dict())
 
 
-def test_torch_converts_it(tmp_path: Path) -> None:
+def test_torch_converts_a_checkpoint(tmp_path: Path) -> None:
     """To one file with the model's own state: every name, also those of tied parameters."""
     start(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
     dcp_to_torch_save(next(tmp_path.iterdir()), tmp_path / "whole.pt")
@@ -171,9 +171,7 @@ def test_tied_by_name(tmp_path: Path) -> None:
 
 def test_separate_parameters_are_not_tied_by_loading(tmp_path: Path) -> None:
     start(model, "1f1b", 2, tmp_path, 1)
-    with pytest.raises(
-        CheckpointError, match=r"has embed.tokens.weight and head.weight as parameters of their own, but the model ties them"
-    ):
+    with pytest.raises(CheckpointError, match=r"has embed.tokens.weight and head.weight as separate parameters, but the model ties them"):
         resume(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
 
 
@@ -191,7 +189,7 @@ class Counter:
         self.seen = state
 
 
-def test_whatever_has_state(tmp_path: Path) -> None:
+def test_extra_stateful_objects(tmp_path: Path) -> None:
     """Keys that are no texts, empty containers: all comes back as it was."""
     one, other = Counter(), Counter()
     one.seen = {3: [1, 2], 5: []}
@@ -254,7 +252,7 @@ class Batched(nn.Module):
         self.calls = dict(state)
 
 
-def test_buffers_and_further_state(tmp_path: Path) -> None:
+def test_buffers_and_extra_state(tmp_path: Path) -> None:
     def train(save: bool) -> dict[str, Any]:
         made = nn.Sequential(*(Batched() for _ in range(4)))
         pipe = Pipeline(made, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
@@ -309,7 +307,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
         checkpoints.load_latest(other, mixed)
 
 
-def test_state_with_more_digits_than_its_parameter(tmp_path: Path) -> None:
+def test_optimizer_state_in_higher_precision(tmp_path: Path) -> None:
     """A float32 average of a bfloat16 parameter is not rounded on its way, as torch's own load does."""
     plain = nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
@@ -325,19 +323,19 @@ def test_state_with_more_digits_than_its_parameter(tmp_path: Path) -> None:
 # While training goes on ---------------------------------------------------------------------------------------------------
 
 
-def test_asynchronous_save_holds_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written is the state of the call, though it is written after the next steps."""
     import threading
 
-    from penstock.runtime.checkpoint.writing import Plan
+    from penstock.runtime.checkpoint.writing import RankLayout
 
-    gate, write = threading.Event(), Plan.write
+    gate, write = threading.Event(), RankLayout.write
 
-    def late(plan: Plan) -> Any:
+    def late(layout: RankLayout) -> Any:
         assert gate.wait(60)
-        return write(plan)
+        return write(layout)
 
-    monkeypatch.setattr(Plan, "write", late)
+    monkeypatch.setattr(RankLayout, "write", late)
 
     def train() -> list[float]:
         run = pipelined(model(), "1f1b")
@@ -355,7 +353,7 @@ def test_asynchronous_save_holds_what_was_there(tmp_path: Path, monkeypatch: pyt
     assert resume(model, "zbv", 2, tmp_path, 2) == losses[3:]
 
 
-def test_asynchronous_saves_become_whole_by_themselves(tmp_path: Path) -> None:
+def test_asynchronous_save_completes_without_wait(tmp_path: Path) -> None:
     plain, checkpoints = nn.Linear(2, 2), Checkpoints(tmp_path)
     checkpoints.save_async(plain, step=1)
     while not checkpoints.whole():
@@ -367,7 +365,7 @@ def test_asynchronous_saves_become_whole_by_themselves(tmp_path: Path) -> None:
 # What cannot be loaded ----------------------------------------------------------------------------------------------------
 
 
-def test_another_model_is_refused(tmp_path: Path) -> None:
+def test_another_model_is_rejected(tmp_path: Path) -> None:
     plain, checkpoints = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), Checkpoints(tmp_path)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     path = checkpoints.save(plain, optimizer, step=1)
@@ -382,16 +380,16 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     refused(nn.Sequential(nn.Linear(2, 4), nn.Linear(3, 2)), rf"{where}has 0.weight with shape \[3, 2\], but the model's has \[4, 2\]")
     refused(plain.double(), f"{where}has 0.weight with type torch.float32, but the model's has torch.float64")
     plain.float()
-    refused(nn.Sequential(nn.Linear(2, 3)), f"{where}has, and no rank's model has, 1.bias, 1.weight")
+    refused(nn.Sequential(nn.Linear(2, 3)), f"{where}has names that the model has on no rank: 1.bias, 1.weight")
     refused(nn.Sequential(*plain, nn.Linear(2, 2)), f"{where}has no 2.bias, 2.weight")
-    refused(plain, "has a parameter of shape .* that is none of the model's", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    refused(plain, "has a parameter of shape .* that does not belong to the model", torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     plain[0].bias.requires_grad_(False)
     path = checkpoints.save(plain, torch.optim.SGD([plain[1].weight], lr=0.5), step=2)
     nn.init.zeros_(plain[0].weight)
-    refused(plain, f"checkpoint {path} has nothing of the optimizer for 0.weight", optimizer)
+    refused(plain, f"checkpoint {path} has no optimizer state for 0.weight", optimizer)
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([{"params": plain[0].weight}, {"params": plain[1].weight}], lr=0.5), 2)
     checkpoints.save(plain, step=3, scheduler=scheduler)
-    with pytest.raises(CheckpointError, match="saved with 2 groups of the optimizer's, and has 1: give the optimizer the same groups"):
+    with pytest.raises(CheckpointError, match="saved with 2 optimizer groups, but has 1 here: give the optimizer the same groups"):
         checkpoints.load_latest(plain, scheduler=torch.optim.lr_scheduler.StepLR(optimizer, 2))
     with pytest.raises(CheckpointError, match="step -1"):
         checkpoints.save(plain, step=-1)
@@ -409,18 +407,18 @@ def test_ranks_must_save_the_same_step(tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk on one rank: all raise the same, nothing is left behind, and the next save works."""
-    from penstock.runtime.checkpoint.writing import Plan
+    from penstock.runtime.checkpoint.writing import RankLayout
 
-    write, full = Plan.write, [True]
+    write, full = RankLayout.write, [True]
 
-    def fail(plan: Plan) -> Any:
-        if plan.rank == 1 and full[0]:
+    def fail(layout: RankLayout) -> Any:
+        if layout.rank == 1 and full[0]:
             raise OSError(28, "No space left on device")
-        return write(plan)
+        return write(layout)
 
-    monkeypatch.setattr(Plan, "write", fail)
+    monkeypatch.setattr(RankLayout, "write", fail)
 
     def save() -> str:
         pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=MICROBATCHES, loss_fn=functional.mse_loss)
@@ -439,7 +437,7 @@ def test_failure_of_one_rank_is_everyone_s(tmp_path: Path, monkeypatch: pytest.M
     assert [each.step for each in Checkpoints(tmp_path).whole()] == [1]
 
 
-def test_tied_parameter_that_is_the_first_on_several_ranks(tmp_path: Path) -> None:
+def test_tied_parameter_is_the_first_on_several_ranks(tmp_path: Path) -> None:
     """Each rank's optimizer has the tied one first, with options under more names of its own; none of these is lost."""
 
     class Tied(nn.Module):

@@ -58,7 +58,7 @@ def sealed(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [lambda evil: evil, lambda evil: {"a": [evil]}])
-def test_metadata_runs_nothing(tmp_path: Path, make: Any) -> None:
+def test_metadata_runs_no_code(tmp_path: Path, make: Any) -> None:
     path = Checkpoints(tmp_path / "run").save(blocks(1), step=1)
     (path / ".metadata").write_bytes(pickle.dumps(make(Hostile(tmp_path / "evil"))))
     sealed(path)
@@ -67,7 +67,7 @@ def test_metadata_runs_nothing(tmp_path: Path, make: Any) -> None:
     assert not (tmp_path / "evil").exists()
 
 
-def test_metadata_names_no_file_outside(tmp_path: Path) -> None:
+def test_metadata_cannot_name_files_outside(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path / "run").save(blocks(1), step=1)
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for place in metadata.storage_data.values():
@@ -78,7 +78,7 @@ def test_metadata_names_no_file_outside(tmp_path: Path) -> None:
         Checkpoints(tmp_path / "run").load(path.name, blocks(1))
 
 
-def test_values_run_nothing(tmp_path: Path) -> None:
+def test_values_run_no_code(tmp_path: Path) -> None:
     """A value beside the model is unpickled too."""
     folder, data = tmp_path / "run", State({"place": 3})
     path = Checkpoints(folder).save(blocks(1), step=1, data=data)
@@ -98,7 +98,7 @@ def test_values_run_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "evil").exists()
 
 
-def test_objects_are_refused_when_they_are_saved(tmp_path: Path) -> None:
+def test_unsafe_objects_are_rejected_on_save(tmp_path: Path) -> None:
     """Not only when a run is to go on, days later."""
     odd = State({"order": State(1)})
     with pytest.raises(CheckpointError, match=r"data holds objects that could only be loaded by running code"):
@@ -130,7 +130,7 @@ def test_pruning_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
     code = f"""
         import sys
         from pathlib import Path
-        from penstock.runtime.checkpoint_files import Draft
+        from penstock.runtime.checkpoint.files import Draft
         draft = Draft.begin(Path({str(tmp_path)!r}), 7)
         print(draft.path, flush=True)
         sys.stdin.read()

@@ -16,7 +16,7 @@ SIZES = st.integers(1, 40).flatmap(lambda samples: st.tuples(st.just(samples), s
 
 
 @given(SIZES, st.integers(0, 3))
-def test_every_sample_at_most_once_an_epoch(sizes: tuple[int, int], seed: int) -> None:
+def test_every_sample_at_most_once_per_epoch(sizes: tuple[int, int], seed: int) -> None:
     samples, batch = sizes
     order = DataOrder(samples, batch, seed=seed)
     for _ in range(3):
@@ -26,7 +26,7 @@ def test_every_sample_at_most_once_an_epoch(sizes: tuple[int, int], seed: int) -
 
 
 @given(SIZES, st.integers(0, 30), st.integers(1, 9))
-def test_continued_from_any_place(sizes: tuple[int, int], read: int, more: int) -> None:
+def test_continues_from_any_position(sizes: tuple[int, int], read: int, more: int) -> None:
     one, other = DataOrder(*sizes, seed=2), DataOrder(*sizes, seed=2)
     for _ in itertools.islice(one, read):
         torch.rand(1)  # whatever else is drawn
@@ -50,7 +50,7 @@ def test_epochs_and_seeds_are_shuffled_differently() -> None:
     assert first == next(DataOrder(30, 30, seed=1)).tolist()
 
 
-def test_another_order_is_refused() -> None:
+def test_another_order_is_rejected() -> None:
     state = DataOrder(12, 4, seed=1).state_dict()
     with pytest.raises(CheckpointError, match="in an order with seed=1, and this one has seed=2"):
         DataOrder(12, 4, seed=2).load_state_dict(state)

@@ -133,8 +133,9 @@ def test_a_hook_on_the_parameter_sees_its_gradient_once_and_in_the_backward_for_
     assert_bitwise(model[1].weight.grad, wanted)
 
 
+@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dims", [2, 3])
-def test_a_hook_on_an_output_changes_what_the_weight_gets(dims: int) -> None:
+def test_a_hook_on_an_output_changes_what_the_weight_gets(dims: int, bias: bool) -> None:
     def hooked(inner: nn.Sequential, x: Tensor) -> Tensor:
         y = inner[0](x)
         y.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
@@ -143,7 +144,7 @@ def test_a_hook_on_an_output_changes_what_the_weight_gets(dims: int) -> None:
         made: Tensor = inner[1](y)
         return made
 
-    model = Applied(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)), hooked)
+    model = Applied(nn.Sequential(nn.Linear(5, 5, bias=bias), nn.Linear(5, 5, bias=bias)), hooked)
     assert check(model, (wants(*[4] * (dims - 1), 5),), (torch.randn(*[4] * (dims - 1), 5),)) == names(model)
 
 

@@ -182,8 +182,8 @@ def test_nothing_of_a_failed_step_is_held() -> None:
     with pytest.raises(PipelineError, match="1F3"):
         pipe.step(x, target=y)
     executor = pipe._executor(4, True)
-    assert set(executor.held().values()) == {0}
-    assert not executor.feed.args
+    assert set(executor.count_held().values()) == {0}
+    assert not executor.compute.step_input.args
 
 
 def test_gradients_may_be_clipped_after_a_failure() -> None:

@@ -116,7 +116,7 @@ def test_file_has_one_count(tmp_path: Path) -> None:
 
     def train() -> float:
         pipe = Pipeline(model, table, loss_fn=functional.mse_loss)
-        with pytest.raises(ScheduleError, match=r"5 microbatches, but order was loaded or written for 4"):
+        with pytest.raises(ScheduleError, match=r"5 microbatches, but order is fixed to 4"):
             pipe.step(x, target=y, microbatches=5)
         loss = pipe.eval_step(x, target=y, microbatches=5).loss  # forwards alone need no schedule
         assert loss is not None

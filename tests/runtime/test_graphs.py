@@ -14,14 +14,14 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, StageOutput, launch
-from penstock.runtime.execution.cuda_graphs import Graphs, _numbers
+from penstock.runtime.execution.cuda_graphs import Graphs, _number_workspaces
 from runtime.models import Block, assert_same, blocks, by_loop, by_pipeline, sums_in_order
 
 NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "interleaved-zb", "dualpipe-v"]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_numbers(name: str) -> None:
+def test_same_number_workspaces(name: str) -> None:
     schedule = ps.schedule(name, ranks=2, microbatches=6)
     assert sums_in_order(schedule)
     model, x, y = blocks(schedule.stages), torch.randn(12, 6), torch.randn(12, 6)
@@ -34,7 +34,7 @@ def test_no_place_is_used_twice_at_a_time(name: str) -> None:
     program = ps.lower(ps.schedule(name, ranks=2, microbatches=8))
     for row in program:
         parts = [part for action in row for part in action.parts if part.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
-        numbers = _numbers(row)
+        numbers = _number_workspaces(row)
         left = {(p.stage, p.microbatch): sum((q.stage, q.microbatch) == (p.stage, p.microbatch) for q in parts) for p in parts}
         busy: dict[int, set[int]] = {}
         most: dict[int, int] = {}
@@ -92,11 +92,11 @@ def test_microbatches_of_another_shape_run_without() -> None:
         assert torch.equal(one.grad, other.grad)  # type: ignore[arg-type]
 
 
-def test_stages_work_where_their_places_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The work that is recorded is what runs: once a place for each kind, and then over and over."""
+def test_recorded_work_runs_in_the_same_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work that is recorded is what runs: recorded once per workspace and kind, then launched again and again."""
     made: list[Any] = []
-    place = Graphs.place
-    monkeypatch.setattr(Graphs, "place", lambda *args: made.append(place(*args)) or made[-1])
+    place = Graphs.find_workspace
+    monkeypatch.setattr(Graphs, "find_workspace", lambda *args: made.append(place(*args)) or made[-1])
     pipe = Pipeline(list(blocks(2)), schedule=ps.schedule("interleaved-zb", 1, 4, chunks=2), loss_fn=functional.mse_loss, graphs=True)
     for _ in range(2):
         pipe.step(torch.randn(8, 6), target=torch.randn(8, 6))
@@ -174,8 +174,8 @@ def test_what_is_tried_first_leaves_no_trace(name: str) -> None:
 def test_what_changes_between_steps_is_recorded_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Recorded work has the memory and the modes that it was recorded with: other ones want other work."""
     made: list[Any] = []
-    place = Graphs.place
-    monkeypatch.setattr(Graphs, "place", lambda *args: made.append(place(*args)) or made[-1])
+    place = Graphs.find_workspace
+    monkeypatch.setattr(Graphs, "find_workspace", lambda *args: made.append(place(*args)) or made[-1])
     model, x = normed(), torch.randn(16, 6)
     pipe = Pipeline(model, schedule="gpipe", microbatches=1, loss_fn=functional.mse_loss, graphs=True)
     pipe.step(x, target=x)
@@ -210,7 +210,7 @@ class Replacing(nn.Module):
 def test_a_buffer_that_is_replaced_is_refused_and_put_back() -> None:
     module, x = Replacing(), torch.randn(4, 6)
     pipe = Pipeline([module], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
-    with pytest.raises(ps.PenstockError, match="stage 0 puts another tensor in place of its buffer count"):
+    with pytest.raises(ps.PenstockError, match="stage 0 replaces its buffer count"):
         pipe.step(x, target=x)
     assert module.count == 0
 
@@ -227,7 +227,7 @@ class Sided(nn.Module):
 def test_what_cannot_be_recorded_is_refused() -> None:
     x = torch.randn(4, 6)
     sided = Pipeline([Sided()], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
-    with pytest.raises(ps.PenstockError, match="stage 0 gives side losses or metrics"):
+    with pytest.raises(ps.PenstockError, match="stage 0 returns side losses or metrics"):
         sided.step(x, target=x)
     hooked = Block(6)
     hooked.map.weight.register_post_accumulate_grad_hook(lambda p: None)
@@ -236,7 +236,7 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         pipe.step(x, target=x)
     with pytest.raises(ps.PenstockError, match="seed="):
         Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, seed=1)
-    with pytest.raises(ps.PenstockError, match="recompute none"):
+    with pytest.raises(ps.PenstockError, match="turn recompute off"):
         Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, recompute=True)
     with pytest.raises(ps.PenstockError, match="accumulate_dtype="):
         Pipeline([Block(6)], schedule="gpipe", microbatches=2, graphs=True, accumulate_dtype=torch.float64)

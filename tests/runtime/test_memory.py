@@ -102,7 +102,7 @@ def _remote_inputs(program: Program, of: int, action: Action) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_held_is_what_the_order_says_at_every_point(name: str) -> None:
     found: dict[int, list[dict[str, int]]] = {0: [], 1: []}
-    programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.held()))
+    programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.count_held()))
     for of, program in enumerate(programs):
         assert found[of] == counts_by_order(program, of)
         assert found[of][-1] == {"contexts": 0, "stashes": 0, "received": 0}
@@ -111,7 +111,7 @@ def test_what_is_held_is_what_the_order_says_at_every_point(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_held_is_what_the_simulator_counts_at_every_point(name: str) -> None:
     found: dict[int, list[dict[str, int]]] = {0: [], 1: []}
-    programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.held()))
+    programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.count_held()))
     timeline = ps.simulate(programs[0], ps.Costs(activation=1.0, weight_stash=1.0, output=1.0))
     for of, program in enumerate(programs):
         curve = timeline.memory(of)
@@ -133,7 +133,7 @@ def test_peaks_are_the_verifiers(name: str) -> None:
 
     def watch_with(executor: Any) -> Observe:
         def note(at: int) -> None:
-            during = executor.held()["contexts"] + sum(part.kind in (Kind.B, Kind.I) for part in executor.actions[at].parts)
+            during = executor.count_held()["contexts"] + sum(part.kind in (Kind.B, Kind.I) for part in executor.actions[at].parts)
             found[rank()] = max(found[rank()], during)
 
         return note
@@ -298,15 +298,15 @@ def test_row_18_no_receive_buffers_for_all_microbatches() -> None:
         left[rank()] = executor
 
         def note(at: int) -> None:
-            most[rank()] = max(most[rank()], executor.held()["received"])
+            most[rank()] = max(most[rank()], executor.count_held()["received"])
 
         return note
 
     run_observed("1f1b", watch_with, microbatches=16, ranks=4)
     assert all(0 < most[of] <= 2 for of in range(4)), most
     for executor in left.values():
-        assert {repr(cell) for cell in executor.cells} == {"empty"}
-        assert all(not inbox.channel.messages and not inbox.channel.posted for inbox in executor.inboxes.values())
+        assert {repr(cell) for cell in executor.registers.values} == {"empty"}
+        assert all(not inbox.channel.messages and not inbox.channel.posted for inbox in executor.links.inboxes.values())
 
 
 @pytest.mark.usefixtures("no_collector")

@@ -16,7 +16,7 @@ from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.device.streams import StreamPair
 from penstock.runtime.execution import overlap
-from penstock.runtime.execution.overlap import Backward, TwoStreams, pair
+from penstock.runtime.execution.overlap import Backward, TwoStreams, find_pair
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 Operations = list[Callable[[], None]]
@@ -167,7 +167,7 @@ def test_hooks_of_parameters_run_after_the_weights_with_a_hooked_stage() -> None
 
 def test_a_hook_that_forgets_the_backward_is_told() -> None:
     schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=8)
-    with pytest.raises(ps.PenstockError, match="without having run the backward"):
+    with pytest.raises(ps.PenstockError, match="without running its backward"):
         step_of(hooked("never", schedule, []), schedule, torch.randn(8, 6))
 
 
@@ -217,8 +217,8 @@ def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypat
 
 
 def test_parts_of_one_microbatch_are_no_pair() -> None:
-    assert pair(Action.parse("(1F1;1B1)OVERLAP_F_B")) is None
-    assert pair(Action.parse("(1B1;1F2)OVERLAP_F_B")) == (1, 0)
+    assert find_pair(Action.parse("(1F1;1B1)OVERLAP_F_B")) is None
+    assert find_pair(Action.parse("(1B1;1F2)OVERLAP_F_B")) == (1, 0)
 
 
 def test_unknown_overlap_is_refused() -> None:

@@ -18,7 +18,7 @@ from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.runtime import Layers, Pipeline, add_loss, launch
 from penstock.runtime.execution.executor import Executor
-from penstock.runtime.measure.parity import Parity, _compare
+from penstock.runtime.measure.parity import Parity, compare_numbers
 from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.running_statistics import RunningStatistics
 from runtime.models import GPT, assert_equal, blocks, count_forwards, gradients, token_loss
@@ -118,7 +118,7 @@ class Fickle(nn.Module):
         return self.map(x) * Fickle.calls
 
 
-def test_stage_that_is_wrong_is_named() -> None:
+def test_wrong_stage_is_named() -> None:
     """The gradients of the wrong stage and of those before it differ; the loss too."""
     model = nn.Sequential(nn.Linear(6, 6), Fickle(), nn.Linear(6, 6))
     x, y = torch.randn(4, 6), torch.randn(4, 6)
@@ -133,7 +133,7 @@ def test_stage_that_is_wrong_is_named() -> None:
     assert names[0] in text
 
 
-def test_work_that_is_dropped_is_found() -> None:
+def test_dropped_work_is_found() -> None:
     """An overlap executor that forgets the backward for the weights: exactly those of the stages concerned differ."""
 
     def forgetful(action: Action, operations: list[Callable[[], None]]) -> None:
@@ -201,7 +201,7 @@ def test_trees_skips_side_losses_and_keyword_arguments() -> None:
     assert found.batch.worst < 1e-5
 
 
-def test_whole_batch_is_left_out_where_there_is_none() -> None:
+def test_whole_batch_is_skipped_with_weights() -> None:
     """With weights of the targets the whole batch has a weighting of its own."""
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, weight=len)
     assert pipe.parity(torch.randn(4, 6), target=torch.randn(4, 6)).batch is None
@@ -219,7 +219,7 @@ def test_some_stages_only() -> None:
         launch(compare, 2)
 
 
-def test_copies_of_one_s_own_are_all_compared() -> None:
+def test_every_rank_s_copy_is_compared() -> None:
     model, x, y = blocks(4).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double()
     schedule = ps.schedule("dualpipe", ranks=4, microbatches=4)
     found = launch(lambda: Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y), 4)
@@ -241,12 +241,12 @@ NAN = float("nan")
         ([NAN, float("inf")], [NAN, float("inf")], True),
     ],
 )
-def test_what_is_not_a_number_is_equal_to_its_like_alone(found: list[float], wanted: list[float], close: bool) -> None:
+def test_nan_equals_only_nan(found: list[float], wanted: list[float], close: bool) -> None:
     """Whatever else differs, and on whichever rank it is."""
     off, right, reference = torch.tensor([1.0 + 2e-7]), torch.tensor(wanted), torch.tensor([1.0])
     for ranks in ([found, wanted], [wanted, found]):
         held = [{"a": off, "b": torch.tensor(each)} for each in ranks]
-        compared = _compare("loop", held, {"a": reference, "b": right})
+        compared = compare_numbers("loop", held, {"a": reference, "b": right})
         assert compared.close is close
         assert not compared.exact
         assert ("equal up to rounding" in compared.in_words()) is close
@@ -287,7 +287,7 @@ class Counter(nn.Module):
 STATES = {"runs", "rate", "plain", "hidden", "history"}
 
 
-def test_state_of_one_forward_each_is_equal_and_put_back() -> None:
+def test_module_state_is_compared_and_restored() -> None:
     model, (x, y) = nn.Sequential(Counter(), Counter()).double(), batch_of()
 
     def train() -> None:
@@ -323,7 +323,7 @@ def test_recomputed_stages_are_compared_with_plain_ones() -> None:
 
 
 @pytest.mark.parametrize("one_object", [True, False])
-def test_statistics_that_copies_keep_for_themselves_are_found(monkeypatch: pytest.MonkeyPatch, one_object: bool) -> None:
+def test_statistics_of_separate_copies_are_found(monkeypatch: pytest.MonkeyPatch, one_object: bool) -> None:
     model, (x, y) = normed(), batch_of()
 
     def compare() -> Parity:
@@ -379,7 +379,7 @@ def test_random_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(run(model, schedule, x, x, seed=3)) >= {"random state of rank 1"}
 
 
-def test_random_state_is_put_back() -> None:
+def test_random_state_is_restored() -> None:
     model, x = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)), torch.randn(8, 6)
     pipe = Pipeline(model, schedule="1f1b", microbatches=4, loss_fn=functional.mse_loss)
     before = torch.get_rng_state()
@@ -399,7 +399,7 @@ class First(nn.Module):
         return made if made.dim() == 2 else made.expand(2, 6)
 
 
-def test_batch_that_was_cut_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrongly_split_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.randn(4, 6), torch.randn(4, 6)
 
     def compare(**options: Any) -> Parity:
@@ -422,7 +422,7 @@ def test_batch_that_was_cut_wrongly_is_found(monkeypatch: pytest.MonkeyPatch) ->
         assert found.batch is not None
 
 
-def test_batch_that_a_stage_changes_stays_as_it_was() -> None:
+def test_batch_changed_in_place_by_a_stage_is_preserved() -> None:
     class Changing(nn.Module):
         def __init__(self) -> None:
             super().__init__()

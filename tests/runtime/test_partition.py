@@ -200,7 +200,7 @@ def test_map_of_local_stages() -> None:
 
 def test_map_without_a_stage_of_this_rank() -> None:
     schedule = ps.schedule("1f1b", ranks=1, microbatches=1)
-    with pytest.raises(ScheduleError, match="rank 0 holds stage 0, but the map of modules has none for it"):
+    with pytest.raises(ScheduleError, match="rank 0 holds stage 0, but the mapping of modules has none for it"):
         Pipeline({}, schedule)
     with pytest.raises(PlacementError, match="stage 7 in the map of modules: there are stages 0 to 0"):
         Pipeline({7: nn.Linear(1, 1)}, schedule)

@@ -36,7 +36,7 @@ def go_on(schedule: str, folder: Path, steps: int, seed: int) -> list[float]:
     return losses
 
 
-def test_the_curve_goes_on_with_fewer_and_more_processes(workers: Workers, tmp_path: Path) -> None:
+def test_losses_continue_with_fewer_and_more_processes(workers: Workers, tmp_path: Path) -> None:
     """From 4 to 2 to 3 to 1, each with another schedule, then in the unpipelined model: to the last bit."""
     losses: list[float] = []
     for number, (schedule, ranks) in enumerate([("1f1b", 4), ("zbv", 2), ("zb-h1", 3), ("1f1b", 1)]):
@@ -96,7 +96,7 @@ def test_sharded_parameters(workers: Workers, tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted[name])
 
 
-def test_groups_of_their_own(workers: Workers, tmp_path: Path) -> None:
+def test_two_pipelines_save_together_and_apart(workers: Workers, tmp_path: Path) -> None:
     """Two pipelines of two ranks each, which save together: what both hold is written once."""
 
     def save() -> tuple[int, int]:
@@ -127,22 +127,22 @@ def test_folder_that_is_not_shared(workers: Workers, tmp_path: Path) -> None:
         here = tmp_path / str(rank())
         checkpoints = Checkpoints(here)
         if rank():
-            from penstock.runtime.checkpoint.writing import Plan
+            from penstock.runtime.checkpoint.writing import RankLayout
 
-            init = Plan.__init__
+            init = RankLayout.__init__
 
-            def elsewhere(plan: Plan, draft: object, *args: object) -> None:
+            def elsewhere(layout: RankLayout, draft: object, *args: object) -> None:
                 from dataclasses import replace
 
-                init(plan, replace(draft, path=here / "absent"), *args)
+                init(layout, replace(draft, path=here / "absent"), *args)
 
-            Plan.__init__ = elsewhere
+            RankLayout.__init__ = elsewhere
         try:
             with pytest.raises(CheckpointError) as caught:
                 checkpoints.save(pipe, step=1)
         finally:
             if rank():
-                Plan.__init__ = init
+                RankLayout.__init__ = init
         return str(caught.value)
 
     said = workers.run(save, ranks=2)

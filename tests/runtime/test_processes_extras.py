@@ -137,5 +137,5 @@ def test_what_is_missing_is_said_on_every_rank(workers: Workers) -> None:
     def train() -> None:
         Pipeline({0: nn.Linear(6, 6)}, schedule="1f1b", microbatches=1, deadline=20.0)
 
-    with pytest.raises(ScheduleError, match="rank 1 holds stage 1, but the map of modules has none for it"):
+    with pytest.raises(ScheduleError, match="rank 1 holds stage 1, but the mapping of modules has none for it"):
         workers.run(train, ranks=2)

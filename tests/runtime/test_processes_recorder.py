@@ -22,7 +22,7 @@ from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, StepResult, launch, rank
 from penstock.runtime.launch.workers import Workers
 from penstock.runtime.measure import recorder
-from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
 from penstock.runtime.transport.current_group import get_group
 from penstock.simulator.timeline import Timeline
 from runtime.models import blocks
@@ -243,7 +243,7 @@ def test_saved_and_compared(workers: Workers, tmp_path: Path, capsys: pytest.Cap
         assert (tmp_path / f"measured.{suffix}").stat().st_size > 1000
 
 
-def test_gaps_and_path_of_what_was_measured(workers: Workers) -> None:
+def test_gaps_and_critical_path_of_a_measured_timeline(workers: Workers) -> None:
     """Idle time has a cause, and with what was done makes up the whole; the path leads from the start to the end."""
     schedule = ps.schedule("1f1b", ranks=4, microbatches=3)
     found = run(workers, schedule, Naps(4, forward=1))
@@ -263,11 +263,11 @@ def _offsets(monkeypatch: pytest.MonkeyPatch, ahead: list[int], machines: list[s
     """Clocks that are compared by ranks of which each reads its own; time passes by one with each reading of any."""
     ticks = itertools.count()
     monkeypatch.setattr(recorder, "clock", lambda: next(ticks) + ahead[rank()])
-    monkeypatch.setattr(recorder, "machine", lambda: machines[rank()])
+    monkeypatch.setattr(recorder, "machine_id", lambda: machines[rank()])
 
     def compare() -> list[int]:
         group, mine = get_group()
-        return offsets(group, mine, 10.0)
+        return clock_offsets(group, mine, 10.0)
 
     return launch(compare, len(ahead))
 
@@ -286,11 +286,11 @@ def test_processes_of_a_machine_share_a_clock(monkeypatch: pytest.MonkeyPatch) -
     assert _offsets(monkeypatch, [0, 123, 456], ["a", "a", "a"]) == [[0, 0, 0]] * 3
 
 
-def test_this_machine_has_one_name(workers: Workers) -> None:
-    assert set(workers.run(recorder.machine)) == {recorder.machine()}
+def test_machine_id_is_the_same_in_all_processes(workers: Workers) -> None:
+    assert set(workers.run(recorder.machine_id)) == {recorder.machine_id()}
 
 
-def test_clock_is_that_of_other_processes(workers: Workers) -> None:
+def test_processes_share_one_clock(workers: Workers) -> None:
     """A reading there, between two here."""
     before = recorder.clock()
     found = workers.run(recorder.clock)
@@ -298,7 +298,7 @@ def test_clock_is_that_of_other_processes(workers: Workers) -> None:
     assert all(before < reading < after for reading in found)
 
 
-def _records(found: Timeline, ahead: list[int]) -> list[Record]:
+def _records(found: Timeline, ahead: list[int]) -> list[StepTimes]:
     """What ranks with such clocks would have noted of a timeline, in nanoseconds; every message was waited for."""
     bounds = found.table.rows.group_offsets.tolist()
     times = {name: np.rint(getattr(found, name) * 1e6).astype(np.int64) for name in ("start", "end", "depart", "arrive")}
@@ -311,7 +311,7 @@ def _records(found: Timeline, ahead: list[int]) -> list[Record]:
                 sent, there = int(times["depart"][message]) + ahead[source], int(times["arrive"][message]) + ahead[mine]
                 received.setdefault((source, target, what), []).append((sent, min(sent - ahead[source] + ahead[mine], there), there))
         begun, ended = ((times[name][low:high] + ahead[mine]).tolist() for name in ("start", "end"))
-        records.append(Record(begun, ended, received))
+        records.append(StepTimes(begun, ended, received))
     return records
 
 
@@ -321,7 +321,7 @@ def test_one_clock_for_all_ranks(name: str) -> None:
     program = ps.lower(ps.schedule(name, ranks=4, microbatches=6))
     wanted = ps.simulate(program, ps.Costs(f=3.0, i=4.0, w=2.0, latency=0.5))
     ahead = [10**15, 10**15 + 5_000_000_000, 10**15 - 77, 0]
-    found = timeline(program, _records(wanted, ahead), ahead)
+    found = build_timeline(program, _records(wanted, ahead), ahead)
     for column in ("start", "end", "depart", "arrive"):
         assert np.allclose(getattr(found, column), getattr(wanted, column) * 1e-3, rtol=0, atol=1e-8), column
     for kind in ("f", "i", "w"):
@@ -334,7 +334,7 @@ def test_one_clock_for_all_ranks(name: str) -> None:
     assert found.bubble == pytest.approx(wanted.bubble, rel=1e-5)
 
 
-def test_message_that_nobody_waited_for_took_what_the_quickest_did() -> None:
+def test_message_without_a_wait_takes_as_long_as_the_quickest() -> None:
     """When it came nobody saw; it is known to have been there when it was asked for."""
     program = ps.lower(ps.schedule("1f1b", ranks=2, microbatches=2))
     simulated = ps.simulate(program, ps.Costs(latency=0.25))
@@ -343,7 +343,7 @@ def test_message_that_nobody_waited_for_took_what_the_quickest_did() -> None:
     (sent, asked, there), (later, _, _) = second.received[route]
     late = later + 40 * (there - sent)
     changed = replace(second, received={**second.received, route: [(sent, asked, there), (later, late, late)]})
-    found = timeline(program, [first, changed], [0, 0])
+    found = build_timeline(program, [first, changed], [0, 0])
     times = [(message.start, message.end) for message in found.transfers() if (message.source, message.kind) == (0, Kind.SEND_F)]
     assert [end - start for start, end in times] == pytest.approx([0.25e-3] * 2, rel=1e-6)
 

@@ -196,7 +196,7 @@ def test_row_21_sends_are_not_waited_for(workers: Workers, name: str, ranks: int
             for _ in range(3):
                 puts[0], waits = 0, []
                 pipe.step(x, target=x)
-                inboxes = pipe._executor(12, training=True).inboxes
+                inboxes = pipe._executor(12, training=True).links.inboxes
                 found.append((puts[0], waits, {route: [there for _, _, there in inbox.times] for route, inbox in inboxes.items()}))
         finally:
             FramedOutbox.put = put  # type: ignore[method-assign]

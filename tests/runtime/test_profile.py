@@ -179,14 +179,14 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, x, use_reentrant=False)
 
 
-def test_a_checkpoint_holds_its_input_alone():
+def test_checkpointed_layer_holds_only_its_input():
     inner = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Tanh())
     x = torch.randn(8, 16, requires_grad=True)
     assert one(Checkpointed(inner), x).activation == x.nbytes
     assert one(inner, x).activation > 4 * x.nbytes
 
 
-def test_what_waits_is_the_input_and_the_output_s_gradient_of_each_map():
+def test_weight_stash_is_input_and_output_gradient_of_each_linear():
     x = torch.randn(8, 16, requires_grad=True)
     found = one(nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)), x)
     assert found.weight_stash == 4 * 8 * (16 + 64 + 64 + 16)
@@ -237,7 +237,7 @@ def test_other_microbatch_sizes_from_the_sample_s_rows():
     assert [found.at(size).layers[0].output for size in (2, 4, 10)] == [4 * 8 * size for size in (2, 4, 10)]
 
 
-def test_an_optimizer_of_one_s_own():
+def test_custom_optimizer():
     layer, x = nn.Linear(16, 16, bias=False), torch.randn(2, 16)
     assert one(layer, x, optimizer="sgd").optimizer == 0
     assert one(layer, x, optimizer=None).optimizer == 0
@@ -250,9 +250,10 @@ def test_a_compiled_layer_is_not_split():
     assert found.gradients == 4 * (16 * 16 + 16)
 
 
-def test_nothing_of_the_model_is_changed():
+def test_model_is_unchanged():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 8))
     model[0].weight.grad = torch.ones(8, 8)
+    model[3].weight.register_post_accumulate_grad_hook(lambda parameter: parameter.data.sub_(parameter.grad))
     x = torch.randn(6, 8)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     random = torch.get_rng_state()
@@ -285,7 +286,7 @@ def test_the_median_of_the_rounds_is_taken(monkeypatch):
         ([nn.Linear(4, 4)], torch.zeros(2, 4), {"microbatch_sizes": [0]}, ScheduleError, "microbatch_sizes"),
     ],
 )
-def test_what_cannot_be_measured(model, sample, given, kind, said):
+def test_invalid_arguments(model, sample, given, kind, said):
     with pytest.raises(kind, match=said):
         profile(model, sample, **{**QUICK, **given})
 
@@ -316,14 +317,14 @@ class Sequence(nn.Module):
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_a_layer_whose_weights_wait(layer: nn.Module, shape: tuple[int, ...], stash: int) -> None:
+def test_layer_with_deferred_weight_gradients(layer: nn.Module, shape: tuple[int, ...], stash: int) -> None:
     found = profile([layer, nn.Tanh()], wanting(*shape), **QUICK).layers[0]
     assert found.w > 0
     assert found.weight_stash == stash
 
 
 @pytest.mark.parametrize("make", [nn.RNN, nn.LSTM, nn.GRU])
-def test_a_layer_whose_weights_cannot_wait(make: Any) -> None:
+def test_layer_without_deferred_weight_gradients(make: Any) -> None:
     found = profile([Sequence(make), nn.Tanh()], wanting(2, 5, 16), **QUICK).layers[0]
     assert found.weight_stash == 0
 
@@ -342,7 +343,7 @@ class Asking(nn.Module):
         return out * slope.norm()
 
 
-def test_a_layer_that_needs_its_backward_whole() -> None:
+def test_layer_that_needs_a_whole_backward() -> None:
     """Its I is all of its backward, and it leaves nothing for its W."""
     layer = Asking()
     asking, plain = profile([layer, nn.Linear(64, 64)], wanting(256, 64), warmup=1, repeats=3).layers
@@ -352,7 +353,7 @@ def test_a_layer_that_needs_its_backward_whole() -> None:
     assert all(parameter.grad is None for parameter in layer.parameters())
 
 
-def test_a_loss_that_needs_the_backward_of_the_last_layer_whole() -> None:
+def test_loss_that_needs_a_whole_backward() -> None:
     layer = nn.Linear(64, 64)
 
     def loss(out: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from penstock.errors import WeightsError
 from penstock.runtime import Layers, Pipeline, Replayed, launch
-from penstock.runtime.weights.source import Owned
+from penstock.runtime.weights.source import OwnedTensors
 from runtime.models import GPT, blocks, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])
@@ -50,7 +50,7 @@ def unpipelined(build: Callable[[], nn.Module], seed: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (3, "zbv"), (1, "1f1b")])
-def test_values_are_those_of_the_seed(name: str, ranks: int, schedule: str) -> None:
+def test_values_equal_those_of_building_with_the_seed(name: str, ranks: int, schedule: str) -> None:
     build = MODELS[name]
 
     def values() -> tuple[dict[str, Tensor], set[str]]:
@@ -76,7 +76,7 @@ class Deep(nn.Module):
         self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(16))
 
 
-def test_other_ranks_values_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_of_other_ranks_values_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """While the model is built there are this rank's values and those of the layer that is being built, never more."""
     with torch.device("meta"):
         model = Deep()
@@ -90,7 +90,7 @@ def test_other_ranks_values_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> No
         counts.append(sum(each.weight.untyped_storage().nbytes() > 0 for each in made if not each.weight.is_meta))
 
     monkeypatch.setattr(nn.Linear, "reset_parameters", counted)
-    Replayed(Deep, seed=0)(Owned({"": model}, frozenset(id(parameter) for parameter in model.layers[5].parameters())))
+    Replayed(Deep, seed=0)(OwnedTensors({"": model}, frozenset(id(parameter) for parameter in model.layers[5].parameters())))
     monkeypatch.undo()
     assert len(counts) == 64  # once on the meta device, to know the names, and once for real
     assert max(counts) == 4
@@ -99,7 +99,7 @@ def test_other_ranks_values_are_let_go_of(monkeypatch: pytest.MonkeyPatch) -> No
     assert all(parameter.is_meta for parameter in model.layers[6].parameters())
 
 
-def test_training_is_that_of_the_unpipelined_model() -> None:
+def test_training_equals_the_unpipelined_model() -> None:
     x, y = torch.randn(8, 6), torch.randn(8, 6)
     torch.manual_seed(3)
     plain = blocks(4)
@@ -117,7 +117,7 @@ def test_training_is_that_of_the_unpipelined_model() -> None:
             torch.testing.assert_close(grad, plain.get_parameter(name).grad)
 
 
-def test_another_model_is_refused() -> None:
+def test_another_model_is_rejected() -> None:
     with torch.device("meta"):
         model = blocks(2)
     with pytest.raises(WeightsError, match=r"building the model again gives shape \[4\] for 0\.factor, which has shape \[6\]"):

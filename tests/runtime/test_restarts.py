@@ -37,9 +37,9 @@ def die(*_):
 step, save = Pipeline.step, Checkpoints.save_async
 
 def step_or_die(pipe, *args, **kwargs):
-    if pipe._steps + 1 in waits:
+    if pipe.steps + 1 in waits:
         used[-1].wait()
-    if where == "step" and pipe._steps + 1 == int(at):
+    if where == "step" and pipe.steps + 1 == int(at):
         calls = []
         def count(_):
             calls.append(0)

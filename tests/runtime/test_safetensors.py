@@ -20,8 +20,8 @@ from torch.nn import functional
 from penstock.errors import FileFormatError, WeightsError
 from penstock.runtime import Initial, Layers, Pipeline, Safetensors, launch
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.weights.safetensors import INDEX, File
-from penstock.runtime.weights.source import Owned
+from penstock.runtime.weights.safetensors import INDEX, SafetensorsFile
+from penstock.runtime.weights.source import OwnedTensors
 from runtime.models import GPT, token_loss
 
 SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])
@@ -63,7 +63,7 @@ def test_every_type_and_shape(dtype: torch.dtype, shapes: list[list[int]], pad: 
     tensors = {f"a.{k}": (torch.randn(shape) * 9).to(dtype) for k, shape in enumerate(shapes)}
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder) / "one.safetensors", tensors, pad)
-        file = File(Path(folder) / "one.safetensors")
+        file = SafetensorsFile(Path(folder) / "one.safetensors")
         assert list(file.header) == list(tensors)
         for name, tensor in tensors.items():
             found = file.read(name)
@@ -72,7 +72,7 @@ def test_every_type_and_shape(dtype: torch.dtype, shapes: list[list[int]], pad: 
 
 
 @pytest.mark.parametrize("whole", ["index", "files", "file"])
-def test_stages_get_their_own(whole: str, tmp_path: Path) -> None:
+def test_each_rank_reads_its_own_stages(whole: str, tmp_path: Path) -> None:
     """Every rank has the values of its stages, and no others."""
     plain = GPT(4)
     path = tmp_path
@@ -96,13 +96,13 @@ def test_stages_get_their_own(whole: str, tmp_path: Path) -> None:
         assert all(torch.equal(each, plain.get_parameter(name)) for name, each in theirs.items())
 
 
-def test_only_the_files_that_are_needed_are_opened(tmp_path: Path) -> None:
+def test_opens_only_the_files_it_needs(tmp_path: Path) -> None:
     plain, model = GPT(4), on_meta()
     shards(tmp_path, plain.state_dict(), len(plain.state_dict()))
     for name, file in json.loads((tmp_path / INDEX).read_text())["weight_map"].items():
         if not name.startswith("embed."):
             (tmp_path / file).unlink()
-    Safetensors(tmp_path)(Owned({"": model}, frozenset(map(id, model.embed.parameters()))))
+    Safetensors(tmp_path)(OwnedTensors({"": model}, frozenset(map(id, model.embed.parameters()))))
     assert torch.equal(model.embed.tokens.weight, plain.embed.tokens.weight)
     assert model.head.weight.is_meta
 
@@ -124,7 +124,7 @@ def test_tied_names_types_and_renaming(tmp_path: Path) -> None:
             assert torch.equal(each, plain.get_parameter(name))
 
 
-def test_what_is_not_in_the_file(tmp_path: Path) -> None:
+def test_names_missing_from_the_file(tmp_path: Path) -> None:
     """Refused, or left to what comes next."""
     plain = GPT(4)
     write(tmp_path / "one.safetensors", {name: value for name, value in plain.state_dict().items() if not name.startswith("head")})
@@ -141,17 +141,17 @@ def test_what_is_not_in_the_file(tmp_path: Path) -> None:
     assert torch.equal(model.head.weight, fresh.head.weight)
 
 
-def test_a_plain_model(tmp_path: Path) -> None:
+def test_plain_model(tmp_path: Path) -> None:
     one, other = GPT(4), GPT(4)
     write(tmp_path / "one.safetensors", one.state_dict())
     Safetensors(tmp_path)(other)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     with torch.no_grad():
         other.head.weight.zero_()  # the file is not changed by it
-    assert torch.equal(File(tmp_path / "one.safetensors").read("head.weight"), one.head.weight)
+    assert torch.equal(SafetensorsFile(tmp_path / "one.safetensors").read("head.weight"), one.head.weight)
 
 
-def test_files_that_are_none(tmp_path: Path) -> None:
+def test_invalid_files(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
     write(path, {"a": torch.ones(3)})
     good = path.read_bytes()
@@ -170,18 +170,18 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     path.write_bytes(good)
     with pytest.raises(WeightsError, match=r"has a with shape \[3\], but the model's has \[2, 2\]"):
         Safetensors(path, rename={"weight": "a", "bias": "b"}.__getitem__)(nn.Linear(2, 2))
-    with pytest.raises(WeightsError, match="is no safetensors file, nor a folder with some"):
+    with pytest.raises(WeightsError, match="is neither a safetensors file nor a folder of them"):
         Safetensors(tmp_path / "two.safetensors")(nn.Linear(2, 2))
     (tmp_path / INDEX).write_text("{}")
     with pytest.raises(FileFormatError, match=r"index\.json: no map of weights"):
         Safetensors(tmp_path)(nn.Linear(2, 2))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(WeightsError, match="is no safetensors file"):
+    with pytest.raises(WeightsError, match="is neither a safetensors file"):
         Safetensors(tmp_path / "empty")(nn.Linear(2, 2))
 
 
 @pytest.mark.slow
-def test_into_shards(workers: Workers, tmp_path: Path) -> None:
+def test_sharded_parameters(workers: Workers, tmp_path: Path) -> None:
     """Every rank of a sharded module keeps its share; on the meta device it is refused."""
     plain = nn.Linear(5, 3)
     write(tmp_path / "one.safetensors", plain.state_dict())

@@ -362,7 +362,7 @@ def test_what_a_pipeline_refuses() -> None:
     with pytest.raises(PenstockError, match="did you mean"):
         Pipeline(model, schedule="1f1f", microbatches=1)
     graph = ps.StageGraph(3, ((0, 1), (0, 2)))
-    with pytest.raises(ScheduleError, match=r"stages \[1, 2\] are read by none"):
+    with pytest.raises(ScheduleError, match=r"no stage reads stages \[1, 2\]"):
         Pipeline(model, ps.schedule("interleaved-1f1b", ranks=1, microbatches=1, chunks=3, graph=graph))
 
 

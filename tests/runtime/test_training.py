@@ -95,7 +95,7 @@ def test_some_steps_of_a_small_gpt(name: str, steps: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
-def test_tied_training_on_copies_of_one_s_own_stays_close(name: str) -> None:
+def test_tied_training_on_separate_copies_stays_close(name: str) -> None:
     """50 steps with a tied head, in double precision: the loop's losses to 9 digits."""
     torch.manual_seed(0)
     schedule = ps.schedule(name, ranks=2, microbatches=4)

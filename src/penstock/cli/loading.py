@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError, nearest
 
 if TYPE_CHECKING:
-    from penstock.runtime.train.training_file import Script
+    from penstock.runtime.train.training_file import TrainingFile
 
 
 def load_function(source: str) -> Callable[[], Any]:
@@ -31,19 +31,19 @@ def load_function(source: str) -> Callable[[], Any]:
     return found  # type: ignore[no-any-return]
 
 
-def load_script(source: str, folder: str = ".") -> Script:
+def load_script(source: str, folder: str = ".") -> TrainingFile:
     """The training file that `FILE.py` or `MODULE` names, and after a colon the function that builds its model.
 
     Ranks may run elsewhere than the command did: names are meant in its `folder`.
     """
-    from penstock.runtime.train.training_file import Script
+    from penstock.runtime.train.training_file import TrainingFile
 
     place, colon, name = source.rpartition(":")
     if not colon:
         place, name = source, "build"
     if not name.isidentifier() or not _is_place(place):
         raise UsageError(f"{source!r} is not a training file: name FILE.py, FILE.py:FUNCTION or MODULE:FUNCTION")
-    return Script.of(place, vars(load_module(place, folder)), name)
+    return TrainingFile.of(place, vars(load_module(place, folder)), name)
 
 
 def load_module(place: str, folder: str = ".") -> ModuleType:

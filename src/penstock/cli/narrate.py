@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.cli.wish import Wish
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
-    from penstock.runtime.train.trainer import Moment, Trained
+    from penstock.runtime.train.trainer import TrainingProgress, TrainingResult
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
 
@@ -59,13 +59,13 @@ class Narrator:
         return nullcontext()
 
     @contextmanager
-    def measuring(self, sizes: list[int]) -> Iterator[Callable[[Moment], None]]:
+    def measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
         if not self._live:
-            yield lambda moment: None
+            yield lambda progress: None
             return
         with self.err.status("measuring") as status:
-            yield lambda moment: status.update(moment.what)
+            yield lambda progress: status.update(progress.activity)
 
     def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
         from penstock.cli.live import live
@@ -74,27 +74,27 @@ class Narrator:
         return live(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
 
     @contextmanager
-    def training(self, steps: int, batch: int) -> Iterator[Callable[[Moment], None]]:
+    def training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
         from penstock.draw.numbers import count
 
         self.head(f"Train {count(steps, 'step')} of {count(batch, 'sample')}")
         shown = _bar(steps, batch, self) if self._live else nullcontext(self._lines(steps))
         with shown as show:
 
-            def tell(moment: Moment) -> None:
-                self.step = max(self.step, moment.step)
-                show(moment)
+            def tell(progress: TrainingProgress) -> None:
+                self.step = max(self.step, progress.step)
+                show(progress)
 
             yield tell
 
-    def _lines(self, steps: int) -> Callable[[Moment], None]:
+    def _lines(self, steps: int) -> Callable[[TrainingProgress], None]:
         """A line now and then."""
 
-        def tell(moment: Moment) -> None:
-            if moment.loss is None:
-                self.err.print(f"   {moment.what}")
-            elif moment.step in (1, steps) or moment.step % max(1, steps // LINES) == 0:
-                self.err.print(f"   step {moment.step} of {steps}: loss {moment.loss:.4f}, {moment.seconds * 1e3:.0f} ms")
+        def tell(progress: TrainingProgress) -> None:
+            if progress.loss is None:
+                self.err.print(f"   {progress.activity}")
+            elif progress.step in (1, steps) or progress.step % max(1, steps // LINES) == 0:
+                self.err.print(f"   step {progress.step} of {steps}: loss {progress.loss:.4f}, {progress.seconds * 1e3:.0f} ms")
 
         return tell
 
@@ -123,19 +123,19 @@ class Narrator:
         self.head("Prove it before it runs")
         self.say(str(proof) if plan is None else _without_memory(proof, plan))
 
-    def trained(self, done: Trained, wish: Wish) -> None:
+    def trained(self, done: TrainingResult, wish: Wish) -> None:
         from penstock.draw.numbers import count
 
         if done.loaded is not None:
             self.say(f"went on from {done.loaded}")
         if not done.losses:
-            self.say(f"nothing was left to do: the checkpoint is of step {done.begun}; ask for more --steps")
+            self.say(f"nothing was left to do: the checkpoint is of step {done.resumed_at}; ask for more --steps")
             return
         middle = sorted(done.seconds)[len(done.seconds) // 2]
         self.say(f"loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}   {sparkline(done.losses)}")
         self.say(f"{count(len(done.losses), 'step')}, {middle * 1e3:.0f} ms each, {wish.batch / middle:.0f} samples a second")
 
-    def parity(self, done: Trained) -> None:
+    def parity(self, done: TrainingResult) -> None:
         if not done.parity:
             return
         self.head("Compare loss and gradients with the unpipelined model")
@@ -201,7 +201,7 @@ def _without_memory(proof: Proof, plan: Plan) -> str:
 
 
 @contextmanager
-def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Moment], None]]:
+def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[TrainingProgress], None]]:
     """A bar with the loss and its course."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -213,12 +213,12 @@ def _bar(steps: int, batch: int, narrator: Narrator) -> Iterator[Callable[[Momen
     with Progress(*columns, console=narrator.err, transient=True, expand=True) as bar:
         task = bar.add_task("", total=steps, loss="", what="building the pipeline")
 
-        def show(moment: Moment) -> None:
-            if moment.loss is None:
-                bar.update(task, completed=moment.step, what=moment.what)
+        def show(progress: TrainingProgress) -> None:
+            if progress.loss is None:
+                bar.update(task, completed=progress.step, what=progress.activity)
                 return
-            losses.append(moment.loss)
-            speed = f"{batch / moment.seconds:.0f} samples/s" if moment.seconds else ""
-            bar.update(task, completed=moment.step, loss=f"loss {moment.loss:.3f}", what=f"{sparkline(losses, 12)} {speed}")
+            losses.append(progress.loss)
+            speed = f"{batch / progress.seconds:.0f} samples/s" if progress.seconds else ""
+            bar.update(task, completed=progress.step, loss=f"loss {progress.loss:.3f}", what=f"{sparkline(losses, 12)} {speed}")
 
         yield show

@@ -60,13 +60,13 @@ def profile(
     from penstock.cli.plan import numbers, size
     from penstock.cli.progress import progress
     from penstock.cli.timed import check_output
+    from penstock.runtime.measure.profile import count_rows
     from penstock.runtime.measure.profile import profile as measure
-    from penstock.runtime.measure.profile import rows_of
 
     check_output(output, (".json", ".toml"))
     sizes, speed = numbers("--microbatch-sizes", microbatch_sizes), size("--bandwidth", bandwidth)
     layers, sample, given = _built(source, load_function(source))
-    sizes = sizes or _halves(rows_of(sample))
+    sizes = sizes or _halves(count_rows(sample))
     how: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": latency, "bandwidth": speed}
     how |= {"device": device, "optimizer": optimizer, **given}
     with progress(repeats * len(sizes)) as step:

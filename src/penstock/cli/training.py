@@ -15,8 +15,8 @@ from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.planner.plan import Plan
-    from penstock.runtime.train.ranks import Crew
-    from penstock.runtime.train.trainer import Trained
+    from penstock.runtime.train.ranks import RankProcesses
+    from penstock.runtime.train.trainer import TrainingResult
     from penstock.simulator.differences import Differences
     from penstock.verifier.proof import Proof
 
@@ -31,7 +31,7 @@ class Session:
         self.plan: Plan | None = None
         self.table: Any = None
         self.proof: Proof | None = None
-        self.trained: Trained | None = None
+        self.trained: TrainingResult | None = None
         self.first = True
         self.load = partial(load_script, wish.source, os.getcwd())
         self.load()  # says at once what is wrong with it
@@ -41,7 +41,7 @@ class Session:
 
     def run(self) -> None:
         """All of it; on the first rank the results are there afterwards."""
-        from penstock.runtime.train.ranks import crew
+        from penstock.runtime.train.ranks import open_ranks
         from penstock.runtime.transport.current_group import rank, under_torchrun
 
         self.first = not under_torchrun() or rank() == 0
@@ -50,7 +50,7 @@ class Session:
         ranks = self.wish.ranks
         if self.wish.given is not None and not under_torchrun():
             ranks = self._given_ranks()
-        with self.narrator.busy("starting the processes"), crew(ranks) as started:
+        with self.narrator.busy("starting the processes"), open_ranks(ranks) as started:
             self._prepare(started)
             self._train(started)
         if self.first:
@@ -65,7 +65,7 @@ class Session:
 
     # Before training --------------------------------------------------------------------------------------------------
 
-    def _prepare(self, started: Crew) -> None:
+    def _prepare(self, started: RankProcesses) -> None:
         from penstock.planner.plan import Plan
         from penstock.verifier.verify import verify
 
@@ -80,14 +80,14 @@ class Session:
             self.proof = verify(what if what.lowered else lower(what))
         self.narrator.proof(self.proof, self.plan)
 
-    def _planned(self, started: Crew) -> Plan:
-        from penstock.runtime.train.trainer import measured
+    def _planned(self, started: RankProcesses) -> Plan:
+        from penstock.runtime.train.trainer import profile_file
 
         sizes = self.wish.sizes(started.ranks)
         with self.narrator.measuring(sizes) as tell:
-            profile = started.run(measured, self.load, self.how, sizes, tell=tell)[0]
+            profile = started.run(profile_file, self.load, self.how, sizes, report=tell)[0]
         self.narrator.profile(profile)
-        found: Plan = started.once(lambda: self._search(profile, started.ranks))
+        found: Plan = started.run_once(lambda: self._search(profile, started.ranks))
         self.narrator.plan(found)
         return found
 
@@ -108,12 +108,12 @@ class Session:
 
     # Training ---------------------------------------------------------------------------------------------------------
 
-    def _train(self, started: Crew) -> None:
+    def _train(self, started: RankProcesses) -> None:
         from penstock.runtime.train.trainer import train
 
         with self.narrator.training(self.wish.steps, self.wish.batch) as tell:
             what = self.table if self.plan is None else self.plan
-            self.trained = started.run(train, self.load, what, self.how, tell=tell)[0]
+            self.trained = started.run(train, self.load, what, self.how, report=tell)[0]
 
     def _compare(self) -> None:
         assert self.trained is not None
@@ -184,7 +184,7 @@ class Session:
             "schedule": self.table.name,
             "ranks": self.table.ranks,
             "microbatches": self.table.microbatches,
-            "begun": done.begun,
+            "begun": done.resumed_at,
             "steps": self.wish.steps,
             "losses": done.losses,
             "seconds": done.seconds,

@@ -17,7 +17,7 @@ from penstock.draw.page import page as put_together
 if TYPE_CHECKING:
     from penstock.cli.training import Session
     from penstock.planner.plan import Plan
-    from penstock.runtime.train.trainer import Trained
+    from penstock.runtime.train.trainer import TrainingResult
     from penstock.simulator.differences import Differences
 
 MOST = 16
@@ -37,7 +37,7 @@ def page(session: Session) -> str:
     return put_together("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
 
 
-def _cards(session: Session, done: Trained) -> Iterator[Card]:
+def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
     if done.losses:
         yield Card("loss", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{count(len(done.losses), 'step')}")
         middle = statistics.median(done.seconds)
@@ -61,7 +61,7 @@ def _plan_cards(plan: Plan) -> Iterator[Card]:
     yield Card("bubble", f"{plan.predicted.bubble:.1%}", f"at most {plan.gap:.1%} to gain in this setting")
 
 
-def _sections(session: Session, done: Trained) -> Iterator[Section]:
+def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
     plan, found = session.plan, session.differences
     if plan is not None:
         yield _model(plan)
@@ -135,14 +135,14 @@ def _predicted(plan: Plan) -> Section:
     return Section("The step as predicted", text).figure(figure(plan.predicted, unit="s"), "the predicted timeline")
 
 
-def _training(done: Trained) -> Section:
+def _training(done: TrainingResult) -> Section:
     from penstock.draw.curve import curve
 
-    begun = f" It went on from step {done.begun}." if done.begun else ""
-    return Section("Training", f"The loss of each step.{begun}").figure(curve(done.losses, first=done.begun + 1), "the loss by step")
+    begun = f" It went on from step {done.resumed_at}." if done.resumed_at else ""
+    return Section("Training", f"The loss of each step.{begun}").figure(curve(done.losses, first=done.resumed_at + 1), "the loss by step")
 
 
-def _parity(done: Trained) -> Section:
+def _parity(done: TrainingResult) -> Section:
     rows = []
     for step, each in done.parity.items():
         for found in each.all:
@@ -171,7 +171,7 @@ def _command() -> str:
     return f"penstock {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["train"] else "make demo"
 
 
-def _machine(done: Trained) -> str:
+def _machine(done: TrainingResult) -> str:
     from importlib.metadata import version
 
     from penstock import __version__

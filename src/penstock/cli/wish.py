@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
-    from penstock.runtime.train.trainer import How
+    from penstock.runtime.train.trainer import TrainingOptions
 
 AUTO = "auto"
 FINER = (2, 4)
@@ -143,12 +143,14 @@ class Wish:
         cut = [self.batch // (finer * ranks) for finer in FINER if self.batch % (finer * ranks) == 0]
         return cut or [next(size for size in range(max(1, self.batch // (2 * ranks)), 0, -1) if self.batch % size == 0)]
 
-    def how(self) -> How:
+    def how(self) -> TrainingOptions:
         """What each rank is told."""
-        from penstock.runtime.train.trainer import How, known_device
+        from penstock.runtime.train.trainer import TrainingOptions, choose_device
 
         folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
-        return How(self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, known_device(self.device))
+        return TrainingOptions(
+            self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, choose_device(self.device)
+        )
 
 
 def _is_plan(path: Path) -> bool:

@@ -1,16 +1,12 @@
-"""Input that a rank refuses: the other ranks, whose input may be in order, must not take its next step for this one.
-
-Train a model with any program, with the numbers of the unpipelined model.
-"""
+"""`Pipeline`: trains a model with any program, with the numbers of the unpipelined model."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -20,7 +16,6 @@ from torch.utils import _pytree as pytree
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
-from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share, StepResult, check_same
@@ -28,10 +23,10 @@ from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
 from penstock.runtime.device.streams import current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
-from penstock.runtime.execution.overlap import overlap_of
+from penstock.runtime.execution.overlap import make_overlap
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
-from penstock.runtime.measure.parity import Batch, Parity, parity
-from penstock.runtime.measure.recorder import Record, offsets, timeline
+from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
+from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
 from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
 from penstock.runtime.model.hugging_face import HuggingFace, recognised
 from penstock.runtime.model.partition import Partition, partition, planned_split
@@ -40,6 +35,7 @@ from penstock.runtime.model.recompute import Recompute, recomputing
 from penstock.runtime.model.running_statistics import RunningStatistics, write
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Shared, Ties
+from penstock.runtime.options import BatchOptions, DataOptions, ExecutionOptions, GroupOptions, ModelOptions
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
 from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
@@ -50,87 +46,83 @@ from penstock.runtime.transport.group import Group
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
-Made = TypeVar("Made", bound=Callable[..., Any])
+logger = logging.getLogger(__name__)
 
 
-def told(make: Made) -> Made:
-    """A pipeline's method that refuses input: this rank raises why, and all others, in the call that they make meanwhile, that it has."""
+_NO_COPY = (
+    "a Pipeline cannot be copied or pickled, because it holds connections to the other ranks: copy the model and create another pipeline "
+    "from it, or save it with Checkpoints"
+)
+_DRIFT = 1000
+"""Recorded steps after which the ranks' clocks are compared again."""
+Method = TypeVar("Method", bound=Callable[..., Any])
 
-    @wraps(make)
-    def made(self: Any, *args: Any, **kwargs: Any) -> Any:
+
+def report_refusal(method: Method) -> Method:
+    """A method of `Pipeline` that may refuse its input: if it does, the other ranks raise too.
+
+    This rank raises the reason. The others raise that it has refused, in the call that they are in meanwhile: they must not take this
+    rank's next step for the one that it refused.
+    """
+
+    @wraps(method)
+    def call(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         try:
-            return make(self, *args, **kwargs)
-        except PipelineError as error:
-            self.group.fail(self.rank, error)
-            raise
+            return method(self, *args, **kwargs)
         except Exception as error:
-            _tell(self, error)
+            if isinstance(error, PipelineError):
+                self.group.fail(self.rank, error)
+            else:
+                with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
+                    self.group.enter(self.rank, self.deadline)
+                    headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
+                    self.group.report_failure(self.rank, headline, error)
             raise
         except BaseException as error:
             self.group.fail(self.rank, error)
             raise
 
-    return cast(Made, made)
-
-
-def _tell(pipeline: Any, error: Exception) -> None:
-    try:
-        pipeline.group.enter(pipeline.rank, pipeline.deadline)
-    except PipelineError:  # a failure that this rank had yet to raise; its own error does instead
-        return
-    headline = f"{pipeline.group.describe_rank(pipeline.rank)} refused what it was given for the step: {describe_error(error)}"
-    pipeline.group.report_failure(pipeline.rank, headline, error)
-
-
-logger = logging.getLogger(__name__)
-
-
-_NO_COPY = (
-    "a Pipeline cannot be copied or pickled, because it holds connections to the other ranks: copy the model and make another pipeline of "
-    "it, or save it with save_checkpoint"
-)
-_DRIFT = 1000
-"""Recorded steps after which the ranks' clocks are compared again."""
+    return cast(Method, call)
 
 
 class Pipeline:
-    """A model cut into stages, and the program that this rank runs of it.
+    """A model cut into stages, and the program that this rank runs on its stages.
 
-    Every rank of the group makes one, with the same arguments, and calls the same methods in the same order.
+    Every rank of the group creates one with the same arguments and calls the same methods in the same order.
 
-    - `model`: a whole module (with `split`), a causal language model of transformers' (see `HuggingFace`), a list with one module a
-      stage, or a map with this rank's stages. Modules of a list or map that return a tuple give the next stage several arguments;
-    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name with `microbatches=`;
-    - `loss_fn(output, target)` or `loss_fn(output)`, weighted over microbatches by `loss_reduction` (`mean` by batch elements, or
-      `sum`) or by `weight(target)`, summed over all of them. Without one the last stage's output is the loss;
+    - `model`: a whole module (with `split`), a causal language model from transformers (see `HuggingFace`), a list with one module per
+      stage, or a mapping with this rank's stages. A module of a list or mapping that returns a tuple passes several arguments on;
+    - `plan`: a plan, schedule or program; `schedule=` takes the same, or a name together with `microbatches=`;
+    - `loss_fn(output, target)` or `loss_fn(output)`. The losses of microbatches are summed, weighted by `loss_reduction` (`mean` by batch
+      elements, or `sum`) or by `weight(target)`. Without a loss function the last stage's output is the loss;
     - `batch_dims`, `target_dims`, `kwarg_dims`: the batch dimension of the inputs, the target and the stages' keyword arguments
       (by name), see `microbatch.Dims`;
-    - `ties`: groups of names of parameters that are to be one, where they are not one object already;
-    - `seed`: draw a forward's random numbers from a stream of (seed, step, layer, microbatch), whatever the ranks, the schedule and
-      the cuts. Microbatches are numbered over all data ranks, the first one's first. For modules that were given one a stage, the
-      stage is the layer;
-    - `accumulate="fused"` adds weight gradients of split backwards by one fused operation, with a rounding of its own;
-    - `overlap`: how to run actions together: "streams" on two streams of a GPU, or a function of one's own, `(action, operations)`; one
-      after the other unless given. A stage's module with a method `overlapped_forward_backward` runs them itself, see `overlap`;
-    - `deadline`: seconds that a rank waits for another at most;
-    - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
-    - `mesh`: a device mesh with named dimensions of which `pp` is the pipeline, and `dp`, or `dp_replicate` and `dp_shard`, hold the
-      same stages and get a part of the batch each, see `Grid`. Stages that `fully_shard` was applied to stay in shards, all others
-      are copies; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
-    - `lookahead`, `residency`: when stages in shards are gathered, and how many a rank has in full at once, see `Shard`;
+    - `ties`: groups of parameter names to tie, if the parameters are not one object already;
+    - `seed`: draw the random numbers of a forward from a stream of (seed, step, layer, microbatch), so that they do not depend on ranks,
+      schedule or cuts. Microbatches are numbered across data ranks, the first rank's first. With one module per stage, the stage counts
+      as the layer;
+    - `accumulate="fused"` adds the weight gradients of split backwards in one fused operation, which rounds differently;
+    - `overlap`: how to run overlapped actions: "streams" for two streams of a GPU, or your own function `(action, operations)`; defaults
+      to one after the other. A module with a method `overlapped_forward_backward` runs them itself, see `execution.overlap`;
+    - `deadline`: the most seconds that a rank waits for another;
+    - `group`: the process group, or device mesh of one dimension, that the pipeline runs on; defaults to all processes;
+    - `mesh`: a device mesh with named dimensions. `pp` is the pipeline; the ranks along `dp`, or `dp_replicate` and `dp_shard`, hold the
+      same stages and get a part of the batch each. Stages that `fully_shard` was applied to stay sharded, all others are
+      replicated; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
+    - `lookahead`, `residency`: when sharded stages are gathered, and how many a rank holds in full at once, see `Shard`;
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
-    - `record`: whether steps give a `timeline` of what ran when on every rank. It may be set at any time, on all ranks alike. On a
-      GPU, times are those of its own work;
-    - `transport`: under `torchrun`, how tensors go between processes, see `Processes`;
-    - `weights`: for a model that was built on the meta device, what gives this rank's stages their values: `Initial`, `Built`,
-      `Replayed`, `Safetensors`, or several of them;
-    - `recompute`: whether stages keep their inputs alone and run their forward again before their backward: for all, or one word a
-      stage; as the plan says unless given;
-    - `compile`: True, options for `torch.compile`, a function that makes a compiled module of a stage's, or one of these a stage.
-      Compiled stages run their backward in one piece, and so do stages that ask autograd for a weight's gradient in their forward or
-      loss, or that differentiate a gradient. Where the schedule splits it, `merged` says what that costs;
-    - `graphs`: record each stage's work as CUDA graphs and launch those, see `graphs`. Gradients then stay in the same memory from
-      step to step. Refused where a stage's work cannot be recorded; a microbatch of another shape runs as without.
+    - `record`: whether steps return a `timeline` of what ran when on every rank. It can be changed between steps, on all ranks alike. On
+      a GPU, the times are those of its own work;
+    - `transport`: under `torchrun`, how tensors travel between processes, see `Processes`;
+    - `weights`: for a model built on the meta device, the source of its values: `Initial`, `Built`, `Replayed`, `Safetensors`, or several
+      of them;
+    - `recompute`: whether stages keep only their inputs and run their forward again before their backward: a `bool`, or one `bool` per
+      stage; defaults to the plan's choice;
+    - `compile`: True, options for `torch.compile`, a function that compiles a stage's module, or one of these per stage.
+      Compiled stages run a whole backward, and so do stages that ask autograd for a weight's gradient in their forward or loss, or that
+      differentiate a gradient. If the schedule splits such a backward, `merged` says what that costs;
+    - `graphs`: record each stage's work as CUDA graphs and launch those, see `execution.cuda_graphs`. Gradients then stay at the same
+      addresses from step to step. Refused if a stage's work cannot be recorded; a microbatch of another shape runs without graphs.
     """
 
     def __init__(
@@ -165,68 +157,96 @@ class Pipeline:
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
     ) -> None:
-        self.deadline = _checked_deadline(deadline)
-        self.group: Group
-        self.group, self.rank, self.grid = group_of(group, mesh, transport)
-        self.number = self.group.number_pipeline(self.rank)
-        self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
+        ranks = GroupOptions(group, mesh, transport, deadline)
+        run = ExecutionOptions(seed, accumulate, overlap, graphs)
+        data = DataOptions(shard, lookahead, residency, accumulate_dtype)
+        self._plan: Any = plan if schedule is None else schedule
+        self._join(ranks)
+        self.table = find_table(self._plan, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
+        self.record, self.graphs = record, run.graphs
+        self.seed, self.overlap = run.seed, make_overlap(run.overlap)
         split, loss_fn, weight = recognised(model, split, loss_fn, weight)
-        self.loss = Loss(loss_fn, loss_reduction)
-        if weight is None:
-            self.loss.check_own_reduction()
-        self.seed, self.overlap = seed, overlap_of(overlap)
-        self.record, self.graphs = record, graphs
-        self._clocks: tuple[int, list[int]] | None = None
-        dims, counts = (batch_dims, target_dims, kwarg_dims), (self.table.stages, self.microbatches)
-        self.batches = Batches(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
-        plan = plan if schedule is None else schedule
-        model, split = planned_split(unwrapped(model, self.grid), plan, split)
-        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
-        give_weights(weights, model, cut, mine)
-        tied = shard_stages(cut, mine, self.grid, shard)
-        cut = compiled(cut if seed is None else streamed(cut), compile)
-        self.partition: Partition = recomputing(cut, plan, recompute)
-        self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
+        self._read_batches(
+            BatchOptions(batch_dims, target_dims, kwarg_dims, loss_fn, loss_reduction, weight), isinstance(split, HuggingFace)
+        )
+        tied = self._cut(model, ModelOptions(split, ties, weights, recompute, compile), data)
+        self.stages = self._stages(fused=run.accumulate == "fused")
         self.scaler: Any = None
-        """What scales the losses before their backward, see `GradScaler`."""
+        """Scales the losses before their backward, see `GradScaler`."""
         self._hooked = HookedWeights()
-        self._steps = 0
+        self.steps = 0
+        """How many training steps were run; with a seed, each step draws from streams of its own. Checkpoints save it."""
         self._calls = 0
-        """How many batches this rank was given, those that it refused included."""
+        """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[int, bool], Executor] = {}
+        self._clocks: tuple[int, list[int]] | None = None
         self.unsplit, self._shares_modules = self._agree()
-        self._plan: Any = plan
         self._whole: dict[int, str] = {}
-        """The stages that turned out to need their backward whole, see `Stage.whole`."""
-        self.merged: Merged | None = merged(self.table, self.unsplit, plan)
-        if self.merged is not None and self.rank == 0:
-            logger.warning("%s", self.merged)
-        self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
+        """The stages that turned out to need a whole backward, see `Stage.whole`."""
+        self._set_merged(self._whole)
+        self.data = Data(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
         self._names: set[str] | None = None
-        """This rank's parameters by name, once the ranks have agreed on them."""
-        self.shared = Shared.find(self, [*ties, *tied])
+        """The names of this rank's parameters, once the ranks have agreed on them."""
+        self.shared = Shared.find(self, tied)
         self._names = set(self.shared.place)
         self.statistics = RunningStatistics(self)
         self._buffers = Buffers()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", current_stream())[0])
         if graphs:
-            refuse_graphs(self)
+            refuse_graphs(
+                self.stages,
+                seeded=self.seed is not None,
+                shares_parameters=self.shared.one_object,
+                sums_elsewhere=self.grid is not None or self.data.dtype is not None,
+                gathers_statistics=self.statistics.gathers,
+            )
 
-    # What it is made of -----------------------------------------------------------------------------------------------
+    # Construction -----------------------------------------------------------------------------------------------------
+
+    def _join(self, options: GroupOptions) -> None:
+        """Find this rank's place among the others."""
+        self.deadline = options.deadline
+        self.group: Group
+        self.group, self.rank, self.grid = group_of(options.group, options.mesh, options.transport)
+        self.number = self.group.number_pipeline(self.rank)
+
+    def _read_batches(self, options: BatchOptions, named: bool) -> None:
+        """Prepare to split batches and to compute their losses; `named` if the model takes its arguments by name."""
+        self.loss = Loss(options.loss_fn, options.loss_reduction)
+        if options.weight is None:
+            self.loss.check_own_reduction()
+        dims = options.batch_dims, options.target_dims, options.kwarg_dims
+        self.batches = Batches(*dims, self.loss, options.weight, self.table.stages, self.microbatches, named=named)
+
+    def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
+        """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
+        model, split = planned_split(unwrapped(model, self.grid), self._plan, options.split)
+        cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        give_weights(options.weights, model, cut, mine)
+        tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
+        cut = compiled(cut if self.seed is None else streamed(cut), options.compile)
+        self.partition: Partition = recomputing(cut, self._plan, options.recompute)
+        return tied
+
+    def _set_merged(self, whole: Mapping[int, str]) -> None:
+        """Note which stages run their backward whole although the schedule splits it, and warn of what that costs."""
+        self.merged: Merged | None = merged(self.table, self.unsplit, self._plan, whole)
+        if self.merged is not None and self.rank == 0:
+            logger.warning("%s", self.merged)
 
     def _stages(self, fused: bool) -> dict[int, Stage]:
         stages = {}
         for index in self.table.placement.stages_of(self.rank):
             part = self.partition.parts[index]
             if part is None:
-                raise ScheduleError(f"rank {self.rank} holds stage {index}, but the map of modules has none for it")
+                raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
             stages[index] = Stage(index, part.module, unpack=part.unpack, fused=fused)
         return stages
 
     def _agree(self) -> tuple[tuple[int, ...], bool]:
-        """Compare what the ranks were given: the stages whose backward cannot be split, and whether ranks share modules."""
+        """Check that all ranks got the same arguments; the stages that cannot split their backward, and whether ranks share modules."""
         mine = {
             "pipeline": self.number,
             "stages": self.table.stages,
@@ -251,18 +271,18 @@ class Pipeline:
             for what, value in theirs.items():
                 if value != first[what]:
                     raise PipelineError(
-                        f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same"
+                        f"the ranks disagree on {what}: {first[what]!r} on rank 0, {value!r} on rank {rank}; give all the same arguments"
                     )
         unsplit = tuple(sorted({stage for _, stages, *_ in found for stage in stages}))
         own = self.rank if self.grid is None else self.grid.whole.rank
         return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs, _) in enumerate(found))
 
     def gather(self, name: str, value: Any) -> list[Any]:
-        """Everyone's value, by rank."""
+        """All-gather a value over the ranks of the pipeline."""
         return self.group.gather(self.rank, name, value, self.deadline)
 
     def gather_all(self, name: str, value: Any) -> list[Any]:
-        """The values of all ranks of the mesh, where the pipeline is a part of one."""
+        """All-gather a value over all ranks of the mesh, or of the pipeline if there is no mesh."""
         return self.gather(name, value) if self.grid is None else self.grid.whole.gather(self.grid.whole.rank, name, value, self.deadline)
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -277,23 +297,22 @@ class Pipeline:
                     yield name, parameter
 
     def _check_known(self, name: str) -> None:
-        """Refuse a parameter that the ranks have not agreed on."""
+        """Refuse a parameter that was added after the ranks compared theirs."""
         if self._names is not None and name not in self._names:
             raise ScheduleError(
-                f"parameter {name!r} was added to the model after the pipeline was made, which knows nothing of it: make the pipeline once "
-                "the model has all its parameters"
+                f"parameter {name!r} was added to the model after the pipeline was created, so the pipeline does not know it: create the "
+                "pipeline after the model has all its parameters"
             )
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters that this rank is to update, under the model's own names.
+        """The parameters of this rank's stages that it updates, under the model's own names.
 
-        Those of its stages; but one that is the same object on several ranks, as where virtual ranks share a model, is
-        only on the first of them.
+        A parameter that is the same object on several ranks, because virtual ranks share a model, is updated by the first of them only.
         """
         return ((name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters that this rank is to update. Warns if there are none, which torch's optimizers do not take."""
+        """The parameters that this rank updates. Warns if there are none, because torch's optimizers do not accept an empty list."""
         found = [parameter for _, parameter in self.named_parameters()]
         if not found:
             warnings.warn(
@@ -310,19 +329,19 @@ class Pipeline:
         raise CopyError(_NO_COPY)
 
     def program(self, microbatches: int | None = None, *, training: bool = True) -> Program:
-        """The program that a step of so many microbatches runs."""
+        """The program of a step with this many microbatches."""
         return self._executor(self.microbatches if microbatches is None else microbatches, training).program
 
     def _executor(self, count: int, training: bool) -> Executor:
-        found = self._executors.get((count, training))
-        if found is None:
+        executor = self._executors.get((count, training))
+        if executor is None:
             semantics = "rendezvous" if self.group.rendezvous else "channels"
             if training:
                 program = training_program(self.table, count, self.unsplit, semantics, self.data.shard)
             else:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
-            given: dict[str, Any] = {
+            options: dict[str, Any] = {
                 "loss": self.loss,
                 "group": self.group,
                 "deadline": self.deadline,
@@ -332,10 +351,10 @@ class Pipeline:
                 "number": self.number,
                 "graphs": self.graphs,
             }
-            found = Executor(program, self.rank, self.stages, **given)
-            self.group.open((*found.inboxes, *found.outboxes), self.deadline)
-            self._executors[count, training] = found
-        return found
+            executor = Executor(program, self.rank, self.stages, **options)
+            self.group.open((*executor.links.inboxes, *executor.links.outboxes), self.deadline)
+            self._executors[count, training] = executor
+        return executor
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -347,8 +366,8 @@ class Pipeline:
         stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
     ) -> StepResult:
-        """Forward and backward of a batch, split along its batch dimension; gradients are added to the parameters'."""
-        return self._run(self._feed(args, target, microbatches, stage_kwargs, outputs=outputs), training=True)
+        """Run forward and backward of a batch, split along its batch dimension; adds to the parameters' gradients."""
+        return self._run(self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs), training=True)
 
     def step_list(
         self,
@@ -358,8 +377,8 @@ class Pipeline:
         stage_kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
         outputs: bool = False,
     ) -> StepResult:
-        """Forward and backward of microbatches that are ready, of any shapes; a tuple is several arguments."""
-        return self._run(self._ready(inputs, targets, stage_kwargs, outputs), training=True)
+        """Run forward and backward of microbatches that are already split, of any shapes; a tuple is several arguments."""
+        return self._run(self._take_microbatches(inputs, targets, stage_kwargs, outputs), training=True)
 
     def eval_step(
         self,
@@ -369,30 +388,32 @@ class Pipeline:
         stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
     ) -> StepResult:
-        """Forward of a batch in evaluation mode, with the loss if it can be had; no gradients, and nothing is left of it."""
-        feed = self._feed(args, target, microbatches, stage_kwargs, outputs=outputs)
+        """Run the forward of a batch in evaluation mode, with the loss if there is a target. No gradients are computed."""
+        feed = self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs)
         feed.losses = self.loss.can_run(feed.targets)
         return self._run(feed, training=False)
 
     def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Any:
-        """The outputs of a batch, on every rank."""
-        feed = self._feed(args, ABSENT, microbatches, stage_kwargs, outputs=True)
+        """Compute the outputs of a batch; every rank returns them."""
+        feed = self._split_batch(args, ABSENT, microbatches, stage_kwargs, outputs=True)
         feed.losses = False
         return self._run(feed, training=False).outputs
 
-    @told
-    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+    @report_refusal
+    def _split_batch(
+        self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
+    ) -> Feed:
         self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
-    @told
-    def _ready(self, *given: Any) -> Feed:
+    @report_refusal
+    def _take_microbatches(self, *microbatches: Any) -> Feed:
         self._calls += 1
-        return self.batches.ready(*given)
+        return self.batches.ready(*microbatches)
 
-    @told
-    def _prepared(self, feed: Feed, training: bool) -> Executor:
-        """Everything for which a step can be refused before it runs."""
+    @report_refusal
+    def _prepare(self, feed: Feed, training: bool) -> Executor:
+        """Do everything that can refuse a step before it runs, and return its executor."""
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
         executor.recording = feed.share.records = self.record
@@ -401,13 +422,13 @@ class Pipeline:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
-            self.group.agree(executor.number, self._looks(feed), self.deadline)
+            self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor
 
     def _run(self, feed: Feed, training: bool) -> StepResult:
-        executor = self._prepared(feed, training)
+        executor = self._prepare(feed, training)
         if self.seed is not None:
-            feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
+            feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
         try:
             with nullcontext() if feed.seed is None else kept_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
@@ -421,14 +442,14 @@ class Pipeline:
             raise
         finally:
             self.group.activity(self.rank).stop()
-        recorded = self._recorded(executor) if self.record else None
+        recorded = self._gather_timeline(executor) if self.record else None
         result = StepResult(shares, partial(mb.merge, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
             result.loss = self.data.summed({"loss": result.loss})["loss"]
         return result
 
     def _looks(self, feed: Feed) -> list[str]:
-        """All that the forms of this rank's messages can depend on."""
+        """Everything that the shapes and types of this rank's messages can depend on."""
         kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
         trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
         leaves = pytree.tree_leaves((feed.args, kwargs, trained, torch.is_autocast_enabled("cpu")))
@@ -440,7 +461,7 @@ class Pipeline:
             part = self.partition.parts[index]
             if self.shared.tied and part is not None:
                 stage.tied = frozenset(id(parameter) for name, parameter in part.parameters if name in self.shared.tied)
-        # Of modules that ranks share without meeting at the step's beginning, another may have changed a part already.
+        # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
         self._buffers.take(module for stage in own for module in stage.module.modules())
         backup = Backup.take(parameter for _, parameter in self.local_parameters())
@@ -456,8 +477,8 @@ class Pipeline:
             self.shared.sum(self)
             folded = self.statistics.fold(self)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
-            shares = self._meet("step", share)
-            self._look_for_whole(shares)
+            shares = self._gather_shares("step", share)
+            self._note_whole_backwards(shares)
             write(folded)
         except BaseException:
             self.statistics.reset()
@@ -466,28 +487,27 @@ class Pipeline:
             backup.restore()
             raise
         self._buffers.settle()
-        self._steps += 1
+        self.steps += 1
         return shares
 
-    def _look_for_whole(self, shares: Sequence[Share]) -> None:
-        """Say what it costs if more stages than before turned out to need their backward whole."""
+    def _note_whole_backwards(self, shares: Sequence[Share]) -> None:
+        """Warn of the cost if more stages than before turned out to need a whole backward."""
         whole = {stage: reason for share in shares for stage, reason in share.whole.items()}
         if whole.keys() > self._whole.keys():
-            self._whole, self.merged = whole, merged(self.table, self.unsplit, self._plan, whole)
-            if self.merged is not None and self.rank == 0:
-                logger.warning("%s", self.merged)
+            self._whole = whole
+            self._set_merged(whole)
 
     def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         if self._shares_modules:
-            self.gather("modes", None)  # nobody changes a module's mode that another has yet to note
+            self.gather("modes", None)  # no rank changes a module's mode before all have noted it
         try:
             for module, _ in modes:
                 module.training = False
             with torch.no_grad():
                 share = executor.run(feed)
             self.data.rest()
-            return self._meet("eval_step", share)
+            return self._gather_shares("eval_step", share)
         except BaseException:
             self.data.reset()
             raise
@@ -495,45 +515,37 @@ class Pipeline:
             for module, mode in modes:
                 module.training = mode
 
-    def _meet(self, name: str, share: Share) -> list[Share]:
-        """Everyone's share of a result, if all ran the same step."""
+    def _gather_shares(self, name: str, share: Share) -> list[Share]:
+        """Gather every rank's share of the result, and check that all ran the same step."""
         shares = self.gather(name, share)
         check_same(shares, self.group.describe_rank)
         return shares
 
-    def _recorded(self, executor: Executor) -> Callable[[], Timeline]:
-        """Everyone's times; clocks are compared again every so many steps, for they drift."""
+    def _gather_timeline(self, executor: Executor) -> Callable[[], Timeline]:
+        """Gather every rank's times. Clocks drift, so they are compared again every `_DRIFT` steps."""
         if self._clocks is None or self._clocks[0] >= _DRIFT:
-            self._clocks = 0, offsets(self.group, self.rank, self.deadline)
+            self._clocks = 0, clock_offsets(self.group, self.rank, self.deadline)
         count, ahead = self._clocks
         self._clocks = count + 1, ahead
-        records = self.gather("timeline", Record.of(executor))
-        return partial(timeline, executor.program, records, ahead)
+        records = self.gather("timeline", StepTimes.of(executor))
+        return partial(build_timeline, executor.program, records, ahead)
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
-        """One report for all ranks: what failed where."""
+        """Report a failure to all ranks; the error to raise."""
         where = "the step" if executor.failed_at is None else describe_action(executor.failed_at)
         headline = f"{where} failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale all gradients so that their norm over all stages is at most this; the norm before. Shared parameters count once."""
+        """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
         return clip_grad_norm(self, max_norm, norm_type)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
-        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Nothing is left of it."""
-        batch = Batch(args, target, stage_kwargs or {})
+        """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
+        batch = StepArguments(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
-        return parity(self, self._feed(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), batch)
-
-
-def _checked_deadline(deadline: Any) -> float:
-    if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
-        raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one where ranks may be slow")
-    return float(deadline)
-
-
-def _checked_accumulate(accumulate: str) -> str:
-    if accumulate not in ("autograd", "fused"):
-        raise ScheduleError(f"accumulate must be 'autograd' or 'fused', got {accumulate!r}")
-    return accumulate
+        feed, steps = self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), self.steps
+        try:
+            return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
+        finally:
+            self.steps = steps

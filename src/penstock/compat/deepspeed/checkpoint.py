@@ -12,16 +12,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CheckpointError
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
+from penstock.runtime.checkpoint.model_state import ModelState
 from penstock.runtime.model.partition import Partition
 
 if TYPE_CHECKING:
     from penstock.compat.deepspeed.ties import Place, Ties
-    from penstock.runtime.pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class EngineState:
         self.scheduler.load_state_dict(self.rates)
 
 
-def hold_stage(partition: Partition, stage: int, ties: Ties, slice_: int | None) -> Pipeline:
+def hold_stage(partition: Partition, stage: int, ties: Ties, slice_: int | None) -> ModelState:
     """A stage as checkpoints take it: its modules by name, and which of its parameters are one with another stage's.
 
     Slices of a layer have the same names on several ranks, so that each says which slice it is.
@@ -60,13 +59,11 @@ def hold_stage(partition: Partition, stage: int, ties: Ties, slice_: int | None)
     assert part is not None
     if slice_ is not None:
         part = replace(part, layers=tuple(f"model_{slice_:02d}.{name}" for name in part.layers))
-    parts = [part if number == stage else None for number in range(len(partition.parts))]
     first: dict[int, Place] = {}
     for number, (_, parameter) in enumerate(part.parameters):
         first.setdefault(id(parameter), (stage, number, slice_ or 0))
     first |= ties.first_places(first)
-    shared = SimpleNamespace(place={name: first[id(parameter)] for name, parameter in part.parameters})
-    return cast("Pipeline", SimpleNamespace(stages={stage: None}, partition=Partition(tuple(parts)), shared=shared))
+    return ModelState({stage: part}, {name: first[id(parameter)] for name, parameter in part.parameters})
 
 
 def open_folder(folder: str | os.PathLike[str], tag: str, deadline: float) -> Checkpoints:

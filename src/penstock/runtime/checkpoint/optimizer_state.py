@@ -1,7 +1,7 @@
-"""The state of optimizers by the names of parameters, as torch's own flattened form has it.
+"""The state of optimizers by parameter name, in torch's flattened form.
 
 `state.<parameter>.<key>` is what the optimizer keeps for a parameter; `param_groups.<parameter>.<option>` are the options of its
-group. So the state of a model is the same whichever parameters an optimizer has on which rank.
+group. So the saved state does not depend on which rank's optimizer holds which parameters.
 """
 
 from __future__ import annotations
@@ -18,115 +18,119 @@ from penstock.errors import CheckpointError
 
 Optimizers = Optimizer | Sequence[Optimizer] | None
 STATE, OPTIONS = "state.", "param_groups."
-Same = dict[str, list[str]]
-"""Keys that a value is written under, and the others that it has."""
+Aliases = dict[str, list[str]]
+"""For keys that a value is written under, the other keys of the same value."""
+_NOT_OPTIONS = ("params", "param_names")
+_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
+"""Options of how an optimizer computes rather than what; versions of torch differ in which of them exist."""
+_SCHEDULED = frozenset(("initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""Options that torch's schedulers add to the groups."""
 
 
-def listed(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+def list_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
     if optimizers is None:
         return ()
     return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
 
 
-def leaf(value: Any) -> Any:
-    """A value that torch.distributed.checkpoint keeps in one piece: it takes mappings and lists apart, and tuples not."""
+def wrap_collection(value: Any) -> Any:
+    """Make torch.distributed.checkpoint keep a value in one piece: it takes mappings and lists apart, but not tuples."""
     return (value,) if isinstance(value, (Mapping, list)) else value
 
 
-def unwrapped(value: Any) -> Any:
+def unwrap_collection(value: Any) -> Any:
+    """Undo `wrap_collection`."""
     return value[0] if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (Mapping, list)) else value
 
 
-def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[dict[str, Any], Same]:
-    """What all optimizers keep, by the names of their parameters; an option that many have in common is there once."""
-    state: dict[str, Any] = {}
-    options: dict[str, Any] = {}
-    for optimizer in listed(optimizers):
-        packed = optimizer.state_dict()
-        for group, (parameters, _) in zip(packed["param_groups"], groups_of(optimizer, names), strict=True):
-            for index, name in zip(group["params"], parameters, strict=True):
-                state |= {f"{STATE}{name}.{key}": leaf(value) for key, value in packed["state"].get(index, {}).items()}
-                options |= {f"{OPTIONS}{name}.{key}": leaf(value) for key, value in group.items() if key not in _NAMES}
-    once, same = _once(options)
-    return state | once, same
-
-
-def _once(options: Mapping[str, Any]) -> tuple[dict[str, Any], Same]:
-    """Each value under the first of its keys, and the other keys of each."""
-    first: dict[bytes, str] = {}
-    same: Same = {}
-    for key, value in options.items():
-        there = first.setdefault(pickle.dumps((key.rpartition(".")[2], value)), key)
-        if there != key:
-            same.setdefault(there, []).append(key)
-    return {key: options[key] for key in first.values()}, same
-
-
-_NAMES = ("params", "param_names")
-
-
-def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
-    """The names and the parameters of each group."""
+def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
+    """The names and the parameters of each group; `names` are by object identity."""
     groups = [list(group["params"]) for group in optimizer.param_groups]
     for parameter in (parameter for group in groups for parameter in group):
         if id(parameter) not in names:
             raise CheckpointError(
-                f"the optimizer has a parameter of shape {list(parameter.shape)} that is none of the model's on this rank: "
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that does not belong to the model on this rank: "
                 "give it pipe.parameters()"
             )
     return [([names[id(parameter)] for parameter in group], group) for group in groups]
 
 
-def by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
-    """The saved keys under this prefix, of each parameter by what comes after its name."""
-    wanted: dict[str, dict[str, str]] = {name: {} for name in names}
+# Saving -----------------------------------------------------------------------------------------------------------------
+
+
+def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[dict[str, Any], Aliases]:
+    """The state of all optimizers in the flattened form. An option with the same value for many parameters is there once, with aliases."""
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for optimizer in list_optimizers(optimizers):
+        packed = optimizer.state_dict()
+        for group, (parameters, _) in zip(packed["param_groups"], named_groups(optimizer, names), strict=True):
+            shared = {key: wrap_collection(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for index, name in zip(group["params"], parameters, strict=True):
+                state |= {f"{STATE}{name}.{key}": wrap_collection(value) for key, value in packed["state"].get(index, {}).items()}
+                options |= {f"{OPTIONS}{name}.{key}": value for key, value in shared.items()}
+    distinct, aliases = _merge_equal(options)
+    return state | distinct, aliases
+
+
+def _merge_equal(options: Mapping[str, Any]) -> tuple[dict[str, Any], Aliases]:
+    """Keep equal values of an option once, under the first key; the other keys become its aliases."""
+    first: dict[bytes, str] = {}
+    aliases: Aliases = {}
+    for key, value in options.items():
+        first_key = first.setdefault(pickle.dumps((key.rpartition(".")[2], value)), key)
+        if first_key != key:
+            aliases.setdefault(first_key, []).append(key)
+    return {key: options[key] for key in first.values()}, aliases
+
+
+# Loading ----------------------------------------------------------------------------------------------------------------
+
+
+def keys_by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
+    """For each parameter name, the saved keys under `prefix` by what follows the name."""
+    by_name: dict[str, dict[str, str]] = {name: {} for name in names}
     for key in keys:
         if not key.startswith(prefix):
             continue
         words = key[len(prefix) :].split(".")
         for count in range(1, len(words)):
             name = ".".join(words[:count])
-            if name in wanted:
-                wanted[name][".".join(words[count:])] = key
+            if name in by_name:
+                by_name[name][".".join(words[count:])] = key
                 break
-    return wanted
+    return by_name
 
 
 def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
-    """Give an optimizer the state of its parameters."""
-    groups = groups_of(optimizer, names)
+    """Load the state of an optimizer's parameters from the flattened form."""
+    groups = named_groups(optimizer, names)
     mine = [name for parameters, _ in groups for name in parameters]
-    state, options = by_parameter(flat, mine, STATE), by_parameter(flat, mine, OPTIONS)
+    state, options = keys_by_parameter(flat, mine, STATE), keys_by_parameter(flat, mine, OPTIONS)
     packed = optimizer.state_dict()
-    fresh: dict[int, dict[str, Any]] = {}
+    loaded: dict[int, dict[str, Any]] = {}
     for group, (parameters, _) in zip(packed["param_groups"], groups, strict=True):
-        group.update(_options(parameters, options, flat))
+        group.update(_group_options(parameters, options, flat))
         for index, name in zip(group["params"], parameters, strict=True):
             if state[name]:
-                fresh[index] = {key: unwrapped(flat[full]) for key, full in state[name].items()}
-    optimizer.load_state_dict({**packed, "state": fresh})
-    _keep_types(optimizer, fresh, [parameter for _, parameters in groups for parameter in parameters])
+                loaded[index] = {key: unwrap_collection(flat[full]) for key, full in state[name].items()}
+    optimizer.load_state_dict({**packed, "state": loaded})
+    _restore_dtypes(optimizer, loaded, [parameter for _, parameters in groups for parameter in parameters])
 
 
 def check_options(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
-    """Refuse groups whose parameters were saved with different options, or by an optimizer that has other ones."""
-    for group, (parameters, _) in zip(optimizer.param_groups, groups_of(optimizer, names), strict=True):
-        options = _options(parameters, by_parameter(flat, parameters, OPTIONS), flat)
+    """Reject groups whose parameters were saved with different options, or by an optimizer with other options."""
+    for group, (parameters, _) in zip(optimizer.param_groups, named_groups(optimizer, names), strict=True):
+        options = _group_options(parameters, keys_by_parameter(flat, parameters, OPTIONS), flat)
         if parameters:
-            _refuse_other_kind(optimizer, parameters[0], options.keys(), group.keys())
+            _check_kind(optimizer, parameters[0], options.keys(), group.keys())
 
 
-_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
-"""How an optimizer computes rather than what; versions of torch differ in which of these there are."""
-_SCHEDULED = frozenset(("initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"))
-"""What torch's schedulers leave in the groups."""
-
-
-def _refuse_other_kind(optimizer: Optimizer, name: str, saved: Collection[str], mine: Collection[str]) -> None:
-    """Whatever class it is: its options are what tells one from another in torch's form."""
-    lost, more = set(optimizer.defaults) - set(saved) - _SWITCHES, set(saved) - set(mine) - _SWITCHES - _SCHEDULED
-    if lost or more:
-        theirs, ours = (sorted(set(keys) - _SWITCHES - _SCHEDULED - set(_NAMES)) for keys in (saved, mine))
+def _check_kind(optimizer: Optimizer, name: str, saved: Collection[str], mine: Collection[str]) -> None:
+    """Reject state of another kind of optimizer: the options are all that tells kinds apart in torch's form."""
+    missing, unknown = set(optimizer.defaults) - set(saved) - _SWITCHES, set(saved) - set(mine) - _SWITCHES - _SCHEDULED
+    if missing or unknown:
+        theirs, ours = (sorted(set(keys) - _SWITCHES - _SCHEDULED - set(_NOT_OPTIONS)) for keys in (saved, mine))
         raise CheckpointError(
             f"{name} was saved with an optimizer of the options {', '.join(theirs)}, but {type(optimizer).__name__} "
             f"has {', '.join(ours)}: load with the kind of optimizer that saved, or without one"
@@ -134,10 +138,10 @@ def _refuse_other_kind(optimizer: Optimizer, name: str, saved: Collection[str], 
 
 
 def check_state(optimizer: Optimizer, names: Mapping[int, str], keys: Iterable[str]) -> None:
-    """Refuse what was saved for parameters that the optimizer keeps other things for. An option may add to them, as `amsgrad` does."""
-    groups = groups_of(optimizer, names)
-    held = {name: parameter for theirs in groups for name, parameter in zip(*theirs, strict=True) if optimizer.state.get(parameter)}
-    for name, saved in by_parameter(keys, held, STATE).items():
+    """Reject saved state whose keys differ from what the optimizer keeps. One may have more, as with `amsgrad`."""
+    groups = named_groups(optimizer, names)
+    held = {name: parameter for group in groups for name, parameter in zip(*group, strict=True) if optimizer.state.get(parameter)}
+    for name, saved in keys_by_parameter(keys, held, STATE).items():
         mine, theirs = set(optimizer.state[held[name]]), set(saved)
         if theirs and not (mine <= theirs or theirs <= mine):
             raise CheckpointError(
@@ -146,19 +150,19 @@ def check_state(optimizer: Optimizer, names: Mapping[int, str], keys: Iterable[s
             )
 
 
-def _options(parameters: Sequence[str], options: Mapping[str, Mapping[str, str]], flat: Mapping[str, Any]) -> dict[str, Any]:
+def _group_options(parameters: Sequence[str], keys: Mapping[str, Mapping[str, str]], flat: Mapping[str, Any]) -> dict[str, Any]:
     """The options that all parameters of a group were saved with."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for name in parameters:
-        theirs = {key: unwrapped(flat[full]) for key, full in options[name].items()}
-        if name != parameters[0] and not _equal(theirs, found):
-            wrong = next(key for key in {*theirs, *found} if not _equal(theirs.get(key), found.get(key)))
+        theirs = {key: unwrap_collection(flat[full]) for key, full in keys[name].items()}
+        if name != parameters[0] and not _equal(theirs, options):
+            key = next(key for key in {*theirs, *options} if not _equal(theirs.get(key), options.get(key)))
             raise CheckpointError(
-                f"{parameters[0]} and {name} are in one group of the optimizer, but were saved with {wrong} = {found.get(wrong)!r} "
-                f"and {theirs.get(wrong)!r}: give the optimizer the groups that it had"
+                f"{parameters[0]} and {name} are in one group of the optimizer, but were saved with {key} = {options.get(key)!r} "
+                f"and {theirs.get(key)!r}: give the optimizer the groups that it had"
             )
-        found = theirs
-    return found
+        options = theirs
+    return options
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -169,10 +173,10 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def _keep_types(optimizer: Optimizer, fresh: Mapping[int, Mapping[str, Any]], parameters: Sequence[nn.Parameter]) -> None:
-    """An optimizer casts what it loads to the type of the parameter, which loses digits where it had kept more of them."""
-    for index, values in fresh.items():
-        kept = optimizer.state[parameters[index]]
+def _restore_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]], parameters: Sequence[nn.Parameter]) -> None:
+    """Undo the cast to the parameter's type that an optimizer applies on loading: it loses digits of state kept in higher precision."""
+    for index, values in loaded.items():
+        state = optimizer.state[parameters[index]]
         for key, value in values.items():
-            if isinstance(value, Tensor) and isinstance(kept.get(key), Tensor) and kept[key].dtype != value.dtype:
-                kept[key] = value.to(kept[key].device)
+            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)

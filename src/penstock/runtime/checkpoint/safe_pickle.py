@@ -1,7 +1,7 @@
 """Read pickled data from files without running code that somebody may have put into them.
 
-Unpickling calls whatever the data names. Here only the few classes that a checkpoint is made of may be named, and everything else is
-refused before it is looked up.
+Unpickling calls whatever the data names. Here only the few classes that a checkpoint is made of may be named; everything else is
+rejected before it is looked up.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ import torch
 
 from penstock.errors import CheckpointError
 
-_METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED: dict[str, set[str]] = {
-    _METADATA: {
+    "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
         "Metadata",
@@ -37,9 +36,8 @@ _ALLOWED: dict[str, set[str]] = {
     "builtins": {"set", "frozenset"},
     "pathlib": {"PosixPath", "PurePosixPath"},
     "pathlib._local": {"PosixPath", "PurePosixPath"},
-    "penstock.runtime.checkpoint.files": {"File"},
 }
-"""The modules and names that the metadata of a checkpoint is made of."""
+"""The classes that the metadata of a checkpoint is made of, by module. None is ours, so that our modules can move."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -50,23 +48,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> Any:
-    """The pickled metadata of a checkpoint; refuses a file that names anything else than such metadata is made of."""
+    """Read the pickled metadata of a checkpoint; a file that names any other class is rejected."""
     try:
         with path.open("rb") as stream:
             return _Unpickler(stream).load()
-    except Exception as error:  # whatever damaged data leads to
+    except Exception as error:  # damaged data can raise anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def _safe_classes() -> list[Any]:
-    """What state dicts hold besides what torch itself takes from anybody: NumPy's arrays and numbers, as its random state is."""
+    """What state dicts hold besides what torch itself allows: NumPy's arrays and numbers, which its random state is made of."""
     kinds = [type(np.dtype(kind)) for kind in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")]
     rebuild = [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]  # an array, and a single number
     return [np.ndarray, np.dtype, *rebuild, *kinds]
 
 
 def load_object(data: io.BytesIO, what: str) -> Any:
-    """A value that `torch.save` has written: tensors, arrays and plain values in dicts, lists and tuples, and nothing else."""
+    """Load a value written by `torch.save`: tensors, arrays and plain values in dicts, lists and tuples, and nothing else."""
     with torch.serialization.safe_globals(_safe_classes()):
         try:
             return torch.load(data, weights_only=True)
@@ -75,7 +73,7 @@ def load_object(data: io.BytesIO, what: str) -> Any:
 
 
 def check_objects(values: Iterable[tuple[str, io.BytesIO]]) -> None:
-    """Refuse to save what could not be loaded again."""
+    """Refuse to save values that could not be loaded again."""
     for name, data in values:
         try:
             load_object(io.BytesIO(data.getvalue()), name)
@@ -87,7 +85,7 @@ def check_objects(values: Iterable[tuple[str, io.BytesIO]]) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What torch says, less its advice to switch the check off."""
+    """torch's message without its advice to switch the check off."""
     text = str(error)
     for line in text.splitlines():
         if "Unsupported" in line or "GLOBAL" in line:

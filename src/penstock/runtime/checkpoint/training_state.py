@@ -1,9 +1,8 @@
-"""All that a training run has to continue with: what of it is saved, and how it is put back."""
+"""Everything that a training run needs to continue: what of it is saved, and how it is restored."""
 
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,143 +11,132 @@ from typing import TYPE_CHECKING, Any, Protocol
 from torch import Tensor, nn
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoint.model_state import Held, Model
+from penstock.runtime.checkpoint.model_state import ModelState
 from penstock.runtime.checkpoint.optimizer_state import (
     OPTIONS,
+    Aliases,
     Optimizers,
-    Same,
     check_options,
     check_state,
-    groups_of,
-    leaf,
-    listed,
+    list_optimizers,
     load_optimizer,
+    named_groups,
     optimizer_state,
-    unwrapped,
+    unwrap_collection,
+    wrap_collection,
 )
 from penstock.runtime.model.random_streams import random_state, set_random_state
-from penstock.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
-    from penstock.runtime.checkpoint.reading import Reading
-
-logger = logging.getLogger(__name__)
+    from penstock.runtime.checkpoint.reading import CheckpointReader
 
 
 class Stateful(Protocol):
-    """Anything that can tell its state and take it back."""
+    """An object whose state can be saved: a scheduler, a data loader, a gradient scaler."""
 
     def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: Any, /) -> Any: ...
+    def load_state_dict(self, state_dict: Any, /) -> Any: ...
 
 
 Schedulers = Stateful | Sequence[Stateful] | None
 
 
 @dataclass(frozen=True)
-class Training:
-    """What is saved and loaded together."""
+class TrainingState:
+    """The objects that are saved and loaded together.
 
-    model: Model
+    A load goes through `allocate`, `load_others` (under `restore_others_on_error`) and `load_tensors`, in this order, so that a
+    scheduler or data loader can reject the saved state before any tensor has changed.
+    """
+
+    model: ModelState
     optimizer: Optimizers = None
     scheduler: Schedulers = None
     data: Stateful | None = None
     extra: Mapping[str, Stateful] = field(default_factory=dict)
 
     def others(self) -> dict[str, Stateful]:
-        """All besides the model and the optimizers, by the key that it is saved under."""
+        """Everything but the model and the optimizers, by the key that it is saved under."""
         schedulers = [] if self.scheduler is None else self.scheduler if isinstance(self.scheduler, Sequence) else [self.scheduler]
-        named = {f"scheduler.{k}": each for k, each in enumerate(schedulers)}
+        others = {f"scheduler.{k}": scheduler for k, scheduler in enumerate(schedulers)}
         if self.data is not None:
-            named["data"] = self.data
-        return named | {f"extra.{name}": each for name, each in self.extra.items()}
+            others["data"] = self.data
+        return others | {f"extra.{name}": stateful for name, stateful in self.extra.items()}
 
     # Saving -----------------------------------------------------------------------------------------------------------
 
-    def state(self, rank: int, step: int, first: Mapping[str, str]) -> tuple[dict[str, Any], Same]:
-        """This rank's state, and further keys of what is in it. `first` has the name that a tied parameter is saved under."""
-        held = Held.of(self.model)
-        values = {first.get(name, name): leaf(value) for name, value in held.state().items()}
+    def collect(self, rank: int, step: int, first: Mapping[str, str]) -> tuple[dict[str, Any], Aliases]:
+        """This rank's state by key, and further keys of values in it. `first` maps the names of a tied parameter to its first one."""
+        values = {first.get(name, name): wrap_collection(value) for name, value in self.model.values().items()}
         missing = next((name for name, value in values.items() if isinstance(value, Tensor) and value.is_meta), None)
         if missing is not None:
             raise CheckpointError(f"{missing} is on the meta device and has no values to save")
-        names = {ident: first.get(name, name) for ident, name in held.parameters().items()}
-        optimizer, same = optimizer_state(self.optimizer, names)
+        names = {ident: first.get(name, name) for ident, name in self.model.first_names().items()}
+        optimizer, aliases = optimizer_state(self.optimizer, names)
         state: dict[str, Any] = {"model": values, "optimizer": optimizer}
         state[f"random.{rank}"] = (random_state(),)
         if rank == 0:
-            state |= {key: (each.state_dict(),) for key, each in self.others().items()}
-            state["training"] = ({"step": step, **self._streams()},)
-        return state, {f"optimizer.{key}": [f"optimizer.{other}" for other in others] for key, others in same.items()}
-
-    def _streams(self) -> dict[str, Any]:
-        """Where the streams of a pipeline with a seed stand."""
-        return {"seed": self.model.seed, "steps": self.model._steps} if isinstance(self.model, Pipeline) else {}
+            state |= {key: (stateful.state_dict(),) for key, stateful in self.others().items()}
+            state["training"] = ({"step": step, **self.model.stream_position()},)
+        return state, {f"optimizer.{key}": [f"optimizer.{other}" for other in others] for key, others in aliases.items()}
 
     # Loading ----------------------------------------------------------------------------------------------------------
 
-    def room(self, reading: Reading, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Where to read what into, by key: tensors, of which the model's are its own, and what can be refused before they change."""
-        held = Held.of(self.model)
-        state = reading.optimizer(self._updated(held))
+    def allocate(self, reader: CheckpointReader, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The destinations to read into, by key: tensors, of which the model's are its own; and values that can be rejected first."""
+        state = reader.allocate_optimizer(self._optimized_parameters())
         options = {key: state.pop(key) for key in list(state) if key.startswith(f"optimizer.{OPTIONS}")}
-        room: dict[str, Any] = {f"model.{name}": value for name, value in held.state().items()}
-        return room | state, options | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
+        tensors: dict[str, Any] = {f"model.{name}": value for name, value in self.model.values().items()}
+        return tensors | state, options | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
 
-    def _updated(self, held: Held) -> dict[str, nn.Parameter]:
-        """The parameters that the optimizers have, by name."""
-        groups = [group for optimizer in listed(self.optimizer) for group in groups_of(optimizer, held.parameters())]
+    def _optimized_parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters of the optimizers, by name."""
+        first_names = self.model.first_names()
+        groups = [group for optimizer in list_optimizers(self.optimizer) for group in named_groups(optimizer, first_names)]
         return {name: parameter for names, parameters in groups for name, parameter in zip(names, parameters, strict=True)}
 
-    def load_others(self, rest: Mapping[str, Any], room: Iterable[str]) -> None:
-        """Put back all besides the model and the optimizers, which are only compared with what was saved."""
-        names = Held.of(self.model).parameters()
-        for optimizer in listed(self.optimizer):
-            check_options(optimizer, names, _of_optimizer(rest))
-            check_state(optimizer, names, _of_optimizer(dict.fromkeys(room)))
-        for key, each in self.others().items():
-            _check_groups(each, rest[key][0])
-            each.load_state_dict(rest[key][0])
+    def load_others(self, values: Mapping[str, Any], tensor_keys: Iterable[str]) -> None:
+        """Load everything but the model and the optimizers; optimizers are only compared with the saved options and keys."""
+        names = self.model.first_names()
+        for optimizer in list_optimizers(self.optimizer):
+            check_options(optimizer, names, _optimizer_entries(values))
+            check_state(optimizer, names, _optimizer_entries(dict.fromkeys(tensor_keys)))
+        for key, stateful in self.others().items():
+            _check_groups(stateful, values[key][0])
+            stateful.load_state_dict(values[key][0])
 
-    def load(self, room: Mapping[str, Any], rest: Mapping[str, Any], rank: int) -> None:
-        """Put back the model and the optimizers, and where the random streams stand."""
-        held = Held.of(self.model)
-        held.load({key.removeprefix("model."): unwrapped(value) for key, value in room.items() if key.startswith("model.")})
-        for optimizer in listed(self.optimizer):
-            load_optimizer(optimizer, held.parameters(), _of_optimizer(room) | _of_optimizer(rest))
-        self._set_streams(rest["training"][0])
-        set_random_state(rest[f"random.{rank}"][0])
+    def load_tensors(self, tensors: Mapping[str, Any], values: Mapping[str, Any], rank: int) -> None:
+        """Load the model, the optimizers and the random state."""
+        entries = {key.removeprefix("model."): unwrap_collection(value) for key, value in tensors.items() if key.startswith("model.")}
+        self.model.load(entries)
+        for optimizer in list_optimizers(self.optimizer):
+            load_optimizer(optimizer, self.model.first_names(), _optimizer_entries(tensors) | _optimizer_entries(values))
+        self.model.set_stream_position(values["training"][0])
+        set_random_state(values[f"random.{rank}"][0])
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """All besides the model and the optimizers is as before where something fails inside."""
+    def restore_others_on_error(self) -> Iterator[None]:
+        """Restore everything but the model and the optimizers if something fails inside."""
         others = self.others()
-        before = {key: copy.deepcopy(each.state_dict()) for key, each in others.items()}
+        before = {key: copy.deepcopy(stateful.state_dict()) for key, stateful in others.items()}
         try:
             yield
         except BaseException:
-            for key, each in others.items():
-                each.load_state_dict(before[key])
+            for key, stateful in others.items():
+                stateful.load_state_dict(before[key])
             raise
 
-    def _set_streams(self, said: Mapping[str, Any]) -> None:
-        if not isinstance(self.model, Pipeline):
-            return
-        self.model._steps = said.get("steps", said["step"])
-        if said.get("seed", self.model.seed) != self.model.seed:
-            logger.warning("saved with seed %s, loaded with seed %s: random numbers will not continue", said["seed"], self.model.seed)
 
-
-def _of_optimizer(room: Mapping[str, Any]) -> dict[str, Any]:
-    return {key.removeprefix("optimizer."): value for key, value in room.items() if key.startswith("optimizer.")}
+def _optimizer_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {key.removeprefix("optimizer."): value for key, value in entries.items() if key.startswith("optimizer.")}
 
 
 def _check_groups(scheduler: Any, state: Any) -> None:
-    """A scheduler's rates belong to the optimizer's groups by their number, so every rank must have all groups."""
+    """Check the number of groups: a scheduler keeps its rates by group index, so every rank must have all groups."""
     saved, mine = isinstance(state, dict) and state.get("base_lrs"), getattr(scheduler, "base_lrs", None)
     if isinstance(saved, list) and isinstance(mine, list) and len(saved) != len(mine):
         raise CheckpointError(
-            f"the scheduler was saved with {len(saved)} groups of the optimizer's, and has {len(mine)}: "
-            "give the optimizer the same groups on every rank, empty ones where a rank has no such parameters"
+            f"the scheduler was saved with {len(saved)} optimizer groups, but has {len(mine)} here: "
+            "give the optimizer the same groups on every rank, empty ones if a rank has no such parameters"
         )

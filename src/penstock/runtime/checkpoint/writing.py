@@ -1,9 +1,9 @@
-"""Writing a checkpoint: every rank its own files, in a thread of its own, and the first rank what makes them one.
+"""Writing a checkpoint: each rank writes its own files in a thread, and the first rank completes the checkpoint.
 
-torch.distributed.checkpoint plans and writes; ranks only agree on the plan. That needs no messages once the threads have begun: a
-rank that is through leaves a mark in the folder, and the first rank waits for all marks.
+torch.distributed.checkpoint decides who writes what and writes it; the ranks only exchange their layouts. No messages are needed once the
+threads have started: a rank that is done leaves a marker file in the folder, and the first rank waits for all markers.
 
-Several names for what is written once: tied parameters, and options that parameters have in common.
+Tied parameters, and options that many parameters have in common, are written once and listed in the metadata under all their names.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from io import BytesIO
 from pathlib import Path
@@ -27,23 +27,27 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoint.files import Draft, File, prune
-from penstock.runtime.checkpoint.model_state import Ties
-from penstock.runtime.checkpoint.optimizer_state import Same
+from penstock.runtime.checkpoint.files import Draft, FileDigest, prune
+from penstock.runtime.checkpoint.model_state import TiedNames
+from penstock.runtime.checkpoint.optimizer_state import Aliases
 from penstock.runtime.checkpoint.safe_pickle import check_objects, read_metadata
 
-_PAUSE = 0.005
-_LEAVE = 30.0
-"""Seconds that the other ranks have to write their files once this process is at its end."""
+_POLL = 0.005
+"""Seconds between two looks for the markers of the other ranks."""
+_EXIT_GRACE = 30.0
+"""Seconds that the other ranks have left to write their files once the main thread of this process has ended."""
+_METADATA = ".metadata"
 
 
-class Plan:
-    """What one rank is to write."""
+class RankLayout:
+    """What one rank writes of a checkpoint."""
 
-    def __init__(self, draft: Draft, state: dict[str, Any], same: Same, rank: int) -> None:
+    def __init__(self, draft: Draft, state: dict[str, Any], aliases: Aliases, rank: int) -> None:
         if not draft.path.is_dir():
-            raise CheckpointError(f"rank {rank} does not see {draft.path}, which rank 0 has made: checkpoints need a folder that all share")
-        self.rank, self.same = rank, same
+            raise CheckpointError(
+                f"rank {rank} does not see {draft.path}, which rank 0 made: put checkpoints on a file system shared by all"
+            )
+        self.rank, self.aliases = rank, aliases
         self.planner = DefaultSavePlanner()
         self.writer = FileSystemWriter(draft.path)
         self.planner.set_up_planner(state, self.writer.storage_meta(), rank == 0)
@@ -51,7 +55,7 @@ class Plan:
         self.local: SavePlan = self.writer.prepare_local_plan(self.planner.create_local_plan())
 
     def agree(self, everyone: list[SavePlan], copy: bool, trusted: bool) -> None:
-        """What several ranks hold is written by one of them. Copied, it stays as it is now."""
+        """Drop what another rank writes, given the local plans of all ranks. With `copy`, keep copies of the values as they are now."""
         plans, metadata = self.planner.create_global_plan(everyone)
         self.metadata: Metadata = metadata
         self.local = self.planner.finish_plan(self.writer.prepare_global_plan(plans)[self.rank])
@@ -59,16 +63,16 @@ class Plan:
             objects = [item for item in self.local.items if item.type is WriteItemType.BYTE_IO]
             check_objects((item.index.fqn, cast(BytesIO, self.planner.resolve_data(item))) for item in objects)
         if copy:
-            self.planner = _Copies({item.index: _copied(self.planner.resolve_data(item)) for item in self.local.items})
+            self.planner = _CopiedValues({item.index: _copy(self.planner.resolve_data(item)) for item in self.local.items})
 
     def write(self) -> list[WriteResult]:
-        done = self.writer.write_data(self.local, self.planner)
-        done.wait()
-        return list(done.value())
+        written = self.writer.write_data(self.local, self.planner)
+        written.wait()
+        return list(written.value())
 
 
-class _Copies(DefaultSavePlanner):
-    """Gives out what was copied."""
+class _CopiedValues(DefaultSavePlanner):
+    """Gives the writer copies in place of the values themselves."""
 
     def __init__(self, copies: Mapping[MetadataIndex, Tensor | BytesIO]) -> None:
         super().__init__()
@@ -78,128 +82,121 @@ class _Copies(DefaultSavePlanner):
         return self.copies[write_item.index]
 
 
-def _copied(value: Tensor | BytesIO) -> Tensor | BytesIO:
+def _copy(value: Tensor | BytesIO) -> Tensor | BytesIO:
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
-@dataclass(frozen=True)
-class Whole:
-    """What the first rank needs to make a checkpoint of the files of all."""
+class CheckpointWriter:
+    """Writes one rank's part of a checkpoint in a thread of its own, from construction on.
 
-    folder: Path
-    ranks: int
-    ties: Ties
-    about: Mapping[str, Any]
-    keep: int | None
-    deadline: float
+    The first rank then completes the checkpoint: it waits at most `deadline` seconds for all `ranks`, adds `ties` to the metadata and
+    `about` to the manifest, and keeps only the latest `keep` checkpoints. `wait_written` and `wait_completed` raise what went wrong on
+    this rank; `abort` is called after them if any rank failed.
+    """
 
-
-class Writing:
-    """One rank's part of a checkpoint that is being written."""
-
-    def __init__(self, draft: Draft, plan: Plan, whole: Whole) -> None:
-        self.draft, self.whole, self.rank = draft, whole, plan.rank
+    def __init__(
+        self, draft: Draft, layout: RankLayout, *, ranks: int, ties: TiedNames, about: Mapping[str, Any], keep: int | None, deadline: float
+    ) -> None:
+        self.draft, self.rank = draft, layout.rank
+        self._ranks, self._ties, self._about, self._keep, self._deadline = ranks, ties, about, keep, deadline
         self.error: Exception | None = None
-        self._plan: Plan | None = plan
+        self._layout: RankLayout | None = layout
         self._written, self._aborted = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"penstock checkpoint {draft.final.name}")
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            assert self._plan is not None
-            self._write(self._plan)
+            assert self._layout is not None
+            self._write(self._layout)
             self._written.set()
             if self.rank == 0:
-                self._complete(self._plan)
+                self._complete(self._layout)
         except Exception as error:
             self.error = error
         finally:
-            self._plan = None  # with all that it would write
+            self._layout = None  # frees the copies
             self._written.set()
 
-    def written(self) -> None:
+    def wait_written(self) -> None:
         """Wait until this rank's files are written."""
         self._written.wait()
         if self.error is not None:
             raise self.error
 
-    def completed(self) -> None:
-        """Wait until all is done that this rank has to do."""
+    def wait_completed(self) -> None:
+        """Wait until this rank has nothing left to do."""
         self._thread.join()
         if self.error is not None:
             raise self.error
 
     def abort(self) -> None:
-        """Another rank has failed: leave nothing behind."""
+        """Stop and remove what was written."""
         self._aborted.set()
         self._thread.join()
         if self.rank == 0:
             self.draft.discard()
 
-    def _write(self, plan: Plan) -> None:
-        results = plan.write()
+    def _write(self, layout: RankLayout) -> None:
+        """Write this rank's files, and then a marker with their digests in plain values, so that no class of ours is pickled."""
+        results = layout.write()
         names = sorted({result.storage_data.relative_path for result in results})
-        mark = pickle.dumps((results, {name: File.of(self.draft.path / name) for name in names}, plan.same))
-        hidden = self.draft.path / f".{_mark(self.rank)}"
-        hidden.write_bytes(mark)
-        os.replace(hidden, self.draft.path / _mark(self.rank))
+        digests = {name: vars(FileDigest.of(self.draft.path / name)) for name in names}
+        hidden = self.draft.path / f".{_marker(self.rank)}"
+        hidden.write_bytes(pickle.dumps((results, digests, layout.aliases)))
+        os.replace(hidden, self.draft.path / _marker(self.rank))
 
-    def _complete(self, plan: Plan) -> None:
-        marks = [self.draft.path / _mark(rank) for rank in range(self.whole.ranks)]
-        self._await(marks)
+    def _complete(self, layout: RankLayout) -> None:
+        markers = [self.draft.path / _marker(rank) for rank in range(self._ranks)]
+        self._wait_for(markers)
         results: list[WriteResult] = []
-        files: dict[str, File] = {}
-        same: Same = {}
-        for mark in marks:
-            theirs, written, others = read_metadata(mark)
-            results += theirs
-            files |= written
-            for key, more in others.items():  # ranks may name the same value first, each with other keys of its own
-                same[key] = list(dict.fromkeys((*same.get(key, ()), *more)))
-            mark.unlink()
-        names = under_more_names(plan.metadata, results, lambda key: same.get(key, ()))
-        names += under_more_names(plan.metadata, results + names, partial(tied_keys, self.whole.ties))
-        plan.writer.finish(plan.metadata, [results + names])
-        files[_METADATA] = File.of(self.draft.path / _METADATA)
-        self.draft.seal(self.whole.ranks, self.whole.about, files)
-        prune(self.whole.folder, self.whole.keep)
+        files: dict[str, FileDigest] = {}
+        aliases: Aliases = {}
+        for marker in markers:
+            their_results, digests, their_aliases = read_metadata(marker)
+            results += their_results
+            files |= {name: FileDigest(**digest) for name, digest in digests.items()}
+            for key, others in their_aliases.items():  # several ranks may have written a value first, each with aliases of its own
+                aliases[key] = list(dict.fromkeys((*aliases.get(key, ()), *others)))
+            marker.unlink()
+        added = add_keys(layout.metadata, results, lambda key: aliases.get(key, ()))
+        added += add_keys(layout.metadata, results + added, partial(tied_keys, self._ties))
+        layout.writer.finish(layout.metadata, [results + added])
+        files[_METADATA] = FileDigest.of(self.draft.path / _METADATA)
+        self.draft.seal(self._ranks, self._about, files)
+        prune(self.draft.final.parent, self._keep)
 
-    def _await(self, marks: Sequence[Path]) -> None:
-        until = time.monotonic() + self.whole.deadline
-        leaving = False
-        while missing := [rank for rank, mark in enumerate(marks) if not mark.exists()]:
+    def _wait_for(self, markers: Sequence[Path]) -> None:
+        until, is_exiting = time.monotonic() + self._deadline, False
+        while missing := [rank for rank, marker in enumerate(markers) if not marker.exists()]:
             if self._aborted.is_set() or time.monotonic() > until:
                 raise CheckpointError(
-                    f"checkpoint {self.draft.final} is not whole: ranks {missing} did not write theirs within {self.whole.deadline:g} s"
+                    f"checkpoint {self.draft.final} is incomplete: ranks {missing} did not write their files within {self._deadline:g} s"
                 )
-            if not leaving and not threading.main_thread().is_alive():
-                leaving, until = True, min(until, time.monotonic() + _LEAVE)
-            time.sleep(_PAUSE)
+            if not is_exiting and not threading.main_thread().is_alive():
+                is_exiting, until = True, min(until, time.monotonic() + _EXIT_GRACE)
+            time.sleep(_POLL)
 
 
-_METADATA = ".metadata"
-
-
-def _mark(rank: int) -> str:
+def _marker(rank: int) -> str:
     return f"rank-{rank}.written"
 
 
-def under_more_names(metadata: Metadata, results: Sequence[WriteResult], others: Callable[[str], Iterable[str]]) -> list[WriteResult]:
-    """Make what was written be found under its other keys too."""
+def add_keys(metadata: Metadata, results: Sequence[WriteResult], others: Callable[[str], Iterable[str]]) -> list[WriteResult]:
+    """List written values in the metadata under their other keys too; the results to add for them."""
     known, paths = metadata.state_dict_metadata, metadata.planner_data
-    more = []
+    added = []
     for result in results:
         key = result.index.fqn
         for other in others(key):
             if known.setdefault(other, known[key]) is known[key]:
                 paths[other] = tuple(other.split(".", 1))
-                more.append(replace(result, index=replace(result.index, fqn=other)))
-    return more
+                added.append(replace(result, index=replace(result.index, fqn=other)))
+    return added
 
 
-def tied_keys(ties: Ties, key: str) -> list[str]:
-    """The keys under the other names of a tied parameter, for one under its first name."""
+def tied_keys(ties: TiedNames, key: str) -> list[str]:
+    """The keys under the other names of a tied parameter, given one under its first name."""
     for first, *others in ties:
         for start, end in (("model.", ""), ("optimizer.state.", "."), ("optimizer.param_groups.", ".")):
             if f"{key}{end}".startswith(f"{start}{first}{end}") and (end or key == start + first):

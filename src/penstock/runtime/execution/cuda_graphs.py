@@ -1,13 +1,13 @@
-"""A stage's work as recorded once and launched as a whole: CUDA graphs, for stages whose shapes stand.
+"""CUDA graphs: a stage's work is recorded once and then launched as a whole, as long as shapes stay the same.
 
-Each stage has as many places as microbatches are ever between its forward and its last backward. A place has memory of its
-own, which stays where it is, and its forward, backward and backward for the weights as one launch each. What comes in is copied there, and
-what goes out is copied away. A microbatch that looks different runs as without all this.
+Each stage has as many workspaces as it ever has microbatches between their forward and their last backward. A workspace has memory of
+its own at fixed addresses, and its forward, backward and weight backward are one launch each. Inputs are copied into it and outputs are
+copied out. A microbatch of another shape runs without graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,22 +29,20 @@ from penstock.runtime.tensors.boundary import cut
 from penstock.runtime.transport.group import EMPTY, Operation, nothing
 
 if TYPE_CHECKING:
-    from penstock.runtime.execution.executor import Executor
-    from penstock.runtime.pipeline import Pipeline
+    from penstock.runtime.execution.operations import StageOperations
 
 
-def refuse_graphs(pipe: Pipeline) -> None:
-    """Say why a pipeline's work cannot be recorded, if it cannot."""
+def refuse_graphs(
+    stages: Mapping[int, Stage], *, seeded: bool, shares_parameters: bool, sums_elsewhere: bool, gathers_statistics: bool
+) -> None:
+    """Raise if a pipeline's work cannot be recorded, with the reason."""
     reasons = {
-        "seed= draws a microbatch's random numbers from a stream of its own: give none": pipe.seed is not None,
-        "ranks share parameters, whose gradients each sums in its own memory: build a model on each": pipe.shared.one_object,
-        "mesh= and accumulate_dtype= take gradients out of the memory that they are recorded in: give neither": pipe.grid is not None
-        or pipe.data.dtype is not None,
-        "the running statistics of norm layers are put together from several copies of a stage: use a schedule with one": (
-            pipe.statistics.gathers
-        ),
-        "recomputed stages run parts of their forward again in their backward: recompute none": any(
-            isinstance(stage.module, Recomputed) for stage in pipe.stages.values()
+        "seed= draws each microbatch's random numbers from a stream of its own: leave it out": seeded,
+        "ranks share parameters, whose gradients each rank sums in its own memory: build a model on each": shares_parameters,
+        "mesh= and accumulate_dtype= take gradients out of the memory that they are recorded in: leave both out": sums_elsewhere,
+        "the running statistics of norm layers are combined from several copies of a stage: use a schedule with one": gathers_statistics,
+        "recomputed stages run parts of their forward again in their backward: turn recompute off": any(
+            isinstance(stage.module, Recomputed) for stage in stages.values()
         ),
     }
     for reason, holds in reasons.items():
@@ -52,83 +50,80 @@ def refuse_graphs(pipe: Pipeline) -> None:
             raise ScheduleError(f"graphs=True, but {reason}")
 
 
-class Place:
-    """Where one microbatch at a time of one stage is worked on, always in the same memory."""
+class Workspace:
+    """The memory in which one microbatch of one stage at a time is computed, and the recorded work on it."""
 
-    def __init__(self, stage: Stage, sample: Tensor, split: bool, grads: Gradients) -> None:
+    def __init__(self, stage: Stage, sample: Tensor, split: bool, sums: GradientSums) -> None:
         self.stage = stage
         self.deferrable = stage.deferrable() if split else None
-        self.given = sample.detach().clone(memory_format=torch.preserve_format).requires_grad_(sample.requires_grad)
+        self.input = sample.detach().clone(memory_format=torch.preserve_format).requires_grad_(sample.requires_grad)
         self.deferral: Deferral | None = None
-        self.made: Any = None
-        self.grad: Any = None
-        self.back: Tensor | None = None
-        with grads.aside(), kept_random_state(), _kept_buffers(stage):
+        self.output: Any = None
+        self.output_grad: Any = None
+        self.input_grad: Tensor | None = None
+        with sums.set_aside(), kept_random_state(), _kept_buffers(stage):
             warm_up(self._try)
-        self.made = self.deferral = None  # nothing of the try is to be met again
-        grads.put()
+        self.output = self.deferral = None  # nothing of the trial may be used again
+        sums.attach()
         graphs = GraphCapture()
         self.forward = graphs.capture(self._forward)
         self.backward = graphs.capture(self._backward)
         self.weights = graphs.capture(self._weights) if split else nothing
-        if self.made is not None:  # recorded: what autograd knew of it has served
-            self.made, self.deferral = self.made.detach(), None
+        if self.output is not None:  # recorded: autograd's graph is no longer needed
+            self.output, self.deferral = self.output.detach(), None
 
     def fits(self, value: Any) -> bool:
-        """Whether the value can be worked on here."""
-        mine = self.given
+        """Whether the value can be copied into the input."""
+        mine = self.input
         if not isinstance(value, Tensor) or value.requires_grad != mine.requires_grad:
             return False
         return (value.shape, value.stride(), value.dtype, value.device) == (mine.shape, mine.stride(), mine.dtype, mine.device)
 
     def _try(self) -> None:
-        """All of it once, to see that it can be recorded."""
+        """Run everything once, to see that it can be recorded."""
         with collect() as extras:
             self._forward()
-        if type(self.made) is not Tensor or not self.made.requires_grad or extras.losses or extras.metrics:
-            what = (
-                "side losses or metrics"
-                if extras.losses or extras.metrics or isinstance(self.made, StageOutput)
-                else "no single tensor to train"
-            )
-            raise ScheduleError(f"stage {self.stage.index} gives {what}: it cannot be recorded, so leave graphs=True out")
-        self.grad = torch.ones_like(self.made)
+        on_the_side = extras.losses or extras.metrics
+        if type(self.output) is not Tensor or not self.output.requires_grad or on_the_side:
+            problem = "side losses or metrics" if on_the_side or isinstance(self.output, StageOutput) else "no single tensor to train"
+            raise ScheduleError(f"stage {self.stage.index} returns {problem}, so it cannot be recorded: leave graphs=True out")
+        self.output_grad = torch.ones_like(self.output)
         self._backward()
         self._weights()
 
     def _forward(self) -> None:
         if self.deferrable is None:
-            self.made = self.stage.module(self.given)
+            self.output = self.stage.module(self.input)
         else:
             self.deferral = Deferral()
             with self.deferrable.forward(self.deferral):
-                self.made = self.stage.module(self.given)
+                self.output = self.stage.module(self.input)
 
     def _backward(self) -> None:
         if self.deferrable is None or self.deferral is None:
-            run_backward([self.made], [self.grad])
+            run_backward([self.output], [self.output_grad])
         else:
-            self.deferrable.backward_input(self.deferral, [self.made], [self.grad])
-        self.back, self.given.grad = self.given.grad, None
+            self.deferrable.backward_input(self.deferral, [self.output], [self.output_grad])
+        self.input_grad, self.input.grad = self.input.grad, None
 
     def _weights(self) -> None:
         if self.deferral is not None:
             self.stage.backward_weights(self.deferral)
 
 
-class Gradients:
-    """The memory that a stage's gradients are summed in, which recorded work has by its address."""
+class GradientSums:
+    """The memory in which a stage's gradients are summed: recorded work knows it by its address."""
 
     def __init__(self, module: nn.Module, known: dict[int, Tensor]) -> None:
-        """`known` has those of all stages, by the parameter's id: stages may share one."""
+        """`known` has the sums of all stages by the parameter's id, because stages may share a parameter."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         for parameter in trained:
             if id(parameter) not in known:
                 known[id(parameter)] = torch.zeros_like(parameter)
         self.sums = [(parameter, known[id(parameter)]) for parameter in trained]
 
-    def put(self) -> None:
-        """Have the parameters' gradients there, with what they are now; none is zero."""
+    def attach(self) -> None:
+        """Make the sums the parameters' `grad`, with its present values; None becomes zero."""
         for parameter, total in self.sums:
             if parameter.grad is total:
                 continue
@@ -138,94 +133,93 @@ class Gradients:
                 total.copy_(parameter.grad)
             parameter.grad = total
 
-    def aside(self) -> _Aside:
-        """A context that leaves no trace in them."""
-        return _Aside([parameter for parameter, _ in self.sums])
-
-
-class _Aside:
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self.kept = [(parameter, parameter.grad) for parameter in parameters]
-
-    def __enter__(self) -> None:
-        for parameter, _ in self.kept:
+    @contextmanager
+    def set_aside(self) -> Iterator[None]:
+        """Leave the parameters' gradients as they are: what runs inside adds to none of them."""
+        kept = [(parameter, parameter.grad) for parameter, _ in self.sums]
+        for parameter, _ in kept:
             parameter.grad = None
-
-    def __exit__(self, *exc: object) -> None:
-        for parameter, grad in self.kept:
-            parameter.grad = grad
+        try:
+            yield
+        finally:
+            for parameter, grad in kept:
+                parameter.grad = grad
 
 
 @contextmanager
 def _kept_buffers(stage: Stage) -> Iterator[None]:
-    """Leave a stage's buffers as they were: what is tried before it is recorded counts for nothing."""
+    """Leave a stage's buffers as they were: the trial before the recording must have no effect."""
     kept = [(module, name, value, value.clone()) for module, name, value in _buffers(stage.module)]
     try:
         yield
         replaced = next((name for module, name, value, _ in kept if module._buffers.get(name) is not value), None)
         if replaced is not None:
             raise ScheduleError(
-                f"stage {stage.index} puts another tensor in place of its buffer {replaced}, which recorded work cannot: change it in "
-                "place, or leave graphs=True out"
+                f"stage {stage.index} replaces its buffer {replaced} by another tensor, which recorded work cannot do: change it in place, "
+                "or leave graphs=True out"
             )
     finally:
         for module, name, value, before in kept:
-            value.data.copy_(before)  # past autograd: another microbatch's backward may be about to read what is there again now
+            value.data.copy_(before)  # past autograd: another microbatch's backward may still read the restored values
             module._buffers[name] = value
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [(each, name, value) for each in module.modules() for name, value in each._buffers.items() if value is not None]
+    return [(part, name, value) for part in module.modules() for name, value in part._buffers.items() if value is not None]
 
 
-def _look(module: nn.Module) -> list[object]:
-    """What recorded work was recorded with: the memory of parameters and buffers, what is trained, and the modules' modes."""
-    found: list[object] = []
-    for each in module.modules():
-        found.append(each.training)
-        for parameter in each._parameters.values():
-            found += [] if parameter is None else [id(parameter), _address(parameter), parameter.requires_grad]
-        found += [_address(buffer) for buffer in each._buffers.values() if buffer is not None]
-    return found
+def _fingerprint(module: nn.Module) -> list[object]:
+    """Everything that recorded work depends on: the memory of parameters and buffers, what is trained, and the modules' modes."""
+    facts: list[object] = []
+    for part in module.modules():
+        facts.append(part.training)
+        for parameter in part._parameters.values():
+            facts += [] if parameter is None else [id(parameter), _address(parameter), parameter.requires_grad]
+        facts += [_address(buffer) for buffer in part._buffers.values() if buffer is not None]
+    return facts
 
 
 def _address(value: Tensor) -> int:
-    """Where a tensor's memory is; one of a kind of its own may have none that it tells of."""
+    """The address of a tensor's memory; a tensor subclass may not have one, so its id stands in."""
     return value.data_ptr() if type(value) in (Tensor, nn.Parameter) else id(value)
 
 
 @dataclass
 class _Running:
-    """A microbatch between its forward and its last backward: its place, where its loss's backward starts, and whether it has one."""
+    """A microbatch between its forward and its last backward."""
 
-    place: Place
+    workspace: Workspace
     leaf: Tensor | None
+    """The last stage's output, from which the loss is computed outside the graph."""
     ends: Sequence[Tensor]
     grads: Sequence[Tensor]
-    reached: bool = True
+    has_gradient: bool = True
 
 
 class Graphs:
-    """The recorded stages of one rank's program."""
+    """The recorded stages of one rank's program.
 
-    def __init__(self, executor: Executor) -> None:
-        self.executor = executor
-        self._places: dict[tuple[int, int, bool], Place] = {}
-        self._grads: dict[int, Gradients] = {}
-        self._sums: dict[int, Tensor] = {}
-        self._looks: dict[int, list[object]] = {}
-        self._numbers = _numbers(executor.program[executor.rank])
-        for index, stage in executor.stages.items():
-            self._check(index, stage)
+    The executor calls `begin_step` once per step and asks `build` for the operation of each compute action while it is built.
+    """
 
-    def _check(self, index: int, stage: Stage) -> None:
-        if len(self.executor.program.graph.inputs_of(index)) > 1:
-            raise ScheduleError(f"stage {index} reads several stages: it cannot be recorded, so leave graphs=True out")
-        statistics = self.executor.statistics
-        if statistics is not None and index in self.executor.scattered and statistics.keeps_any(index):
+    def __init__(self, compute: StageOperations, actions: Sequence[Action]) -> None:
+        self._compute, self._links, self._registers = compute, compute.links, compute.registers
+        self._workspaces: dict[tuple[int, int, bool], Workspace] = {}
+        self._sums: dict[int, GradientSums] = {}
+        self._totals: dict[int, Tensor] = {}
+        self._fingerprints: dict[int, list[object]] = {}
+        self._numbers = _number_workspaces(actions)
+        for stage in compute.stages.values():
+            self._check(stage)
+
+    def _check(self, stage: Stage) -> None:
+        index, statistics = stage.index, self._compute.statistics
+        if len(self._compute.program.graph.inputs_of(index)) > 1:
+            raise ScheduleError(f"stage {index} reads several stages, so it cannot be recorded: leave graphs=True out")
+        if statistics is not None and index in self._compute.unordered and statistics.keeps_any(index):
             raise ScheduleError(
-                f"stage {index} has norm layers with running statistics, but does not run its microbatches in their order, which recorded "
-                "work cannot make up for: use another schedule, or leave graphs=True out"
+                f"stage {index} has norm layers with running statistics but does not run its microbatches in order, which recorded work "
+                "cannot make up for: use another schedule, or leave graphs=True out"
             )
         hooked = next((n for n, p in stage.module.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks), None)
         if hooked is not None:
@@ -233,75 +227,76 @@ class Graphs:
                 f"{hooked} of stage {index} has hooks, which recorded work cannot run: remove them, or leave graphs=True out"
             )
 
-    def begin(self) -> None:
-        """A step begins: gradients may have been replaced or dropped. Where parameters were, or modes changed, work is recorded anew."""
-        if self.executor.autocast:
-            raise ScheduleError("graphs=True, but the step runs under autocast, which work is recorded without: use one of them")
-        if any(_look(self.executor.stages[index].module) != look for index, look in self._looks.items()):
-            self._grads, self._places, self._sums, self._looks = {}, {}, {}, {}
+    def begin_step(self, autocast: bool) -> None:
+        """Attach the gradient sums, which may have been replaced or dropped; forget all recordings if a stage has changed."""
+        if autocast:
+            raise ScheduleError("graphs=True, but the step runs under autocast, and work is recorded without it: use one of them")
+        if any(_fingerprint(self._compute.stages[index].module) != facts for index, facts in self._fingerprints.items()):
+            self._sums, self._workspaces, self._totals, self._fingerprints = {}, {}, {}, {}
             return
-        for sums in self._grads.values():
-            sums.put()
+        for sums in self._sums.values():
+            sums.attach()
 
-    def place(self, stage: int, microbatch: int, value: Any) -> Place | None:
-        """Where to work on a value; None where it does not look as the first one did."""
-        part = self.executor.stages[stage]
-        split = (stage, microbatch) in self.executor._split and part.whole is None
+    def find_workspace(self, stage: int, microbatch: int, value: Any) -> Workspace | None:
+        """Where to compute on a value; None if it does not look like the one that was recorded."""
+        part = self._compute.stages[stage]
+        split = (stage, microbatch) in self._compute.split and part.whole is None
         key = stage, self._numbers[stage, microbatch], split
-        found = self._places.get(key)
-        if found is None:
+        workspace = self._workspaces.get(key)
+        if workspace is None:
             if not isinstance(value, Tensor):
                 return None
-            if stage not in self._grads:
-                self._grads[stage], self._looks[stage] = Gradients(part.module, self._sums), _look(part.module)
+            if stage not in self._sums:
+                self._sums[stage], self._fingerprints[stage] = GradientSums(part.module, self._totals), _fingerprint(part.module)
             try:
-                found = Place(part, value, split, self._grads[stage])
+                workspace = Workspace(part, value, split, self._sums[stage])
             except WholeBackwardNeeded as need:
                 part.whole = need.reason
-                return self.place(stage, microbatch, value)
-            self._places[key] = found
-        return found if found.fits(value) else None
+                return self.find_workspace(stage, microbatch, value)
+            self._workspaces[key] = workspace
+        return workspace if workspace.fits(value) else None
 
     # Operations -------------------------------------------------------------------------------------------------------
 
-    def operation(self, action: Action, plain: Callable[..., None]) -> Operation:
-        """A compute action by recorded work; `plain` is what runs it otherwise."""
+    def build(self, action: Action, plain: Callable[..., None]) -> Operation:
+        """The operation of a compute action by recorded work; `plain` runs a microbatch that does not fit."""
         stage, microbatch = action.stage, action.microbatch or 0
         if action.kind is Kind.F:
             return self._forward(stage, microbatch, plain)
         return self._weights(stage, microbatch, plain) if action.kind is Kind.W else self._backward(stage, microbatch, plain)
 
     def _forward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        executor, cells = self.executor, self.executor.cells
-        takes, readers = executor._inputs(stage, microbatch), executor._readers(stage, microbatch)
-        context = executor._cell("context", stage, microbatch)
+        compute, values = self._compute, self._registers.values
+        takes, targets = self._links.input_sources(stage, microbatch), self._links.output_targets(stage, microbatch)
+        context = self._registers.number("context", stage, microbatch)
 
         def forward() -> None:
             taken = [take() for take in takes]
-            given = taken or executor.feed.args[microbatch]
-            known = len(given) == 1 and stage not in executor.feed.kwargs
-            place = self.place(stage, microbatch, given[0]) if known else None
-            if place is None:
+            inputs = taken or compute.step_input.args[microbatch]
+            single = len(inputs) == 1 and stage not in compute.step_input.kwargs
+            workspace = self.find_workspace(stage, microbatch, inputs[0]) if single else None
+            if workspace is None:
                 plain(taken)
                 return
             with torch.no_grad():
-                place.given.copy_(given[0])
-            place.forward()
-            if not readers:
-                leaf = (place.made.detach().clone() if executor.feed.outputs else place.made.detach()).requires_grad_()
-                cells[context] = _Running(place, leaf, *self._loss(stage, microbatch, leaf))
+                workspace.input.copy_(inputs[0])
+            workspace.forward()
+            output = workspace.output.detach()
+            if not targets:
+                leaf = (output.clone() if compute.step_input.outputs else output).requires_grad_()
+                values[context] = _Running(workspace, leaf, *self._finish(stage, microbatch, leaf))
                 return
-            cells[context] = _Running(place, None, (), ())
-            made = place.made.detach().clone().requires_grad_()
-            for reader in readers:
-                cells[reader] = cut(made)
+            values[context] = _Running(workspace, None, (), ())
+            output = output.clone().requires_grad_()
+            for target in targets:
+                values[target] = cut(output)
 
         return forward
 
-    def _loss(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
-        """The loss of an output, and where its backward starts; it does not reach the recorded stage's weights."""
-        with self.executor.stages[stage].deferrable().observed() as observation:
-            starts = self.executor._finish(leaf, microbatch)
+    def _finish(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
+        """Compute the loss of an output; its backward ends at the output, before the recorded stage's weights."""
+        with self._compute.stages[stage].deferrable().observed() as observation:
+            starts = self._compute.finish(leaf, microbatch)
         if observation.reason is not None:
             raise ScheduleError(
                 f"graphs=True, but the loss function {observation.reason}, and stage {stage} is recorded apart from it: leave graphs out"
@@ -309,44 +304,44 @@ class Graphs:
         return starts
 
     def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        executor, cells, graph = self.executor, self.executor.cells, self.executor.program.graph
-        take = next((executor._source("gradients", stage, other, microbatch) for other in graph.outputs_of(stage)), None)
-        writers = [executor._target("gradients", stage, other, microbatch) for other in graph.inputs_of(stage)]
-        context = executor._cell("context", stage, microbatch)
-        stash = executor._cell("stash", stage, microbatch) if (stage, microbatch) in executor._split else None
+        values = self._registers.values
+        take = next(iter(self._links.gradient_sources(stage, microbatch)), None)
+        targets = self._links.gradient_targets(stage, microbatch)
+        context = self._registers.number("context", stage, microbatch)
+        stash = self._registers.number("stash", stage, microbatch) if (stage, microbatch) in self._compute.split else None
 
         def backward() -> None:
-            running = cells[context]
+            running = values[context]
             if not isinstance(running, _Running):
                 plain()
                 return
-            cells[context] = EMPTY
+            values[context] = EMPTY
+            workspace = running.workspace
             grad = _loss_grad(running) if take is None else take()[0]
-            running.reached = grad is not None
-            if running.reached:
-                running.place.grad.copy_(grad)
-                running.place.backward()
+            running.has_gradient = grad is not None
+            if running.has_gradient:
+                workspace.output_grad.copy_(grad)
+                workspace.backward()
             if stash is not None:
-                cells[stash] = running
-            back = running.place.back
-            for writer in writers:
-                cells[writer] = (
-                    [back.clone() if running.reached and back is not None else None] if running.place.given.requires_grad else []
-                )
+                values[stash] = running
+            input_grad = workspace.input_grad
+            for target in targets:
+                grads = [input_grad.clone() if running.has_gradient and input_grad is not None else None]
+                values[target] = grads if workspace.input.requires_grad else []
 
         return backward
 
     def _weights(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        cells, stash = self.executor.cells, self.executor._cell("stash", stage, microbatch)
+        values, stash = self._registers.values, self._registers.number("stash", stage, microbatch)
 
         def weights() -> None:
-            running = cells[stash]
+            running = values[stash]
             if not isinstance(running, _Running):
                 plain()
                 return
-            cells[stash] = EMPTY
-            if running.reached:
-                running.place.weights()
+            values[stash] = EMPTY
+            if running.has_gradient:
+                running.workspace.weights()
 
         return weights
 
@@ -357,8 +352,8 @@ def _loss_grad(running: _Running) -> Tensor | None:
     return None if running.leaf is None else running.leaf.grad
 
 
-def _numbers(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
-    """The place of each stage and microbatch: the first that is free from the forward on, until nothing of it is left to do."""
+def _number_workspaces(actions: Iterable[Action]) -> dict[tuple[int, int], int]:
+    """The workspace of each stage and microbatch: the first that is free at its forward, taken until its last backward."""
     parts = [part for action in actions for part in action.parts]
     last = {(p.stage, p.microbatch or 0): k for k, p in enumerate(parts) if p.kind in (Kind.B, Kind.I, Kind.W)}
     taken: dict[int, dict[int, int]] = {}

@@ -1,19 +1,15 @@
-"""A rank's program as a list of operations on prepared cells.
+"""Runs one rank's program.
 
-Everything that can be known before a step is settled here once: which cell an input comes from, which channel a message goes
-to, which stage and microbatch an operation is for. A step walks the list.
-
-The table of what a rank sends, for the debug log: written in steps in which anything of it is new.
+Everything that can be known before a step is settled once, when the executor is built: which register an input comes from, which
+channel a message goes to, which stage and microbatch an operation is for. A step then walks a flat list of operations.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from itertools import groupby
-from typing import Any
 
 import torch
 
@@ -22,27 +18,33 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share
-from penstock.runtime.batch.side_outputs import Extras, collect
-from penstock.runtime.batch.step_input import NOTHING, Feed
+from penstock.runtime.batch.side_outputs import collect
+from penstock.runtime.batch.step_input import Feed
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
-from penstock.runtime.execution.operations import Computing
-from penstock.runtime.execution.overlap import HOOK, Overlap, TwoStreams, hook_of, pair
-from penstock.runtime.model.recompute import Recomputed
+from penstock.runtime.execution.links import Links
+from penstock.runtime.execution.operations import StageOperations
+from penstock.runtime.execution.overlap import Overlap, OverlapHooks, TwoStreams
+from penstock.runtime.execution.registers import Registers
 from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.split_backward.deferrable import in_place
-from penstock.runtime.transport.group import EMPTY, Group, Operation, Outbox, Route
+from penstock.runtime.transport.group import Group, Operation
 
 logger = logging.getLogger(__name__)
 
 AUTOCAST = ("cpu", "cuda")
 """Devices on which operators may choose their types by themselves."""
+_COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
-class Executor(Computing):
-    """One rank's operations for one program."""
+class Executor:
+    """One rank's operations for one program, and the loop that runs them.
+
+    Its collaborators are public, because CUDA graphs, overlap hooks and the recorder use them too: `registers` hold values between
+    operations, `links` connect stages to stages, and `compute` builds forwards and backwards.
+    """
 
     def __init__(
         self,
@@ -59,47 +61,49 @@ class Executor(Computing):
         number: int = 0,
         graphs: bool = False,
     ) -> None:
-        given: dict[str, Any] = {"loss": loss, "group": group, "deadline": deadline, "number": number}
-        super().__init__(program, rank, stages, **given, pieces=data.pieces, statistics=statistics)
-        self.overlap, self.data = overlap, data
-        self._failed_part: Action | None = None
-        self._passed_over: set[int] = set()
-        """The stages whose hook it was said of."""
+        self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
+        self.actions = program[rank]
+        self.activity = group.activity(rank)
+        self.registers = Registers()
+        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, pieces=data.pieces)
+        self.compute = StageOperations(self.links, stages, loss, statistics)
+        self.failed_at: Action | None = None
+        """The action that raised, if the last run failed on this rank."""
         self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
         """The stages in the order in which their gradients are complete."""
         self.autocast: list[str] = []
-        """The devices on which this step's operators choose their types."""
-        self.graphs = Graphs(self) if graphs and program.training else None
-        self.operations: list[Operation] = [self._alone(action) for action in self.actions]
+        """The devices on which autocast is on in this step."""
+        self.graphs = Graphs(self.compute, self.actions) if graphs and program.training else None
+        self.hooks = OverlapHooks(self.compute, data, self.graphs is not None)
+        self.operations: list[Operation] = [self._build_alone(action) for action in self.actions]
         self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
-        """When each action of the last run began, once it had what it needs, and ended."""
+        """When each action of the last run began, after waiting for its inputs, and ended."""
         self.recording = False
-        """Whether a device is asked when it has run each action."""
+        """Whether a device notes when it has run each action."""
         self.watch: ActionTimer | None = None
-        """Tells when that was in the last run."""
-        self._blank = [EMPTY] * len(self._places)
-        self.cells[:] = self._blank
+        """The device's notes of the last run."""
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def run(self, feed: Feed, observe: Callable[[int], None] | None = None) -> Share:
-        """Walk the list once."""
-        self.feed, self._failed_part = feed, None
-        feed.share.microbatches = self.program.microbatches
+    def run(self, step_input: Feed, observe: Callable[[int], None] | None = None) -> Share:
+        """Run all operations once; `observe` is called with the number of each action after it has run."""
+        self.compute.step_input, self.failed_at = step_input, None
+        step_input.share.microbatches = self.program.microbatches
         self.autocast = [kind for kind in AUTOCAST if torch.is_autocast_enabled(kind)]
         activity, begun, ended = self.activity, self.begun, self.ended
         activity.start(self.actions)
-        watch = self._set_watch()
+        watch = self._start_watch()
         if self.graphs is not None:
-            self.graphs.begin()
+            self.graphs.begin_step(bool(self.autocast))
         try:
-            for outbox in self.outboxes.values():
-                outbox.begin()
-            for inbox in self.inboxes.values():
-                inbox.begin()
-            # A device's backward on this thread: handing it to another and waiting takes longer than a small layer.
-            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False), in_place(bool(self._split)):
-                for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
+            self.links.begin_step()
+            # The backward of a device runs on this thread: handing it to another one takes longer than a small layer.
+            with (
+                collect() as self.compute.side_outputs,
+                torch.autograd.set_multithreading_enabled(False),
+                in_place(bool(self.compute.split)),
+            ):
+                for at, operation in enumerate(self._label_operations() if _profiler_is_on() else self.operations):
                     activity.at = at
                     activity.began = clock()
                     if watch is not None:
@@ -111,97 +115,89 @@ class Executor(Computing):
                     if observe is not None:
                         observe(at)
         except Exception:
-            if self._failed_part is None:
-                self._failed_part = self.actions[activity.at]
+            if self.failed_at is None:
+                self.failed_at = self.actions[activity.at]
             raise
         finally:
             self.clear()
         activity.stop()
-        if logger.isEnabledFor(logging.DEBUG) and (said := new_sizes(self.sends, self.outboxes)):
-            logger.debug("%s sends what is new:\n%s", self.group.describe_rank(self.rank), said)
-        return feed.share
+        if logger.isEnabledFor(logging.DEBUG) and (table := self.links.describe_new_messages()):
+            logger.debug("%s sends messages of new forms:\n%s", self.group.describe_rank(self.rank), table)
+        return step_input.share
 
-    def _set_watch(self) -> ActionTimer | None:
-        """A new one for each step: the last step's may still be asked."""
+    def _start_watch(self) -> ActionTimer | None:
+        """A new watch for each step, because the last step's may still be read."""
         self.watch = self.activity.watch = create_timer(len(self.actions)) if self.recording else None
         if self.watch is not None:
             self.watch.start()
         return self.watch
 
-    def _profiled(self) -> list[Operation]:
+    def _label_operations(self) -> list[Operation]:
         """The operations under their actions' text, as `torch.profiler` shows it."""
 
-        def named(action: Action, operation: Operation) -> Operation:
-            name = f"penstock::{action}"  # torch reads a bare 2F0 as a name of C++, two letters long, and shows F0
+        def label(action: Action, operation: Operation) -> Operation:
+            name = f"penstock::{action}"  # torch reads a bare 2F0 as a mangled C++ name and shows F0
 
-            def ranged() -> None:
+            def run_labelled() -> None:
                 with torch.profiler.record_function(name):
                     operation()
 
-            return ranged
+            return run_labelled
 
-        return list(map(named, self.actions, self.operations))
-
-    @property
-    def failed_at(self) -> Action | None:
-        """The action that raised, where the last run failed on this rank."""
-        return self._failed_part
+        return list(map(label, self.actions, self.operations))
 
     def clear(self) -> None:
-        """Let go of everything a step held."""
-        self.cells[:] = self._blank
-        self.feed, self.extras = NOTHING, Extras()
-        for inbox in self.inboxes.values():
-            inbox.clear()
+        """Let go of everything that a step held."""
+        self.registers.clear()
+        self.compute.reset()
+        self.links.end_step()
 
-    def held(self) -> dict[str, int]:
+    def count_held(self) -> dict[str, int]:
         """How many forward contexts, weight stashes and received messages are held now."""
-        counts = {"contexts": 0, "stashes": 0, "received": 0}
-        names = {"context": "contexts", "stash": "stashes", "received": "received"}
-        for key, cell in self._places.items():
-            if key[0] in names and self.cells[cell] is not EMPTY:
-                counts[names[key[0]]] += 1
-        counts["received"] += sum(inbox.pending() for inbox in self.inboxes.values())
-        return counts
+        return {
+            "contexts": self.registers.count_full("context"),
+            "stashes": self.registers.count_full("stash"),
+            "received": self.registers.count_full("received") + self.links.count_pending(),
+        }
 
-    # Operations -------------------------------------------------------------------------------------------------------
+    # Building operations ----------------------------------------------------------------------------------------------
 
-    def _alone(self, action: Action) -> Operation:
-        """An action by itself, which two streams may have to be told of."""
-        operation, overlap = self._operation(action), self.overlap
+    def _build_alone(self, action: Action) -> Operation:
+        """The operation of an action of the program; two streams run a backward where its forward ran."""
+        operation, overlap = self._build(action), self.overlap
         if isinstance(overlap, TwoStreams) and action.kind in (Kind.B, Kind.I, Kind.W):
             return partial(overlap.alone, action, operation)
         return operation
 
-    def _operation(self, action: Action) -> Operation:
+    def _build(self, action: Action) -> Operation:
         if action.sub_actions:
-            return self._together(action)
-        plain = self._plain(action)
-        if self.graphs is not None and action.kind in (Kind.F, Kind.B, Kind.I, Kind.W):
-            return self.graphs.operation(action, plain)
-        return plain
+            return self._build_overlapped(action)
+        operation = self._build_plain(action)
+        if self.graphs is not None and action.kind in _COMPUTE:
+            return self.graphs.build(action, operation)
+        return operation
 
-    def _plain(self, action: Action) -> Callable[..., None]:
-        stage, microbatch = action.stage, action.microbatch or 0
+    def _build_plain(self, action: Action) -> Callable[..., None]:
+        stage, microbatch, compute = action.stage, action.microbatch or 0, self.compute
         match action.kind:
             case Kind.F:
-                forward = self._forward(stage, microbatch) if self.program.training else self._infer(stage, microbatch)
+                forward = compute.forward(stage, microbatch) if self.program.training else compute.infer(stage, microbatch)
                 return self.data.around(Kind.F, stage, forward)
             case Kind.B | Kind.I:
-                return self.data.around(action.kind, stage, self._out_of_autocast(self._backward(stage, microbatch)))
+                return self.data.around(action.kind, stage, self._leave_autocast(compute.backward(stage, microbatch)))
             case Kind.W:
-                return self.data.around(Kind.W, stage, self._out_of_autocast(self._weights(stage, microbatch)))
+                return self.data.around(Kind.W, stage, self._leave_autocast(compute.weights(stage, microbatch)))
             case Kind.SEND_F | Kind.SEND_B:
-                return self._send(action)
+                return self.links.send(action)
             case Kind.RECV_F | Kind.RECV_B:
-                return self._receive(action)
+                return self.links.receive(action)
             case _:
                 return self.data.operation(action.kind, stage)
 
-    def _out_of_autocast(self, operation: Operation) -> Operation:
-        """A backward runs in the types that its forward chose, whatever context the step is in."""
+    def _leave_autocast(self, operation: Operation) -> Operation:
+        """A backward runs in the types that its forward chose, so autocast is turned off for it."""
 
-        def outside() -> None:
+        def run_outside() -> None:
             if self.autocast:
                 with ExitStack() as stack:
                     for kind in self.autocast:
@@ -210,19 +206,19 @@ class Executor(Computing):
             else:
                 operation()
 
-        return outside
+        return run_outside
 
-    def _together(self, action: Action) -> Operation:
-        """Parts that run together: by the model's own hook or the overlap executor if there is one, else one after the other."""
-        parts = [self._named(part, self._operation(part)) for part in action.sub_actions]
+    def _build_overlapped(self, action: Action) -> Operation:
+        """Actions that run together: by the module's own hook, else by the overlap function, else one after the other."""
+        parts = [self._note_failure(part, self._build(part)) for part in action.sub_actions]
         overlap, activity = self.overlap, self.activity
 
-        def overlapped(run: Overlap) -> None:
+        def run_overlapped(run: Overlap) -> None:
             began = activity.began
             run(action, parts)
             activity.began = began
 
-        def all_parts() -> None:
+        def run_in_turn() -> None:
             taken = 0
             for part in parts:
                 activity.began = clock()
@@ -230,82 +226,26 @@ class Executor(Computing):
                 taken += clock() - activity.began
                 if activity.watch is not None:
                     activity.watch.fresh = False
-            activity.began = clock() - taken  # a part that waits does so after what those before it have done
+            activity.began = clock() - taken  # a later part waits after the earlier ones have run: count their work, not the wait
 
-        apart = all_parts if overlap is None else partial(overlapped, overlap)
-        hooked = self._hooked(action)
-        return (
-            apart if hooked is None else lambda: apart() if self.autocast else hooked()
-        )  # a backward goes out of autocast, a hook stays in
+        unhooked = run_in_turn if overlap is None else partial(run_overlapped, overlap)
+        hooked = self.hooks.build(action, self._note_failure)
+        if hooked is None:
+            return unhooked
+        return lambda: unhooked() if self.autocast else hooked()  # a backward leaves autocast, a hook cannot
 
-    def _hooked(self, action: Action) -> Operation | None:
-        """A forward and a backward by the hook of the forward's module, if it has one."""
-        places = pair(action) if self.program.training else None
-        if places is None:
-            return None
-        forward, backward = (action.sub_actions[place] for place in places)
-        module = self.stages[forward.stage].module
-        hook = hook_of(module.module if isinstance(module, Recomputed) else module)
-        if hook is None or self._passes_over(action, forward.stage):
-            return None
+    def _note_failure(self, part: Action, operation: Operation) -> Operation:
+        """The operation; if it raises, the failure is said to be in this part of an overlapped action."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return module(*args, **kwargs) if self.beside is None else hook(args, kwargs, self.beside)
-
-        takes = self._inputs(forward.stage, forward.microbatch or 0)
-        ahead = self._forward(forward.stage, forward.microbatch or 0, call)
-        back = self._backward(backward.stage, backward.microbatch or 0)
-
-        def together() -> None:
-            taken = [take() for take in takes]  # before the backward is prepared: others may run while this waits
-            back(self._named(forward, partial(ahead, taken)))
-
-        return self._named(backward, together)
-
-    def _passes_over(self, action: Action, stage: int) -> bool:
-        """Whether the hook of a stage's module cannot be used; says so once for each stage."""
-        reasons = {
-            "work is recorded with graphs=True, a forward and a backward apart": self.graphs is not None,
-            "the stage is recomputed": isinstance(self.stages[stage].module, Recomputed),
-            "stages are in shards, or sum their gradients in another precision": any(
-                self.data.surrounds(part.stage) for part in action.sub_actions
-            ),
-        }
-        why = next((reason for reason, holds in reasons.items() if holds), None)
-        if why is not None and stage not in self._passed_over:
-            self._passed_over.add(stage)
-            logger.warning("%s of stage %d is passed over, and a backward runs beside its forward as without it: %s", HOOK, stage, why)
-        return why is not None
-
-    def _named(self, part: Action, operation: Operation) -> Operation:
-        """The operation, which says of a failure that it was in this part."""
-
-        def named() -> None:
+        def run() -> None:
             try:
                 operation()
             except Exception:
-                self._failed_part = self._failed_part or part
+                self.failed_at = self.failed_at or part
                 raise
 
-        return named
+        return run
 
 
-def _is_profiled() -> bool:
+def _profiler_is_on() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-
-
-def new_sizes(sends: Mapping[Route, Sequence[Action]], outboxes: Mapping[Route, Outbox]) -> str:
-    """A line for each run of messages of one stage that look the same; empty where all look as they did."""
-    rows = [row for route, outbox in outboxes.items() for row in _rows(route, sends[route], outbox)]
-    if not rows:
-        return ""
-    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True)).rstrip() for row in rows)
-
-
-def _rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
-    told = [(sends[number], form) for number, form in outbox.new_forms()]
-    for (_, said, size), run in groupby(told, key=lambda one: (one[0].stage, str(one[1]), one[1].size)):
-        actions = [action for action, _ in run]
-        last = f" to {actions[-1]}" if len(actions) > 1 else ""
-        yield f"{actions[0]}{last}", f"{route[2]} to rank {route[1]}", said, f"{size} bytes", f"{len(actions)} times"

@@ -1,4 +1,4 @@
-"""A rank's forwards and backwards as operations on prepared cells."""
+"""The forwards and backwards of one rank's stages, as operations on registers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
-from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.side_outputs import Extras, unwrap
 from penstock.runtime.batch.step_input import NOTHING
-from penstock.runtime.execution.links import Wires
+from penstock.runtime.execution.links import Links
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
 from penstock.runtime.model.random_streams import draw_from
@@ -25,88 +24,65 @@ from penstock.runtime.split_backward.deferrable import run_backward, without_gra
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import Watch, add_grads, check_output, detached, hand_on, roots
 from penstock.runtime.tensors.dtensor import complete
-from penstock.runtime.transport.group import EMPTY, Group, Operation
+from penstock.runtime.transport.group import EMPTY, Operation
 
 if TYPE_CHECKING:
     from penstock.runtime.model.running_statistics import RunningStatistics
-    from penstock.runtime.tensors.dtensor_messages import Pieces
-
 
 Computed = tuple[Any, list[Tensor], list[Tensor | None] | None]
-"""What a forward gives: its output, and where its backward starts and from which gradients."""
+"""A forward's output, and the tensors and gradients that its backward starts from."""
 Compute = Callable[[list[Any]], Computed]
 
 
-class Computing(Wires):
-    """What the stages of one rank compute for one program, from cells and into cells."""
+class StageOperations:
+    """Builds the compute operations of one rank's stages: F, B, I and W.
 
-    def __init__(
-        self,
-        program: Program,
-        rank: int,
-        stages: dict[int, Stage],
-        *,
-        loss: Loss,
-        group: Group,
-        deadline: float,
-        number: int,
-        pieces: Pieces | None,
-        statistics: RunningStatistics | None = None,
-    ) -> None:
-        super().__init__(program, rank, group, deadline, number, pieces=pieces)
-        self.stages, self.loss = stages, loss
-        self.feed = NOTHING
-        self.extras = Extras()
-        self.beside: Backward | None = None
-        """The backward that a hook is to run now."""
-        self.actions = program[rank]
+    The executor sets `step_input` and `side_outputs` before it runs a step and resets them after it; the operations read them when they
+    run. Everything that does not change from step to step (registers, channels, stages) is bound when an operation is built.
+    """
+
+    def __init__(self, links: Links, stages: dict[int, Stage], loss: Loss, statistics: RunningStatistics | None = None) -> None:
+        self.links, self.stages, self.loss = links, stages, loss
+        self.program = links.program
+        self.registers = links.registers
+        self.step_input = NOTHING
+        self.side_outputs = Extras()
+        self.hooked_backward: Backward | None = None
+        """The backward that an overlap hook is to run now."""
+        actions = self.program[links.rank]
         self.statistics = statistics
-        self.scattered = statistics.scattered(self.actions) if statistics is not None and program.training else set()
-        """The stages whose running statistics are kept apart until the step's end."""
-        self._split = {(part.stage, part.microbatch) for action in self.actions for part in action.parts if part.kind is Kind.I}
+        self.unordered = statistics.scattered(actions) if statistics is not None and self.program.training else set()
+        """The stages whose running statistics are kept apart until the end of the step."""
+        self.split = {(part.stage, part.microbatch) for action in actions for part in action.parts if part.kind is Kind.I}
+        """The stages and microbatches whose backward is split into I and W."""
+
+    def reset(self) -> None:
+        """Let go of everything that belongs to a step."""
+        self.step_input, self.side_outputs = NOTHING, Extras()
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
-    def _inputs(self, stage: int, microbatch: int) -> list[Callable[[], Any]]:
-        """Where a stage's inputs come from: its neighbour first, then stages farther off."""
-        lower = self.program.graph.inputs_of(stage)
-        return [self._source("activations", stage, other, microbatch) for other in sorted(lower, reverse=True)]
-
-    def _readers(self, stage: int, microbatch: int) -> list[int]:
-        """The cells of those who read a stage's output."""
-        return [self._target("activations", stage, other, microbatch) for other in self.program.graph.outputs_of(stage)]
-
-    def _fellow_readers(self, stage: int) -> list[int]:
-        """Other stages that read what this one reads."""
-        graph = self.program.graph
-        return [other for source in graph.inputs_of(stage) for other in graph.outputs_of(source) if other != stage]
-
-    def _borrowed(self, stage: int, microbatch: int) -> list[bool]:
-        """For each input of a stage, whether it lies in memory of the stage that made it."""
-        lower = sorted(self.program.graph.inputs_of(stage), reverse=True)
-        return [self.group.shares_memory or self._rank_of(other, microbatch) == self.rank for other in lower]
-
     def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
-        """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
+        """Run the stage's module: the first stage on the microbatch's own arguments, others on their inputs.
 
-        Until it is known whether the module changes its inputs in place, it is free to, see `Watch`.
+        Until it is known whether the module changes its inputs in place, it may do so; `Watch` finds out.
         """
-        part, others = self.stages[stage], self._fellow_readers(stage)
-        if stage in self.scattered and self.statistics is not None:
+        part, others = self.stages[stage], self.links.fellow_readers(stage)
+        if stage in self.unordered and self.statistics is not None:
             call = self.statistics.around(stage, microbatch, part.module if call is None else call)
         module, training = part.module if call is None else call, self.program.training
         front = not self.program.graph.inputs_of(stage)
-        borrowed = self._borrowed(stage, microbatch)
+        borrowed = self.links.borrowed_inputs(stage, microbatch)
         single = len(borrowed) == 1
 
         def apply(leaves: list[Any]) -> Any:
-            feed = self.feed
+            feed = self.step_input
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
                 draw_from(feed.seed, part.stream, feed.first + microbatch)
             part.passing = {}
             if front:
-                made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
+                output = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
             else:
                 free = part.changes_input[training] is not False
                 watched = free or bool(others) or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
@@ -114,7 +90,7 @@ class Computing(Wires):
                 inputs = leaves if watch is None else watch.inputs
                 try:
                     plain = single and kwargs is None and type(inputs[0]) is Tensor
-                    made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
+                    output = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
                 except RuntimeError as error:
                     part.look_at_error(error)
                     raise
@@ -124,30 +100,33 @@ class Computing(Wires):
             if feed.guards:
                 feed.check_unchanged(stage, microbatch, part.changed_copies)
                 part.passing = part.passing | feed.guarded(microbatch)
-            return made if type(made) is Tensor else unwrap(made)
+            return output if type(output) is Tensor else unwrap(output)
 
         return apply
 
-    def _forward(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[..., None]:
-        """The forward, of what it takes itself or is given."""
-        cells, part = self.cells, self.stages[stage]
-        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch, call)
-        readers = self._readers(stage, microbatch)
-        context = self._cell("context", stage, microbatch)
-        deferrable = part.deferrable() if (stage, microbatch) in self._split else None
-        never = all(stage != other for other, _ in self._split)
-        last = part.module if not readers and isinstance(part.module, Recomputed) else None
-        mesh = self.pieces is not None
+    def forward(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[..., None]:
+        """The forward. The operation takes its inputs itself unless the caller passes those it has already taken."""
+        values, part = self.registers.values, self.stages[stage]
+        takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch, call)
+        targets = self.links.output_targets(stage, microbatch)
+        context = self.registers.number("context", stage, microbatch)
+        deferrable = part.deferrable() if (stage, microbatch) in self.split else None
+        never = all(stage != other for other, _ in self.split)
+        last = part.module if not targets and isinstance(part.module, Recomputed) else None
+        mesh = self.links.pieces is not None
+
+        def runs_hook() -> bool:
+            return call is not None and self.hooked_backward is not None
 
         def compute(leaves: list[Any]) -> Computed:
             if last is not None:
                 last.loss = self._loss_of(microbatch)
-            made = apply(leaves)
-            return made, *((roots(made), None) if readers else self._finish(made, microbatch))
+            output = apply(leaves)
+            return output, *((roots(output), None) if targets else self.finish(output, microbatch))
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
-            wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
+            wanting = [roots(value) for value in leaves]  # the module may change this by requires_grad_() or detach_()
             if part.tied:
                 with without_gradients_of(part.tied):
                     run(leaves, wanting)
@@ -159,25 +138,27 @@ class Computing(Wires):
                 last.loss = self._loss_of(microbatch)
             deferral = None
             if never or part.whole is not None or (deferrable is None and part.tried):
-                made = apply(leaves)
-                ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                output = apply(leaves)
+                ends, grads = (roots(output), None) if targets else self.finish(output, microbatch)
             elif deferrable is not None and part.tried:
                 deferral = Deferral()
-                deferral.beside = call is not None and self.beside is not None
+                deferral.beside = runs_hook()
                 try:
                     with deferrable.forward(deferral):
-                        made = apply(leaves)
-                        ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                        output = apply(leaves)
+                        ends, grads = (roots(output), None) if targets else self.finish(output, microbatch)
                 except WholeBackwardNeeded as need:
                     raise part.refuse_split(need, "earlier forwards did not do so") from need
             else:
                 first = self._observed_forward if deferrable is None else self._first_split_forward
-                (made, ends, grads), deferral = first(part, microbatch, leaves, compute, call is not None and self.beside is not None)
-            extras = self.extras
-            side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
-            cells[context] = (wanting, ends, grads, side, deferral)
-            for reader in readers:
-                cells[reader] = hand_on(made, part, mesh)
+                (output, ends, grads), deferral = first(
+                    part, microbatch, leaves, compute, call is not None and self.hooked_backward is not None
+                )
+            extras = self.side_outputs
+            side = self._collect_side_outputs(stage, microbatch) if extras.losses or extras.metrics else ()
+            values[context] = (wanting, ends, grads, side, deferral)
+            for target in targets:
+                values[target] = hand_on(output, part, mesh)
 
         return forward
 
@@ -186,15 +167,15 @@ class Computing(Wires):
     ) -> tuple[Computed, Deferral | None]:
         """A stage's first forward whose backward is to be split.
 
-        If the forward shows that this cannot be, it is run again for a whole backward, from the state before it. A later one could not:
-        other microbatches are on their way with theirs split.
+        If the forward turns out to need a whole backward, its effects are undone and it runs again for one. Later forwards cannot do
+        so, because other microbatches are already under way with split backwards.
         """
         before = None if beside else self._state(part, microbatch, leaves)
         deferral = Deferral()
         deferral.beside = beside
         try:
             with part.deferrable().forward(deferral):
-                made = compute(leaves)
+                output = compute(leaves)
         except WholeBackwardNeeded as need:
             if before is None:
                 raise part.refuse_split(need, "a forward that runs another stage's backward cannot be run again") from need
@@ -203,22 +184,22 @@ class Computing(Wires):
             part.whole = need.reason
         else:
             part.tried = True
-            return made, deferral
+            return output, deferral
         before.restore()
         return compute(leaves), None
 
     def _observed_forward(
         self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
     ) -> tuple[Computed, Deferral | None]:
-        """A forward for a whole backward, of a stage that is to split others: it shows whether that can be."""
+        """A forward for a whole backward of a stage that splits others: it shows whether the stage can split."""
         with part.deferrable().observed(beside=beside) as observation:
-            made = compute(leaves)
+            output = compute(leaves)
         part.whole, part.tried = observation.reason, True
-        return made, None
+        return output, None
 
     def _state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
         """The state before a forward of a stage."""
-        feed, graph = self.feed, self.program.graph
+        feed, graph = self.step_input, self.program.graph
         front, back = not graph.inputs_of(part.index), not graph.outputs_of(part.index)
         modules = [part.module, *([self.loss.fn] if back and isinstance(self.loss.fn, nn.Module) else [])]
         inputs = [
@@ -227,78 +208,77 @@ class Computing(Wires):
             feed.kwargs[part.index][microbatch] if part.index in feed.kwargs else None,
             feed.targets[microbatch] if back and feed.targets is not None else None,
         ]
-        return ForwardState.capture(modules, inputs, self.extras)
+        return ForwardState.capture(modules, inputs, self.side_outputs)
 
     def _loss_of(self, microbatch: int) -> Callable[[Any], Tensor] | None:
-        """The loss of a microbatch as a function of the output, to be recomputed with it."""
-        loss, targets = self.loss, self.feed.targets
-        return (lambda made: loss(made, targets, microbatch)) if self.feed.losses else None
+        """The loss of a microbatch as a function of the output, for a stage that recomputes both."""
+        loss, targets = self.loss, self.step_input.targets
+        return (lambda output: loss(output, targets, microbatch)) if self.step_input.losses else None
 
-    def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
-        """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
-        feed = self.feed
-        output, loss = (made.output, made.loss) if isinstance(made, Ended) else (made, None)
+    def finish(self, result: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Note the output and loss of a microbatch; the tensors and gradients that its backward starts from, if it counts at all."""
+        feed = self.step_input
+        output, loss = (result.output, result.loss) if isinstance(result, Ended) else (result, None)
         if feed.outputs:
             check_output(output)
             feed.share.outputs[microbatch] = complete(detached(output))
         if not feed.losses or not (self.program.training or self.loss.fits(output)):
             return [], []
-        loss = self.loss(made, feed.targets, microbatch) if loss is None else loss
+        loss = self.loss(result, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
         kept = complete(loss.detach())
-        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps room for all of them
+        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps the memory of all of them
             kept = kept.clone()
         feed.share.losses[microbatch] = kept, scale
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale * feed.factor)]
 
-    def _extras(self, stage: int, microbatch: int) -> list[Tensor]:
-        """What the forward has made on the side: weighted losses, to go backward from here, and metrics."""
-        extras = self.extras
-        share, scale = self.feed.share, self.feed.scales[microbatch]
+    def _collect_side_outputs(self, stage: int, microbatch: int) -> list[Tensor]:
+        """The losses that the forward added on the side, weighted, to start a backward from; metrics go into the step's result."""
+        extras = self.side_outputs
+        share, scale = self.step_input.share, self.step_input.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
             share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
             share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
         extras.losses, extras.metrics = [], {}
-        factor = self.feed.factor
+        factor = self.step_input.factor
         return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
 
-    def _infer(self, stage: int, microbatch: int) -> Operation:
-        """A forward that leaves nothing behind."""
-        cells, part, mesh = self.cells, self.stages[stage], self.pieces is not None
-        takes, apply = self._inputs(stage, microbatch), self._apply(stage, microbatch)
-        readers = self._readers(stage, microbatch)
+    def infer(self, stage: int, microbatch: int) -> Operation:
+        """A forward without a backward."""
+        values, part, mesh = self.registers.values, self.stages[stage], self.links.pieces is not None
+        takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch)
+        targets = self.links.output_targets(stage, microbatch)
 
         def infer() -> None:
-            made = apply([take() for take in takes])
-            if not readers:
-                self._finish(made, microbatch)
-            if self.extras.losses or self.extras.metrics:
-                self._extras(stage, microbatch)
-            for reader in readers:
-                cells[reader] = hand_on(made, part, mesh)
+            output = apply([take() for take in takes])
+            if not targets:
+                self.finish(output, microbatch)
+            if self.side_outputs.losses or self.side_outputs.metrics:
+                self._collect_side_outputs(stage, microbatch)
+            for target in targets:
+                values[target] = hand_on(output, part, mesh)
 
         return infer
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
-    def _backward(self, stage: int, microbatch: int) -> Callable[..., None]:
-        """The backward; given an operation, that one runs it, by a hook which is told of it."""
-        cells, part, graph = self.cells, self.stages[stage], self.program.graph
-        # The farthest reader's gradient first: the order in which autograd would come to them.
-        takes = [self._source("gradients", stage, other, microbatch) for other in sorted(graph.outputs_of(stage), reverse=True)]
+    def backward(self, stage: int, microbatch: int) -> Callable[..., None]:
+        """The backward. If an operation is passed, that one runs it: a forward whose overlap hook takes `hooked_backward`."""
+        values, part = self.registers.values, self.stages[stage]
+        takes = self.links.gradient_sources(stage, microbatch)
         first, more = (takes[0], takes[1:]) if takes else (None, [])
-        writers = [self._target("gradients", stage, other, microbatch) for other in sorted(graph.inputs_of(stage), reverse=True)]
-        context = self._cell("context", stage, microbatch)
-        stash = self._cell("stash", stage, microbatch) if (stage, microbatch) in self._split else None
+        targets = self.links.gradient_targets(stage, microbatch)
+        context = self.registers.number("context", stage, microbatch)
+        stash = self.registers.number("stash", stage, microbatch) if (stage, microbatch) in self.split else None
         deferrable = None if stash is None else part.deferrable()
 
         def backward(together: Operation | None = None) -> None:
-            wanting, ends, grads, side, deferral = cells[context]
-            cells[context] = EMPTY
+            wanting, ends, grads, side, deferral = values[context]
+            values[context] = EMPTY
             if first is not None:
                 grads = first()
                 for take in more:
@@ -306,8 +286,8 @@ class Computing(Wires):
             if side or (grads[0] is None if len(grads) == 1 else any(grad is None for grad in grads)):
                 ends, grads = _starts(ends, grads, side)
             if together is not None:
-                self.beside = Backward(part.module, ends, grads, deferral) if ends else None
-                with nullcontext() if self.beside is None else self.beside.expected(deferrable):
+                self.hooked_backward = Backward(part.module, ends, grads, deferral) if ends else None
+                with nullcontext() if self.hooked_backward is None else self.hooked_backward.expected(deferrable):
                     together()
             elif ends:
                 if deferrable is None or deferral is None:
@@ -315,26 +295,26 @@ class Computing(Wires):
                 else:
                     deferrable.backward_input(deferral, ends, grads)
             if stash is not None:
-                cells[stash] = deferral
-            for writer, leaves in zip(writers, wanting, strict=False):
-                cells[writer] = [leaf.grad for leaf in leaves]
+                values[stash] = deferral
+            for target, leaves in zip(targets, wanting, strict=False):
+                values[target] = [leaf.grad for leaf in leaves]
 
         return backward
 
-    def _weights(self, stage: int, microbatch: int) -> Operation:
-        cells, cell, part = self.cells, self._cell("stash", stage, microbatch), self.stages[stage]
+    def weights(self, stage: int, microbatch: int) -> Operation:
+        values, stash, part = self.registers.values, self.registers.number("stash", stage, microbatch), self.stages[stage]
 
         def weights() -> None:
-            deferral: Deferral | None = cells[cell]
-            cells[cell] = EMPTY
-            if deferral is not None:  # else the backward was run whole
+            deferral: Deferral | None = values[stash]
+            values[stash] = EMPTY
+            if deferral is not None:  # None after a whole backward
                 part.backward_weights(deferral)
 
         return weights
 
 
 def _starts(ends: list[Tensor], grads: list[Tensor | None], side: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """Where a backward starts: what got a gradient, and the side losses."""
+    """The outputs that received a gradient, and the side losses."""
     pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
     pairs += [(loss, torch.ones_like(loss)) for loss in side]
     return [end for end, _ in pairs], [grad for _, grad in pairs]

@@ -1,11 +1,13 @@
-"""Actions that run together: by a hook of the model's own, on two streams of a device, or one after the other."""
+"""Overlapped actions: run by a hook of the module, on two streams of a device, or one after the other."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -13,12 +15,19 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime.device.streams import StreamPair
+from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.split_backward.deferrable import Deferrable, run_backward
 from penstock.runtime.split_backward.deferral import Deferral, activate
 from penstock.runtime.transport.group import Operation
 
+if TYPE_CHECKING:
+    from penstock.runtime.execution.operations import StageOperations
+    from penstock.runtime.parallel.data_parallel import Data
+
+logger = logging.getLogger(__name__)
+
 Overlap = Callable[[Action, list[Operation]], None]
-"""Runs the operations of actions that go together."""
+"""Runs the operations of an overlapped action, which it gets with the action."""
 
 HOOK = "overlapped_forward_backward"
 """The method of a stage's module that runs its forward together with a backward: `(inputs, kwargs, backward) -> output`."""
@@ -28,10 +37,10 @@ _BACKWARDS = (Kind.B, Kind.I)
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward that a stage's hook is to run together with its forward.
+    """A backward that the hook of another stage runs together with its forward.
 
-    Calling it runs all of it. A hook that knows the other stage may instead run it in its own pieces: from the `outputs` that
-    `module` has made, whose gradients are `grads`, to all that these were made from.
+    Calling it runs all of it. A hook that knows the other stage may run it in pieces instead, starting from `outputs`, which `module`
+    computed, with the gradients `grads`.
     """
 
     module: nn.Module
@@ -40,7 +49,7 @@ class Backward:
     deferral: Deferral | None = None
 
     def __call__(self) -> None:
-        before = activate(self.deferral)  # what a checkpoint runs again belongs to this backward
+        before = activate(self.deferral)  # what activation checkpointing recomputes belongs to this backward
         try:
             run_backward(self.outputs, self.grads)
         finally:
@@ -48,7 +57,7 @@ class Backward:
 
     @contextmanager
     def expected(self, deferrable: Deferrable | None) -> Iterator[None]:
-        """The hook runs inside; raises where it has come to no output of the other stage."""
+        """A context for the hook's call. Raises afterwards if the hook has not run the backward."""
         reached: list[Tensor] = []
         first: Any = self.outputs[0]
         handle = first.register_hook(reached.append)
@@ -61,17 +70,11 @@ class Backward:
         finally:
             handle.remove()
         if not reached:
-            raise ScheduleError(f"{HOOK} returned without having run the backward it was given: call backward()")
+            raise ScheduleError(f"{HOOK} returned without running its backward: call backward()")
 
 
-def hook_of(module: nn.Module) -> Callable[..., Any] | None:
-    """The module's own way of running its forward together with a backward, if it has one."""
-    found = getattr(module, HOOK, None)
-    return found if callable(found) else None
-
-
-def pair(action: Action) -> tuple[int, int] | None:
-    """Where among the parts a forward and a backward are that have nothing to do with each other; None where that is not all."""
+def find_pair(action: Action) -> tuple[int, int] | None:
+    """The positions of a forward and an independent backward among the parts; None if the action is anything else."""
     kinds = [part.kind for part in action.sub_actions]
     if len(kinds) != 2 or Kind.F not in kinds or not any(kind in _BACKWARDS for kind in kinds):
         return None
@@ -80,11 +83,59 @@ def pair(action: Action) -> tuple[int, int] | None:
     return None if first == second else (forward, 1 - forward)
 
 
+class OverlapHooks:
+    """Builds operations that run a forward and a backward together by the `overlapped_forward_backward` of the forward's module."""
+
+    def __init__(self, compute: StageOperations, data: Data, recorded: bool) -> None:
+        self._compute, self._data, self._recorded = compute, data, recorded
+        self._warned: set[int] = set()
+
+    def build(self, action: Action, note_failure: Callable[[Action, Operation], Operation]) -> Operation | None:
+        """The operation of an overlapped action, or None if there is no hook for it; `note_failure` marks each part's operation."""
+        compute = self._compute
+        pair = find_pair(action) if compute.program.training else None
+        if pair is None:
+            return None
+        forward, backward = (action.sub_actions[position] for position in pair)
+        module = compute.stages[forward.stage].module
+        hook = getattr(module.module if isinstance(module, Recomputed) else module, HOOK, None)
+        if not callable(hook) or not self._is_usable(action, forward.stage):
+            return None
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return module(*args, **kwargs) if compute.hooked_backward is None else hook(args, kwargs, compute.hooked_backward)
+
+        takes = compute.links.input_sources(forward.stage, forward.microbatch or 0)
+        run_forward = compute.forward(forward.stage, forward.microbatch or 0, call)
+        run_backward = compute.backward(backward.stage, backward.microbatch or 0)
+
+        def together() -> None:
+            inputs = [take() for take in takes]  # before the backward is prepared: other ranks' threads may run during the wait
+            run_backward(note_failure(forward, partial(run_forward, inputs)))
+
+        return note_failure(backward, together)
+
+    def _is_usable(self, action: Action, stage: int) -> bool:
+        """Whether the hook of a stage's module can be used; warns once per stage if not."""
+        obstacles = {
+            "graphs=True records a forward and a backward apart": self._recorded,
+            "the stage is recomputed": isinstance(self._compute.stages[stage].module, Recomputed),
+            "stages are sharded, or sum their gradients in another precision": any(
+                self._data.surrounds(part.stage) for part in action.sub_actions
+            ),
+        }
+        reason = next((reason for reason, holds in obstacles.items() if holds), None)
+        if reason is not None and stage not in self._warned:
+            self._warned.add(stage)
+            logger.warning("%s of stage %d is not used; its forward and the backward run one after the other: %s", HOOK, stage, reason)
+        return reason is None
+
+
 class TwoStreams:
     """Runs a forward and a backward at the same time, each on a stream of its own: `Pipeline(..., overlap=TwoStreams())`.
 
-    A backward runs where its forward ran, as autograd has it, so that the forward beside it takes the other stream. Whatever
-    else there is to run together goes one after the other. The numbers are the same. Without a device, so does everything.
+    Autograd runs a backward on the stream of its forward, so the forward beside it takes the other stream. Other combinations, and
+    everything on a CPU, run one after the other. The numbers are the same.
     """
 
     def __init__(self) -> None:
@@ -93,13 +144,13 @@ class TwoStreams:
 
     @property
     def lanes(self) -> StreamPair:
-        """Made in the thread that runs the first action."""
+        """Created on the thread that runs the first action."""
         if self._lanes is None:
             self._lanes = StreamPair()
         return self._lanes
 
     def __call__(self, action: Action, operations: list[Operation]) -> None:
-        places = pair(action)
+        places = find_pair(action)
         if places is None:
             for part, operation in zip(action.sub_actions, operations, strict=True):
                 self.alone(part, operation)
@@ -108,13 +159,13 @@ class TwoStreams:
         lane = self._lane_of.get((backward.stage, backward.microbatch), 0)
         self._lane_of[forward.stage, forward.microbatch] = 1 - lane
         self.lanes.join()
-        # The forward first: it lets go of no memory of the other stream's, as the backward does.
+        # The forward first: unlike the backward, it frees no memory of the other stream.
         self.lanes.on(1 - lane, operations[places[0]])
         self.lanes.on(lane, operations[places[1]])
         self.lanes.join()
 
     def alone(self, part: Action, operation: Operation) -> None:
-        """An action by itself: a backward where its forward was."""
+        """Run an action by itself: a backward on the stream of its forward."""
         lane = 0 if part.kind is Kind.F else self._lane_of.get((part.stage, part.microbatch), 0)
         if not lane:
             operation()
@@ -124,10 +175,10 @@ class TwoStreams:
         self.lanes.join()
 
 
-def overlap_of(given: Any) -> Overlap | None:
-    """What was given as `overlap=`: a function of one's own, "streams", or nothing."""
-    if given is None or callable(given):
-        return given  # type: ignore[no-any-return]
-    if given != "streams":
-        raise ScheduleError(f"overlap={given!r}: give 'streams', a function (action, operations), or None for one after the other")
+def make_overlap(option: Any) -> Overlap | None:
+    """The overlap function for the option `overlap=`."""
+    if option is None or callable(option):
+        return option  # type: ignore[no-any-return]
+    if option != "streams":
+        raise ScheduleError(f"overlap={option!r}: give 'streams', a function (action, operations), or None to run one after the other")
     return TwoStreams()

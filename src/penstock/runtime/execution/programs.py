@@ -1,4 +1,4 @@
-"""The programs that a pipeline runs: for training in the order of its schedule, for evaluation forwards alone."""
+"""The programs that a pipeline runs: its schedule for training, and forwards only for evaluation."""
 
 from __future__ import annotations
 
@@ -23,36 +23,38 @@ from penstock.passes.shard import Shard
 from penstock.verifier.verify import verify
 
 
-def find_table(given: Any, ranks: int, microbatches: int | None) -> Table:
-    """The schedule or program that was given, in whatever form."""
-    if isinstance(given, str):
+def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
+    """The schedule or program of a plan, schedule, program or name."""
+    if isinstance(source, str):
         from penstock.schedules.registry import schedule
 
         if microbatches is None:
-            raise ScheduleError(f"schedule {given!r} by name needs microbatches=")
-        return schedule(given, ranks, microbatches)
-    table = given if isinstance(given, Table) else getattr(given, "schedule", None)
+            raise ScheduleError(f"schedule {source!r} by name needs microbatches=")
+        return schedule(source, ranks, microbatches)
+    table = source if isinstance(source, Table) else getattr(source, "schedule", None)
     if not isinstance(table, Table):
-        raise ScheduleError(f"a pipeline needs a plan, a schedule or a program, got {type(given).__name__}")
+        raise ScheduleError(f"a pipeline needs a plan, a schedule or a program, got {type(source).__name__}")
     if table.ranks != ranks:
-        raise ScheduleError(f"the schedule is for {table.ranks} ranks, but there are {ranks}: launch as many, or build it anew")
+        raise ScheduleError(
+            f"the schedule is for {table.ranks} ranks, but there are {ranks}: launch that many, or build the schedule for {ranks}"
+        )
     ends = [stage for stage in range(table.stages) if not table.graph.outputs_of(stage)]
     if len(ends) > 1:
-        raise ScheduleError(f"stages {ends} are read by none: only the last one's output can be the model's")
-    return table if microbatches in (None, table.microbatches) else _remade(table, int(microbatches or 0))
+        raise ScheduleError(f"no stage reads stages {ends}: only one stage can produce the model's output")
+    return table if microbatches in (None, table.microbatches) else _rebuild(table, int(microbatches or 0))
 
 
 def training_program(table: Table, count: int, unsplit: Sequence[int], semantics: str = "channels", shard: Shard | None = None) -> Program:
-    """The program for so many microbatches, proved for the transport; `unsplit` stages run I and W as one B, `shard` gathers parameters."""
+    """The program for `count` microbatches, proved for the transport. `unsplit` stages run one B; `shard` gathers parameters."""
     if count != table.microbatches:
-        table = _remade(table, count)
+        table = _rebuild(table, count)
     if not table.training:
         raise ScheduleError(f"{table.name or 'the schedule'} has no backward: use eval_step or infer, or another schedule")
     program = Program.start(table)
     if unsplit:
         program = MergeBackward(tuple(unsplit), apart=True).apply(program)
     if not program.lowered:
-        program = _lowered(program.schedule(), shard)
+        program = _lower(program.schedule(), shard)
     elif program.buffers is None:
         program = Buffers().apply(program)
     verify(program)
@@ -61,27 +63,27 @@ def training_program(table: Table, count: int, unsplit: Sequence[int], semantics
     return program
 
 
-def _lowered(schedule: Schedule, shard: Shard | None) -> Program:
+def _lower(schedule: Schedule, shard: Shard | None) -> Program:
     try:
         return lower(schedule) if shard is None else lower(schedule, fsdp=True, lookahead=shard.lookahead, residency=shard.residency)
     except PassError:
-        verify(schedule)  # says where and why
+        verify(schedule)  # raises with the place and the reason
         raise
 
 
-def _remade(table: Table, count: int) -> Table:
+def _rebuild(table: Table, count: int) -> Table:
     if not isinstance(table, Schedule) or table.remake is None:
         raise ScheduleError(
-            f"{count} microbatches, but {table.name or 'the schedule'} was loaded or written for {table.microbatches}: "
-            "give a schedule by name for other counts"
+            f"{count} microbatches, but {table.name or 'the schedule'} is fixed to {table.microbatches}, because it was loaded or "
+            "written by hand: use a schedule by name for other counts"
         )
     return table.remake(count)
 
 
 def forward_program(table: Table, count: int, semantics: str = "channels", shard: Shard | None = None) -> Program:
-    """Forwards in waves, for any count: each as soon as the one before it can have ended.
+    """Forwards in waves, for any number of microbatches: each starts as soon as the one before it can have ended.
 
-    An edge needs room for what is under way and one more to be written into: two buffers where a rank has one stage.
+    An edge needs slots for the messages under way and one more to write into: two if each rank has one stage.
     """
     placement, graph = table.placement, table.graph
     stage, microbatch = (axis.ravel() for axis in np.meshgrid(np.arange(table.stages), np.arange(count), indexing="ij"))
@@ -92,7 +94,7 @@ def forward_program(table: Table, count: int, semantics: str = "channels", shard
     schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=f"{table.name} forward".strip())
     span = max((target - source for source, target in graph.edges), default=1)
     if semantics != "channels":
-        program = _lowered(schedule, shard)
+        program = _lower(schedule, shard)
         verify(program, semantics=semantics)
         return program
     passes = [SendReceive("just-in-time"), Buffers(slots=span * placement.chunks + 1)]

@@ -1,4 +1,4 @@
-"""How much memory is really held: distinct storages, each counted once."""
+"""How much memory tensors hold: distinct storages, each counted once."""
 
 from __future__ import annotations
 
@@ -10,57 +10,62 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-Sizes = dict[int, int]
+StorageSizes = dict[int, int]
 """Bytes by storage."""
 
 
-def sizes(value: Any) -> Sizes:
+def storage_sizes(value: Any) -> StorageSizes:
     """The storages of all tensors in a tree."""
-    found: Sizes = {}
+    sizes: StorageSizes = {}
     for leaf in pytree.tree_leaves(value):
         if isinstance(leaf, Tensor):
-            _note(found, leaf)
-    return found
+            _add(sizes, leaf)
+    return sizes
 
 
-def _note(found: Sizes, tensor: Tensor) -> None:
+def bytes_of(value: Any) -> int:
+    """The bytes of all tensors in a tree."""
+    return sum(storage_sizes(value).values())
+
+
+def _add(sizes: StorageSizes, tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
-        found[storage._cdata] = storage.nbytes()
+        sizes[storage._cdata] = storage.nbytes()
     else:  # sparse: indices and values
-        found[id(tensor)] = tensor.element_size() * int(tensor._nnz())
+        sizes[id(tensor)] = tensor.element_size() * int(tensor._nnz())
 
 
-def total(held: Mapping[int, int], without: Mapping[int, int]) -> int:
-    """The bytes of what is held, less what is there anyway."""
-    return sum(size for key, size in held.items() if key not in without)
+def bytes_without(sizes: Mapping[int, int], others: Mapping[int, int]) -> int:
+    """The bytes of all storages that are not among `others`."""
+    return sum(size for key, size in sizes.items() if key not in others)
 
 
-def of_module(module: nn.Module) -> Sizes:
-    """Parameters and buffers."""
-    return sizes([*(p.detach() for p in module.parameters()), *module.buffers()])
+def module_sizes(module: nn.Module) -> StorageSizes:
+    """The storages of parameters and buffers."""
+    return storage_sizes([*(p.detach() for p in module.parameters()), *module.buffers()])
 
 
 @contextmanager
-def saved() -> Iterator[Sizes]:
-    """Gives the storages that autograd saves for the backward inside, as they come to be."""
-    found: Sizes = {}
+def watch_saved_tensors() -> Iterator[StorageSizes]:
+    """Collect the storages that autograd saves for the backward inside the block."""
+    sizes: StorageSizes = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        _note(found, tensor)
+        _add(sizes, tensor)
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield found
+        yield sizes
 
 
-def of_optimizer(module: nn.Module, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None) -> int:
-    """What an optimizer keeps for the module's parameters after a step, tried on copies."""
+def optimizer_bytes(module: nn.Module, make: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None) -> int:
+    """The bytes that an optimizer keeps for the module's parameters after a step, tried on copies."""
     copies = [nn.Parameter(torch.zeros_like(p)) for p in module.parameters() if p.requires_grad]
     if make is None or not copies:
         return 0
-    for each in copies:
-        each.grad = torch.zeros_like(each)
+    for parameter in copies:
+        parameter.grad = torch.zeros_like(parameter)
     optimizer = make(copies)
     optimizer.step()
-    return sum(sizes(dict(optimizer.state)).values()) if optimizer.state else 0
+    return bytes_of(dict(optimizer.state)) if optimizer.state else 0

@@ -1,10 +1,10 @@
-"""Measure a model layer by layer on the device that it is on."""
+"""Measure the time and memory of a model layer by layer."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,11 +19,10 @@ from penstock.runtime.batch.loss import Loss
 from penstock.runtime.device.gpu import default_device_type, device_name, is_initialized
 from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.device.timing import Stopwatch
-from penstock.runtime.measure import memory as holdings
+from penstock.runtime.measure import memory
+from penstock.runtime.measure.preserved_state import preserve_state
 from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
-from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.partition import Layers, partition
-from penstock.runtime.model.random_streams import kept_random_state
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
@@ -48,57 +47,59 @@ def profile(
     bandwidth: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Profile:
-    """The profile of a model: F, I and W of every layer, and what each holds. Times in seconds, sizes in bytes.
+    """Measure a model: the times of F, I and W and the memory of each layer. Times are in seconds, sizes in bytes.
 
-    - `model`: a list of layers, an `nn.Sequential`, a causal language model of transformers', or another module with `split=Layers(...)`;
-    - `sample`: a microbatch; a dict is the inputs and labels of a model of transformers', a tuple several arguments. `microbatch_sizes`
-      measures other sizes too, from its rows repeated;
-    - `loss_fn(output, target)` or `loss_fn(output)` counts with the last layer; without one its backward starts from ones;
-    - `optimizer`: whose memory counts: adamw, adam, sgd or none, or what makes one from parameters;
-    - `device`: move the model and the sample there; "auto" is a GPU if there is one.
+    - `model`: a list of layers, an `nn.Sequential`, a causal language model of transformers, or another module with `split=Layers(...)`;
+    - `sample`: one microbatch. A dict is the inputs and labels of a model of transformers, a tuple is several arguments.
+      `microbatch_sizes` measures other sizes too, by repeating its rows;
+    - `loss_fn(output, target)` or `loss_fn(output)` counts as part of the last layer; without one, its backward starts from ones;
+    - `optimizer`: the optimizer whose memory counts: adamw, adam, sgd or none, or a function that makes one from parameters;
+    - `device`: the device to move the model and the sample to; "auto" is a GPU if there is one.
 
-    Each layer is run as a stage is: its backward is split by the same means, so that W is what can really wait. Times are
-    the median of `repeats` rounds after `warmup`; on a GPU, of its own time. Memory is what is really held: the distinct memory that the
-    forward saves, and that the weights' backward waits with; on a GPU also what is needed beyond that while a layer runs. Nothing
-    of the model is changed but its device.
+    Each layer runs as a stage does: its backward is split by the same code, so that W is the work that can really be deferred. Times
+    are medians of `repeats` rounds after `warmup`; on a GPU, of the GPU's own time. Memory counts the distinct storages that the
+    forward saves, and those kept for the deferred weight gradients; on a GPU also the workspace beyond that. Nothing of the model
+    changes except its device.
     """
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
-    split, sample, loss_fn, target = _opened(model, split, sample, loss_fn, target)
+    split, sample, loss_fn, target = _open_hugging_face(model, split, sample, loss_fn, target)
     named = _named_layers(model, split)
-    args, target = _on(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
-    measuring = _Measuring(named, Loss(loss_fn, "mean") if loss_fn is not None else None, _maker(optimizer), warmup, repeats, progress)
-    sizes = list(dict.fromkeys(microbatch_sizes or [rows_of(args)]))
+    args, target = _move(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
+    profiler = _Profiler(
+        named, Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer), warmup, repeats, progress
+    )
+    sizes = list(dict.fromkeys(microbatch_sizes or [count_rows(args)]))
     if min(sizes) < 1:
         raise ScheduleError(f"microbatch_sizes={sizes}: a microbatch has at least 1 row")
-    first, *others = (measuring.at(size, mb_args(args, size), mb_args(target, size)) for size in sizes)
+    first, *others = (profiler.profile(size, _resize(args, size), _resize(target, size)) for size in sizes)
     source = f"measured on {_device_name(args)} with torch {torch.__version__}, median of {repeats}"
     return replace(
         first, latency=latency, bandwidth=bandwidth, time_unit="s", size_unit="B", source=source, keeps_output=True, variants=others
     )
 
 
-def rows_of(sample: Any) -> int:
+def count_rows(sample: Any) -> int:
     """How many rows a sample has."""
-    own = mb.batch_size(sample, 0)
-    if own is None:
+    rows = mb.batch_size(sample, 0)
+    if rows is None:
         raise ScheduleError("the sample has no tensor with a batch dimension: give at least one tensor")
-    return own
+    return rows
 
 
-def mb_args(value: Any, size: int) -> Any:
-    """A microbatch of so many rows: those of the sample, from the first on again where it has fewer. It is no view of a larger batch."""
+def _resize(value: Any, size: int) -> Any:
+    """A microbatch of this many rows, which repeats those of the sample as needed. It is not a view of a larger batch."""
 
-    def resized(leaf: Any) -> Any:
+    def resize(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             return leaf
         return leaf.clone() if len(leaf) == size else leaf[torch.arange(size, device=leaf.device) % len(leaf)]
 
-    return pytree.tree_map(resized, value)
+    return pytree.tree_map(resize, value)
 
 
-def _opened(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> tuple[Any, Any, Any, Any]:
-    """A model of transformers' is known by itself, and has its own loss where there are labels."""
+def _open_hugging_face(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> tuple[Any, Any, Any, Any]:
+    """Recognise a model of transformers, which has its own loss if there are labels; all others stay as they are."""
     own, loss, _ = recognised(model, split, loss_fn, None)
     if not isinstance(own, HuggingFace):
         return split, sample, loss_fn, target
@@ -128,7 +129,7 @@ def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
     return [(part.layers[0], part.module) for part in parts if part is not None]
 
 
-def _maker(optimizer: Optimizer | str | None) -> Optimizer | None:
+def _find_optimizer(optimizer: Optimizer | str | None) -> Optimizer | None:
     if not isinstance(optimizer, str):
         return optimizer
     known: dict[str, Optimizer | None] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD, "none": None}
@@ -137,18 +138,18 @@ def _maker(optimizer: Optimizer | str | None) -> Optimizer | None:
     return known[optimizer]
 
 
-def _on(device: str | torch.device | None, named: list[tuple[str, nn.Module]], value: Any) -> Any:
-    """The value on the device, to which the layers are moved too; where nothing is said, all stay where they are."""
+def _move(device: str | torch.device | None, named: list[tuple[str, nn.Module]], value: Any) -> Any:
+    """Move the layers and a value to a device, and return the value; without a device, everything stays where it is."""
     if device is None:
         return value
     try:
-        where = torch.device(default_device_type() if device == "auto" else device)
-        torch.empty(0, device=where)
-    except (RuntimeError, AssertionError) as error:  # torch's answers to a name that it does not know, and to a device that is not there
+        destination = torch.device(default_device_type() if device == "auto" else device)
+        torch.empty(0, device=destination)
+    except (RuntimeError, AssertionError) as error:  # raised by torch for an unknown name, and for a device that is not there
         raise ScheduleError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
     for _, layer in named:
-        layer.to(where)
-    return pytree.tree_map(lambda leaf: leaf.to(where) if isinstance(leaf, Tensor) else leaf, value)
+        layer.to(destination)
+    return pytree.tree_map(lambda leaf: leaf.to(destination) if isinstance(leaf, Tensor) else leaf, value)
 
 
 def _device_name(args: Any) -> str:
@@ -157,21 +158,23 @@ def _device_name(args: Any) -> str:
 
 
 @dataclass
-class _Run:
-    """One forward of a layer as a stage runs it, with all that its backwards need."""
+class _Forward:
+    """One forward of a layer as a stage runs it, with everything that its backward needs."""
 
     leaves: Any
-    made: Any
+    output: Any
     ends: list[Tensor]
     deferral: Deferral
 
     def ones(self) -> list[Tensor | None]:
-        """The gradients that its backward starts from."""
+        """The gradients that the backward starts from."""
         return [torch.ones_like(end) for end in self.ends]
 
 
 @dataclass
-class _Measuring:
+class _Profiler:
+    """Measures all layers for one microbatch size after another."""
+
     named: list[tuple[str, nn.Module]]
     loss: Loss | None
     optimizer: Optimizer | None
@@ -179,65 +182,62 @@ class _Measuring:
     repeats: int
     progress: Callable[[str, int, int], None] | None
 
-    def at(self, size: int, args: tuple[Any, ...], target: Any) -> Profile:
-        """The layers for microbatches of one size, timed in rounds over all of them, so that what disturbs one run disturbs one of each."""
-        ones: list[_One] = []
-        given: Any = args
-        with _kept([module for _, module in self.named]):
+    def profile(self, size: int, args: tuple[Any, ...], target: Any) -> Profile:
+        """Measure all layers for one microbatch size, in rounds over all of them, so that a disturbance affects one time of each."""
+        layers: list[_MeasuredLayer] = []
+        inputs: Any = args
+        with preserve_state([module for _, module in self.named]), torch.enable_grad():
+            for _, module in self.named:
+                module.zero_grad(set_to_none=True)
             for place, (name, module) in enumerate(self.named):
                 last = place == len(self.named) - 1
-                ones.append(_One(name, Stage(place, module, unpack=place == 0), self.loss if last else None, target, given))
-                given = ones[-1].look(self.warmup, self.optimizer)
-            for round_ in range(self.repeats):
-                self._tell(f"round {round_ + 1} of {self.repeats}, microbatches of {size}", round_)
-                for one in ones:
-                    one.time()
-        return Profile([one.layer() for one in ones], microbatch=size, input=float(sum(holdings.sizes(args).values())))
-
-    def _tell(self, what: str, done: int) -> None:
-        if self.progress is not None:
-            self.progress(what, done, self.repeats)
+                stage = Stage(place, module, unpack=place == 0)
+                layers.append(_MeasuredLayer(name, stage, self.loss if last else None, target, inputs))
+                inputs = layers[-1].measure_memory(self.warmup, self.optimizer)
+            for done in range(self.repeats):
+                if self.progress is not None:
+                    self.progress(f"round {done + 1} of {self.repeats}, microbatches of {size}", done, self.repeats)
+                for layer in layers:
+                    layer.times.append(layer.time())
+        return Profile([layer.result() for layer in layers], microbatch=size, input=float(memory.bytes_of(args)))
 
 
 @dataclass
-class _One:
-    """One layer, and what is known of it."""
+class _MeasuredLayer:
+    """One layer, and its times and sizes so far."""
 
     name: str
     stage: Stage
     loss: Loss | None
     target: Any
-    given: Any
+    inputs: Any
     times: list[tuple[float, float, float]] = field(default_factory=list)
     sizes: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Look at the modules once, here, so that no timed run does."""
+        """Inspect the modules here, so that no timed run does."""
         self._can_split = self.stage.splits
         self._deferrable = self.stage.deferrable()
 
-    def look(self, warmup: int, optimizer: Optimizer | None) -> Any:
-        """Run it until it is warm, and see what it holds; what it gives the next one."""
+    def measure_memory(self, warmup: int, optimizer: Optimizer | None) -> Any:
+        """Warm up and measure the sizes; returns the output, which is the input of the next layer."""
         for _ in range(warmup):
-            self._run_once()
-        held, stash, made = self._held()
+            self.time()
+        held, stash, output = self._held()
         module = self.stage.module
-        found = {
+        sizes = {
             "activation": held,
             "weight_stash": stash,
             "workspace": self._workspace(held),
-            "output": sum(holdings.sizes(made).values()),
-            "parameters": sum(holdings.of_module(module).values()),
-            "gradients": sum(holdings.sizes([p.grad for p in module.parameters()]).values()),
-            "optimizer": holdings.of_optimizer(module, optimizer),
+            "output": memory.bytes_of(output),
+            "parameters": sum(memory.module_sizes(module).values()),
+            "gradients": memory.bytes_of([p.grad for p in module.parameters()]),
+            "optimizer": memory.optimizer_bytes(module, optimizer),
         }
-        self.sizes = {name: float(size) for name, size in found.items()}
-        return made
+        self.sizes = {name: float(size) for name, size in sizes.items()}
+        return output
 
-    def time(self) -> None:
-        self.times.append(self._run_once())
-
-    def layer(self) -> Layer:
+    def result(self) -> Layer:
         f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
         return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
 
@@ -245,24 +245,24 @@ class _One:
     def _splits(self) -> bool:
         return self._can_split and self.stage.whole is None
 
-    def _forward(self, leaves: Any, split: bool = True) -> _Run:
-        """A forward; a layer that turns out to need its backward whole is measured so from then on."""
+    def _forward(self, leaves: Any, split: bool = True) -> _Forward:
+        """Run a forward; a layer whose backward turns out not to be splittable is measured with a whole one from then on."""
         if split and self._splits:
             try:
                 return self._run_forward(leaves, Deferral())
             except WholeBackwardNeeded as need:
                 self.stage.whole = need.reason
-                leaves = cut(self.given)
+                leaves = cut(self.inputs)
         return self._run_forward(leaves, None)
 
-    def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Run:
+    def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Forward:
         with nullcontext() if deferral is None else self._deferrable.forward(deferral):
-            made = self.stage.run([leaves], {})
-            loss = None if self.loss is None else self.loss(made, None if self.target is None else [self.target], 0)
-        ends = roots(made if loss is None else loss)
-        return _Run(leaves, made, ends, deferral or Deferral())
+            output = self.stage.run([leaves], {})
+            loss = None if self.loss is None else self.loss(output, None if self.target is None else [self.target], 0)
+        ends = roots(output if loss is None else loss)
+        return _Forward(leaves, output, ends, deferral or Deferral())
 
-    def _backward(self, run: _Run, grads: list[Tensor | None]) -> None:
+    def _backward(self, run: _Forward, grads: list[Tensor | None]) -> None:
         if not run.ends:
             return
         if self._splits:
@@ -270,10 +270,10 @@ class _One:
         else:
             run_backward(run.ends, grads)
 
-    def _run_once(self) -> tuple[float, float, float]:
-        """How long F, I and W take; what a layer is given, its input and the gradients of its output, is made outside of these."""
-        leaves = cut(self.given)
-        watch = Stopwatch(self.given)
+    def time(self) -> tuple[float, float, float]:
+        """The times of F, I and W, without making the input and the gradients of the output."""
+        leaves = cut(self.inputs)
+        watch = Stopwatch(self.inputs)
         run = self._forward(leaves)
         watch.mark()
         grads = run.ones()
@@ -286,51 +286,35 @@ class _One:
         return f, i, w
 
     def _workspace(self, held: int) -> int:
-        """What a device gives out at most while F, I, W or B runs, beyond what is held then; nothing where none counts it."""
+        """The peak memory of F, I, W and B beyond what is held; 0 if the device does not count it."""
         if not is_initialized():
             return 0
         peak = PeakMemory()
-        run = self._forward(cut(self.given))
+        run = self._forward(cut(self.inputs))
         grads = run.ones()
-        beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
-        beyond += [_beyond(lambda: self._backward(run, grads)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
-        whole = self._forward(cut(self.given), split=False)
+        beyond = [peak.bytes() - held - (memory.bytes_of(run.output) if self.loss is None else 0)]
+        beyond += [_peak_of(lambda: self._backward(run, grads)), _peak_of(lambda: self.stage.backward_weights(run.deferral))]
+        whole = self._forward(cut(self.inputs), split=False)
         whole_grads = whole.ones()
-        return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
+        return max(0, *beyond, _peak_of(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
     def _held(self) -> tuple[int, int, Any]:
-        """What is held from F to I, and from I to W, and the output."""
-        own = holdings.of_module(self.stage.module)
-        with holdings.saved() as seen:
-            run = self._forward(cut(self.given))
-            held = {**seen, **holdings.sizes(run.leaves)}
-            if self.loss is None:  # counted with who reads it: the next layer, or the message
-                held = {key: size for key, size in held.items() if key not in holdings.sizes(run.made)}
+        """The bytes held from F to I, those held from I to W, and the output."""
+        own = memory.module_sizes(self.stage.module)
+        with memory.watch_saved_tensors() as saved:
+            run = self._forward(cut(self.inputs))
+            held = {**saved, **memory.storage_sizes(run.leaves)}
+            if self.loss is None:  # the output counts as an input of the next layer, or as a message
+                output_sizes = memory.storage_sizes(run.output)
+                held = {key: size for key, size in held.items() if key not in output_sizes}
             self._backward(run, run.ones())
-        stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
-        made = detached(run.made)
+        stash = memory.storage_sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
+        output = detached(run.output)
         self.stage.backward_weights(run.deferral)
-        return holdings.total(held, own), holdings.total(stash, own), made
+        return memory.bytes_without(held, own), memory.bytes_without(stash, own), output
 
 
-def _beyond(work: Callable[[], None]) -> int:
+def _peak_of(work: Callable[[], None]) -> int:
     peak = PeakMemory()
     work()
     return peak.bytes()
-
-
-@contextmanager
-def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Leave gradients, buffers, attributes and torch's random state as they were."""
-    grads = [(parameter, parameter.grad) for module in modules for parameter in module.parameters()]
-    states = [ModuleState.capture(module) for module in modules]
-    for parameter, _ in grads:
-        parameter.grad = None
-    try:
-        with torch.enable_grad(), kept_random_state():
-            yield
-    finally:
-        for parameter, grad in grads:
-            parameter.grad = grad
-        for state in states:
-            state.restore()

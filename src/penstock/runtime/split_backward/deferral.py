@@ -288,6 +288,21 @@ def tie_inner(out: Any, record: Record) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
+def tie_product(out: Tensor, record: Record) -> None:
+    """Tie a record to the matrix product of which a linear map over more than two dimensions returns another shape.
+
+    Up to torch 2.13 the output is a view of the product. Later it is an unsafe view, which has no base, but whose node follows the
+    product's.
+    """
+    if out._base is not None:
+        tie_inner(out._base, record)
+        return
+    node: Any = out.grad_fn
+    if node.name() == "UnsafeViewBackward0":
+        node = node.next_functions[0][0]
+    node.register_prehook(record)
+
+
 def _tapped(out: Tensor, record: Record) -> Tensor:
     tapped: Tensor = _Tap.apply(out, record, _ANCHOR)  # type: ignore[no-untyped-call]
     return tapped

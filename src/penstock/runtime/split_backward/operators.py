@@ -25,6 +25,7 @@ from penstock.runtime.split_backward.deferral import (
     has_saved_tensor_hooks,
     tie,
     tie_inner,
+    tie_product,
 )
 from penstock.runtime.tensors.dtensor import laid_as
 
@@ -53,6 +54,11 @@ def _is_autocast(value: Tensor) -> bool:
     return not value.is_cpu and torch.is_autocast_enabled(value.device.type)
 
 
+_LINEAR_RETURNS_VIEW = _linear(torch.zeros(1, 1, 1), torch.zeros(1, 1, requires_grad=True), torch.zeros(1))._base is not None
+"""Whether a linear map with a bias returns a view of its product if its input has more than two dimensions: up to torch 2.13 it does.
+It matters when the output is hooked and then changed in place."""
+
+
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
     deferral = active(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
@@ -70,18 +76,18 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
     whole = added is not None and input.is_contiguous()
     if whole and input.requires_grad:
-        out = _linear(input, stand_in, added)  # a view of the product
-        tie_inner(out._base, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        out = _linear(input, stand_in, added)
+        tie_product(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
     out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
     shape = [*input.shape[:-1], out.shape[-1]]
+    product: Tensor = out.view(shape) if whole and _LINEAR_RETURNS_VIEW else _aten._unsafe_view(out, shape)
     if whole or bias is None:
-        return out.view(shape)
+        return product
     # A bias that is added after is summed over the gradient as it lies, in an order that only autograd knows: it does not wait.
-    made: Tensor = torch.ops.aten._unsafe_view(out, shape)
-    return made.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
+    return product.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
 
 
 def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -273,7 +279,10 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
         record = Record(deferral, _kept(rows, out), weight, None, _product_grads)
-        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], out.shape[-1])
+        if value.dim() == 2:
+            return tie(out, record)
+        reshaped: Tensor = _aten._unsafe_view(tie_inner(out, record), [*value.shape[:-1], out.shape[-1]])
+        return reshaped
 
     return product
 

@@ -1,4 +1,4 @@
-"""In which order the samples of a data set are read, and how far a run is."""
+"""The order in which the samples of a data set are read, and the position of a run in it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from penstock.errors import CheckpointError, ScheduleError
 
 
 class DataOrder:
-    """The numbers of the samples of one batch after another, without end.
+    """An endless iterator over the sample numbers of one batch after another.
 
-    Samples are shuffled anew in each epoch, by a stream of (seed, epoch), so that the order depends on nothing else: every rank
-    has the same, whatever else draws random numbers. The state is a place in the order, which a run with another number of ranks,
-    or another batch size, continues from. What is left of an epoch and fills no batch is left out.
+    Samples are shuffled again in each epoch, by a stream of (seed, epoch), so that the order depends on nothing else: it is the same on
+    every rank, whatever else draws random numbers. The state is a position in the order, from which a run with another number of ranks
+    or another batch size continues. Samples at the end of an epoch that do not fill a batch are skipped.
 
     >>> order = DataOrder(samples=10, batch=4, shuffle=False)
     >>> [next(order).tolist() for _ in range(3)]
@@ -43,7 +43,7 @@ class DataOrder:
         return self._order()[start : self.position]
 
     def _order(self) -> Tensor:
-        """The order of this epoch."""
+        """The sample numbers of this epoch in order."""
         if self._drawn is None or self._drawn[0] != self.epoch:
             digest = hashlib.blake2b(f"{self.seed}/{self.epoch}".encode(), digest_size=8).digest()
             stream = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
@@ -54,7 +54,7 @@ class DataOrder:
         return self._kind() | {"epoch": self.epoch, "position": self.position}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there; another order than this one is refused."""
+        """Continue from a saved position; raises if it is a position in another order."""
         for what, mine in self._kind().items():
             if state[what] != mine:
                 raise CheckpointError(f"the data was read in an order with {what}={state[what]}, and this one has {what}={mine}")

@@ -1,4 +1,4 @@
-"""The ranks of a training run: processes that are started here, or those that `torchrun` has started."""
+"""The processes of a training run: started here, or by `torchrun`."""
 
 from __future__ import annotations
 
@@ -17,127 +17,130 @@ from penstock.errors import ScheduleError
 from penstock.runtime.launch.workers import Workers
 from penstock.runtime.transport.current_group import join, under_torchrun
 
-Tell = Callable[[Any], None]
-"""Is told how far a run is, in the process that speaks for all."""
+OnProgress = Callable[[Any], None]
+"""Receives the progress of a run, in the process of the command."""
 PATIENCE = 3600.0
-"""Seconds that ranks wait for what one does for all."""
+"""Seconds that ranks wait for a result that one computes for all."""
 
 
-class Crew(ABC):
-    """Ranks that call one function after another."""
+class RankProcesses(ABC):
+    """The processes of a training run, one per rank, which call one function after another.
+
+    The command gets one from `open_ranks`. Under `torchrun` the command itself runs in every process; then each makes the same calls in
+    the same order. Otherwise the command runs in a process of its own, which has no rank.
+    """
 
     ranks: int
-    first: bool
-    """Whether this process speaks for all."""
+    is_first: bool
+    """Whether this process speaks for the run: prints, saves results."""
 
     @abstractmethod
-    def run(self, fn: Callable[..., Any], *args: Any, tell: Tell) -> list[Any]:
-        """Call `fn(*args, tell)` on every rank; the results by rank."""
+    def run(self, fn: Callable[..., Any], *args: Any, report: OnProgress) -> list[Any]:
+        """Call `fn(*args, report)` on every rank and return the results by rank. What a rank reports reaches `report` here."""
 
     @abstractmethod
-    def once(self, fn: Callable[[], Any]) -> Any:
-        """What `fn()` gives, called once for all."""
+    def run_once(self, fn: Callable[[], Any]) -> Any:
+        """Call `fn` in one process and return its result in all; an error is raised in all."""
 
 
 @contextlib.contextmanager
-def crew(ranks: int | None) -> Iterator[Crew]:
-    """So many processes on this machine, which end with the block; under `torchrun` those that are there."""
+def open_ranks(ranks: int | None) -> Iterator[RankProcesses]:
+    """Start this many processes, which end with the block; under `torchrun`, use those that it started."""
     if under_torchrun():
         group = join()
         if ranks is not None and ranks != group.ranks:
             raise ScheduleError(f"{ranks} ranks, but torchrun has started {group.ranks} processes: start as many, or leave the number out")
-        yield _Joined(group)
+        yield _TorchrunProcesses(group)
         return
     if ranks is None:
-        raise ScheduleError("how many ranks are there to be? Say so with --ranks N, or start them with torchrun")
+        raise ScheduleError("the number of ranks is not known: give --ranks N, or start the ranks with torchrun")
     with Workers(ranks) as workers:
-        yield _Started(workers)
+        yield _StartedProcesses(workers)
 
 
-class _Started(Crew):
-    first = True
+class _StartedProcesses(RankProcesses):
+    is_first = True
 
     def __init__(self, workers: Workers) -> None:
         self.workers, self.ranks = workers, workers.ranks
 
-    def run(self, fn: Callable[..., Any], *args: Any, tell: Tell) -> list[Any]:
-        with _heard(tell) as telling:
-            return self.workers.run(_told, (fn, args, telling))
+    def run(self, fn: Callable[..., Any], *args: Any, report: OnProgress) -> list[Any]:
+        with _receive_progress(report) as sender:
+            return self.workers.run(_call_with_sender, (fn, args, sender))
 
-    def once(self, fn: Callable[[], Any]) -> Any:
+    def run_once(self, fn: Callable[[], Any]) -> Any:
         return fn()
 
 
-class _Joined(Crew):
+class _TorchrunProcesses(RankProcesses):
     def __init__(self, group: Any) -> None:
-        self.group, self.ranks, self.first = group, group.ranks, group.rank == 0
+        self.group, self.ranks, self.is_first = group, group.ranks, group.rank == 0
 
-    def run(self, fn: Callable[..., Any], *args: Any, tell: Tell) -> list[Any]:
-        return self.group.gather(self.group.rank, "run", fn(*args, tell), PATIENCE)  # type: ignore[no-any-return]
+    def run(self, fn: Callable[..., Any], *args: Any, report: OnProgress) -> list[Any]:
+        return self.group.gather(self.group.rank, "run", fn(*args, report), PATIENCE)  # type: ignore[no-any-return]
 
-    def once(self, fn: Callable[[], Any]) -> Any:
-        mine: tuple[Any, Exception | None] = (None, None)
-        if self.first:
+    def run_once(self, fn: Callable[[], Any]) -> Any:
+        outcome: tuple[Any, Exception | None] = (None, None)
+        if self.is_first:
             try:
-                mine = fn(), None
-            except Exception as error:  # all are to know why there is nothing
-                mine = None, error
-        value, failed = self.group.gather(self.group.rank, "once", mine, PATIENCE)[0]
-        if failed is not None:
-            raise failed
+                outcome = fn(), None
+            except Exception as error:  # all ranks raise it
+                outcome = None, error
+        value, error_of_first = self.group.gather(self.group.rank, "once", outcome, PATIENCE)[0]
+        if error_of_first is not None:
+            raise error_of_first
         return value
 
 
 @dataclass
-class Telling:
-    """Tells the process that started this one; it is sent to the ranks, and connects when it is first used."""
+class ProgressSender:
+    """Sends progress to the process that started this one. It is pickled to the ranks, and connects when it is first called."""
 
     address: str
     key: bytes
     _connection: Connection | None = field(default=None, repr=False)
 
-    def __call__(self, what: Any) -> None:
+    def __call__(self, progress: Any) -> None:
         if self._connection is None:
             self._connection = Client(self.address, family="AF_UNIX", authkey=self.key)
-        self._connection.send(what)
+        self._connection.send(progress)
 
     def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
 
 
-def _told(fn: Callable[..., Any], args: tuple[Any, ...], telling: Telling) -> Any:
-    """Call a function on a rank; what it tells ends with it."""
+def _call_with_sender(fn: Callable[..., Any], args: tuple[Any, ...], sender: ProgressSender) -> Any:
     try:
-        return fn(*args, telling)
+        return fn(*args, sender)
     finally:
-        telling.close()
+        sender.close()
 
 
 @contextlib.contextmanager
-def _heard(tell: Tell) -> Iterator[Telling]:
-    """Gives what ranks tell to the callback for as long as the block lasts."""
+def _receive_progress(report: OnProgress) -> Iterator[ProgressSender]:
+    """Pass on what ranks send until the block ends."""
     key = secrets.token_bytes(16)
     with tempfile.TemporaryDirectory(prefix="penstock") as folder:
-        address = str(Path(folder) / "told")
+        address = str(Path(folder) / "reports")
         listener = Listener(address, family="AF_UNIX", backlog=64, authkey=key)
-        heard = threading.Thread(target=_listen, args=(listener, tell), daemon=True)
-        heard.start()
+        thread = threading.Thread(target=_listen, args=(listener, report), daemon=True)
+        thread.start()
         try:
-            yield Telling(address, key)
+            yield ProgressSender(address, key)
         finally:
             with contextlib.suppress(OSError, EOFError):
-                Client(address, family="AF_UNIX", authkey=key).send(None)  # nothing more will come
-            heard.join()
+                Client(address, family="AF_UNIX", authkey=key).send(None)  # ends the thread
+            thread.join()
             listener.close()
 
 
-def _listen(listener: Listener, tell: Tell) -> None:
-    """Take connections one after the other: of the rank that speaks, and the last one, which ends it."""
+def _listen(listener: Listener, report: OnProgress) -> None:
+    """Serve one connection after the other: that of the rank that reports, and the last one, which sends None."""
     while True:
         with contextlib.suppress(OSError, EOFError), listener.accept() as connection:
             while True:
-                what = connection.recv()
-                if what is None:
+                progress = connection.recv()
+                if progress is None:
                     return
-                tell(what)
+                report(progress)

@@ -1,19 +1,14 @@
-"""Train what a training file gives, on one rank of a run.
-
-A training file's model measured where it will run.
-"""
+"""Measure and train the model of a training file, on one rank of a run."""
 
 from __future__ import annotations
 
-import contextlib
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
@@ -21,75 +16,81 @@ from penstock.errors import ScheduleError, nearest
 from penstock.planner.profile import Profile
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.device.gpu import claim_gpu, default_device_type
+from penstock.runtime.measure.link import measure_link
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.train.data_order import DataOrder
-from penstock.runtime.train.training_file import Script
+from penstock.runtime.train.training_file import TrainingFile
 from penstock.runtime.transport.current_group import get_group, rank
 from penstock.simulator.timeline import Timeline
 
-Load = Callable[[], Script]
-"""Gives the training file's functions; called on every rank."""
+LoadFile = Callable[[], TrainingFile]
+"""Loads the training file; called on every rank."""
+_DEADLINE = 3600.0
+"""Seconds that the other ranks wait for the first one to measure the model."""
 
 
 @dataclass(frozen=True)
-class How:
-    """What a run is to do."""
+class TrainingOptions:
+    """The options of a training run."""
 
     steps: int
     batch: int
     seed: int = 0
     folder: str | None = None
-    """Where checkpoints are; the last one there is gone on from."""
+    """The folder of checkpoints; training continues from the latest one there."""
     every: int = 0
-    """Steps between two checkpoints; 0 is one at the end."""
+    """Steps between two checkpoints; 0 saves one at the end."""
     recorded: int = 10
-    """How many of the last steps are recorded."""
+    """How many of the last steps to record."""
     check: bool = False
-    """Whether the first and the last step are compared with the unpipelined model."""
+    """Whether to compare the first and the last step with the unpipelined model."""
     device: str = "cpu"
 
-    def place(self) -> torch.device:
-        """This rank's device; `cuda` is the one of its own on this machine."""
+    def own_device(self) -> torch.device:
+        """This rank's device; for `cuda`, a GPU of its own on this machine."""
         return claim_gpu(rank()) if self.device == "cuda" else torch.device(self.device)
 
 
-def known_device(name: str) -> str:
+def choose_device(name: str) -> str:
     """The kind of device to train on; `auto` is a GPU if there is one."""
-    found = default_device_type() == "cuda"
+    has_gpu = default_device_type() == "cuda"
     if name == "auto":
-        return "cuda" if found else "cpu"
+        return "cuda" if has_gpu else "cpu"
     if name not in ("cpu", "cuda"):
         raise ScheduleError(f"device {name!r}: {nearest(name, ('auto', 'cpu', 'cuda'))}")
-    if name == "cuda" and not found:
-        raise ScheduleError("device 'cuda': torch finds no GPU here; take cpu")
+    if name == "cuda" and not has_gpu:
+        raise ScheduleError("device 'cuda': torch finds no GPU here; use cpu")
     return name
 
 
 @dataclass(frozen=True)
-class Moment:
+class TrainingProgress:
     """How far a run is."""
 
-    what: str
+    activity: str
     step: int = 0
     loss: float | None = None
     seconds: float = 0.0
 
 
-@dataclass
-class Trained:
-    """What came of a run."""
+OnProgress = Callable[[TrainingProgress], None]
 
-    begun: int = 0
-    """The step that it went on from."""
+
+@dataclass
+class TrainingResult:
+    """The results of a run."""
+
+    resumed_at: int = 0
+    """The step of the checkpoint that it continued from."""
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    """What each step took, the optimizer included."""
+    """The duration of each step, the optimizer included."""
     timeline: Timeline | None = None
-    """The recorded step that took the median time."""
+    """The recorded step of median duration."""
     parity: dict[int, Parity] = field(default_factory=dict)
-    """Steps that were compared with the unpipelined model."""
+    """The steps that were compared with the unpipelined model."""
     stages: str = ""
     device: str = ""
     loaded: str | None = None
@@ -97,130 +98,110 @@ class Trained:
 
     @property
     def equal(self) -> bool:
-        """Whether all that was compared is equal, up to rounding."""
-        return all(each.close for found in self.parity.values() for each in found.all)
+        """Whether all compared steps are equal to the unpipelined model, up to rounding."""
+        return all(comparison.close for parity in self.parity.values() for comparison in parity.all)
 
 
-def train(load: Load, plan: Any, how: How, tell: Callable[[Moment], None]) -> Trained | None:
-    """Train on this rank, as all others do; the first rank's results."""
-    made = _Run(load(), plan, how, tell if rank() == 0 else lambda moment: None).run()
-    return made if rank() == 0 else None
+# Training ---------------------------------------------------------------------------------------------------------------
 
 
-class _Run:
+def train(load_file: LoadFile, plan: Any, options: TrainingOptions, report: OnProgress) -> TrainingResult | None:
+    """Train on this rank, together with all others; returns the result on the first rank, which is also the one that reports."""
+    is_first = rank() == 0
+    result = _TrainingRun(load_file(), plan, options, report if is_first else lambda progress: None).run()
+    return result if is_first else None
+
+
+class _TrainingRun:
     """A training run on one rank."""
 
-    def __init__(self, script: Script, plan: Any, how: How, tell: Callable[[Moment], None]) -> None:
-        self.script, self.how, self.tell = script, how, tell
-        self.device = how.place()
-        self.data = script.samples()
-        model = script.model(how.seed)
-        if how.check:
+    def __init__(self, file: TrainingFile, plan: Any, options: TrainingOptions, report: OnProgress) -> None:
+        self.file, self.options, self.report = file, options, report
+        self.device = options.own_device()
+        self.data = file.load_data()
+        model = file.build_model(options.seed)
+        if options.check:
             model.module.to(self.device)
-        self.pipe = Pipeline(model.module, plan, loss_fn=model.loss_fn, split=script.split, seed=how.seed)
+        self.pipe = Pipeline(model.module, plan, loss_fn=model.loss_fn, split=file.split, seed=options.seed)
         for stage in self.pipe.stages.values():
             stage.module.to(self.device)
-        self.optimizer = script.optimizer(self.pipe.parameters())
-        self.scheduler = script.scheduler(self.optimizer)
-        self.order = DataOrder(len(self.data), how.batch, seed=how.seed)
-        self.done = Trained(stages=str(self.pipe.partition), device=str(self.device))
+        self.optimizer = file.build_optimizer(self.pipe.parameters())
+        self.scheduler = file.build_scheduler(self.optimizer)
+        self.order = DataOrder(len(self.data), options.batch, seed=options.seed)
+        self.result = TrainingResult(stages=str(self.pipe.partition), device=str(self.device))
         self.timelines: list[Timeline] = []
 
-    def run(self) -> Trained:
-        with self._checkpoints() as checkpoints:
+    def run(self) -> TrainingResult:
+        steps = self.options.steps
+        folder = self.options.folder
+        opened: AbstractContextManager[Checkpoints | None] = nullcontext() if folder is None else Checkpoints(folder)
+        with opened as checkpoints:
             if checkpoints is not None:
-                self._load(checkpoints)
-            for step in range(self.done.begun + 1, self.how.steps + 1):
+                self._resume(checkpoints)
+            for step in range(self.result.resumed_at + 1, steps + 1):
                 self._step(step)
-                every = self.how.every or self.how.steps
-                if checkpoints is not None and (step % every == 0 or step == self.how.steps):
+                if checkpoints is not None and (step % (self.options.every or steps) == 0 or step == steps):
                     checkpoints.save_async(self.pipe, self.optimizer, scheduler=self.scheduler, data=self.order, step=step)
         if checkpoints is not None and checkpoints.whole():
-            self.done.saved = str(checkpoints.whole()[0].path)
-        found = sorted(self.timelines, key=lambda each: each.makespan)
-        self.done.timeline = found[len(found) // 2] if found else None
-        return self.done
+            self.result.saved = str(checkpoints.whole()[0].path)
+        ordered = sorted(self.timelines, key=lambda timeline: timeline.makespan)
+        self.result.timeline = ordered[len(ordered) // 2] if ordered else None
+        return self.result
 
-    @contextlib.contextmanager
-    def _checkpoints(self) -> Iterator[Checkpoints | None]:
-        if self.how.folder is None:
-            yield None
-            return
-        with Checkpoints(self.how.folder) as checkpoints:
-            yield checkpoints
-
-    def _load(self, checkpoints: Checkpoints) -> None:
-        found = checkpoints.load_latest(self.pipe, self.optimizer, scheduler=self.scheduler, data=self.order)
-        if found is not None:
-            self.done.begun, self.done.loaded = found.step, str(found.path)
-            self.tell(Moment(f"goes on from {found.path}", found.step))
+    def _resume(self, checkpoints: Checkpoints) -> None:
+        latest = checkpoints.load_latest(self.pipe, self.optimizer, scheduler=self.scheduler, data=self.order)
+        if latest is not None:
+            self.result.resumed_at, self.result.loaded = latest.step, str(latest.path)
+            self.report(TrainingProgress(f"continues from {latest.path}", latest.step))
 
     def _step(self, step: int) -> None:
-        inputs, target = self._on_device(self.script.batch(self.data, next(self.order)))
-        if self.how.check and step in (self.done.begun + 1, self.how.steps):
-            self.tell(Moment("comparing with the unpipelined model", step - 1))
-            self.done.parity[step] = self.pipe.parity(*inputs, target=target)
-        self.pipe.record = step > self.how.steps - self.how.recorded
-        begun = time.perf_counter()
-        result = self.pipe.step(*inputs, target=target)
+        options, result = self.options, self.result
+        inputs, target = self._to_device(self.file.read_batch(self.data, next(self.order)))
+        if options.check and step in (result.resumed_at + 1, options.steps):
+            self.report(TrainingProgress("comparing with the unpipelined model", step - 1))
+            result.parity[step] = self.pipe.parity(*inputs, target=target)
+        self.pipe.record = step > options.steps - options.recorded
+        start = time.perf_counter()
+        step_result = self.pipe.step(*inputs, target=target)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.scheduler is not None:
             self.scheduler.step()
-        loss = float("nan") if result.loss is None else float(result.loss)
-        self.done.losses.append(loss)
-        self.done.seconds.append(time.perf_counter() - begun)
-        if self.pipe.record and result.timeline is not None:
-            self.timelines.append(result.timeline)
-        self.tell(Moment("training", step, loss, self.done.seconds[-1]))
+        loss = float("nan") if step_result.loss is None else float(step_result.loss)
+        result.losses.append(loss)
+        result.seconds.append(time.perf_counter() - start)
+        if self.pipe.record and step_result.timeline is not None:
+            self.timelines.append(step_result.timeline)
+        self.report(TrainingProgress("training", step, loss, result.seconds[-1]))
 
-    def _on_device(self, value: Any) -> Any:
+    def _to_device(self, value: Any) -> Any:
         return pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, value)
 
 
-_ROUNDS = 15
-_LARGE = 1 << 20
-"""Bytes of the message that tells the bandwidth."""
-_DEADLINE = 3600.0
+# Measuring before the plan ----------------------------------------------------------------------------------------------
 
 
-def measured(load: Load, how: How, sizes: Sequence[int], tell: Callable[[Moment], None]) -> Profile | None:
-    """The model's profile by the first rank, while the others keep quiet, and the link from it to the second."""
+def profile_file(load_file: LoadFile, options: TrainingOptions, sizes: Sequence[int], report: OnProgress) -> Profile | None:
+    """Profile the model on the first rank, while the others are idle, and the link from it to the second; None on other ranks."""
     group, rank = get_group()
-    found = _profile(load, how, sizes, tell) if rank == 0 else None
+    layers = _profile_layers(load_file(), options, sizes, report) if rank == 0 else None
     group.gather(rank, "profile", None, _DEADLINE)
-    if how.device != "cpu" or group.ranks == 1 or rank > 1:
-        return found
-    latency, bandwidth = _link(rank)
-    return None if found is None else replace(found, latency=latency, bandwidth=bandwidth)
+    if options.device != "cpu" or group.ranks == 1 or rank > 1:
+        return layers
+    latency, bandwidth = measure_link(rank)
+    return None if layers is None else replace(layers, latency=latency, bandwidth=bandwidth)
 
 
-def _profile(load: Load, how: How, sizes: Sequence[int], tell: Callable[[Moment], None]) -> Profile:
-    script = load()
-    model = script.model(how.seed)
-    keywords: dict[str, Any] = {"split": script.split, "microbatch_sizes": sizes, "optimizer": script.optimizer, "device": how.place()}
-
-    def say(what: str, at: int, of: int) -> None:
-        tell(Moment(what))
-
-    return profile(model.module, model.sample, loss_fn=model.loss_fn, target=model.target, progress=say, **keywords)
-
-
-def _link(rank: int) -> tuple[float, float | None]:
-    """Seconds that a message between the first two ranks takes at least, and how many bytes go over in a second."""
-    small, large = (_one_way(rank, size) for size in (64, _LARGE))
-    return small, _LARGE / (large - small) if large > small else None
-
-
-def _one_way(rank: int, size: int) -> float:
-    """Half of what there and back takes."""
-    message, times = torch.zeros(size, dtype=torch.uint8), []
-    for _ in range(_ROUNDS):
-        begun = time.perf_counter()
-        for sender in (0, 1):
-            if sender == rank:
-                dist.send(message, 1 - rank)
-            else:
-                dist.recv(message, 1 - rank)
-        times.append(time.perf_counter() - begun)
-    return statistics.median(times) / 2
+def _profile_layers(file: TrainingFile, options: TrainingOptions, sizes: Sequence[int], report: OnProgress) -> Profile:
+    model = file.build_model(options.seed)
+    return profile(
+        model.module,
+        model.sample,
+        loss_fn=model.loss_fn,
+        target=model.target,
+        split=file.split,
+        microbatch_sizes=sizes,
+        optimizer=file.build_optimizer,
+        device=options.own_device(),
+        progress=lambda activity, done, total: report(TrainingProgress(activity)),
+    )

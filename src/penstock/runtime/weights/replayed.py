@@ -1,15 +1,15 @@
-"""The very values that torch draws for a model, of which only those of this rank's stages are kept.
+"""The same values that torch draws for the unpipelined model, of which only those of this rank's stages are kept.
 
-What torch draws for a layer depends on all that was drawn before it, so the whole model is built again, and everything is drawn in
-its order. But the memory of a module that is done, and whose values belong to other ranks, is taken before the next one is built:
-there is never more than this rank's own and that of one module, or of a few tensors where an initialisation goes over all at the end.
+What torch draws for a layer depends on everything drawn before it, so each rank builds the whole model again and draws everything in
+the same order. But the memory of a finished module whose values belong to other ranks is freed before the next module is built: memory
+never holds more than this rank's own values and one module, or a few tensors if an initialisation visits all of them at the end.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,18 +22,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import WeightsError
 from penstock.runtime.model.random_streams import kept_random_state
-from penstock.runtime.weights.source import Owned, put, tensors_of
+from penstock.runtime.weights.source import OwnedTensors, named_tensors, put_built
 
 _AT_ONCE = 8
-"""How many tensors that are not wanted here have memory at once: an initialisation goes back and forth between a few."""
+"""How many tensors of other ranks have memory at once: an initialisation goes back and forth between a few."""
 
 
 @dataclass(frozen=True)
 class Replayed:
-    """Initial values as `torch.manual_seed(seed); model = build()` gives them to the unpipelined model, to the last bit.
+    """Initial values bitwise equal to those of `torch.manual_seed(seed); model = build()`.
 
     `Pipeline(model, ..., weights=Replayed(lambda: GPT(config), seed=0))`, where `model` is what `build` made on the meta device. It
-    takes every rank as long as drawing all values. `build` must draw from torch's own stream of the host alone, and make the same
+    takes each rank the time of drawing all values. `build` must draw only from torch's own stream of the host, and make the same
     modules in the same order each time.
     """
 
@@ -41,76 +41,66 @@ class Replayed:
     seed: int
     device: torch.device | str = "cpu"
 
-    def __call__(self, model: nn.Module | Owned) -> None:
-        owned = Owned.of(model)
+    def __call__(self, model: nn.Module | OwnedTensors) -> None:
+        owned = OwnedTensors.of(model)
         if set(owned.modules) != {""}:
-            raise WeightsError("Replayed builds a whole model: give the pipeline one, rather than one module a stage")
-        wanted = {name for names in owned.names().values() for name in names}
+            raise WeightsError("Replayed builds a whole model: give the pipeline one, rather than one module per stage")
+        tensors, names = {id(tensor): tensor for _, tensor in owned.named()}, owned.names()
         with kept_random_state(), torch.no_grad():
-            names = self._names()
+            registered = self._registered_names()
             torch.manual_seed(self.seed)
-            absent = _Absent(names, wanted)
-            with _watched(absent.done), absent:
-                built = dict(tensors_of("", self.build()))
-            self._take(owned, built)
+            freeing = _FreeOthers(registered, {name for tied in names.values() for name in tied})
+            with _watch_registration(freeing.free_module), freeing:
+                built = dict(named_tensors("", self.build()))
+            for ident, (name, *_) in names.items():
+                put_built(tensors[ident], built.get(name), self.device, name, "building the model again")
 
-    def _names(self) -> list[list[str]]:
-        """The names of each module that becomes a part of another one, in the order in which they do."""
-        made: list[nn.Module] = []
-        with torch.device("meta"), _watched(made.append):
-            whole = self.build()
+    def _registered_names(self) -> list[list[str]]:
+        """The names of each module that is registered in another one, in the order of registration."""
+        registered: list[nn.Module] = []
+        with torch.device("meta"), _watch_registration(registered.append):
+            model = self.build()
         names: dict[int, list[str]] = {}
-        for name, module in whole.named_modules(remove_duplicate=False):
+        for name, module in model.named_modules(remove_duplicate=False):
             names.setdefault(id(module), []).append(name)
-        return [names.get(id(module), []) for module in made]
-
-    def _take(self, owned: Owned, built: Mapping[str, Tensor]) -> None:
-        done: set[int] = set()
-        for name, tensor in owned.named():
-            if id(tensor) in owned.tensors and id(tensor) not in done:
-                value = built.get(name)
-                if value is None or value.shape != tensor.shape:
-                    found = "nothing" if value is None else f"shape {list(value.shape)}"
-                    raise WeightsError(f"building the model again gives {found} for {name}, which has shape {list(tensor.shape)}")
-                put(tensor, value.detach(), self.device)
-                done.add(id(tensor))
+        return [names.get(id(module), []) for module in registered]
 
 
-class _Absent(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Takes the memory of values that are not wanted here, and gives it back to those that are worked on, the last few of them.
+class _FreeOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Frees the memory of other ranks' tensors, and allocates it again while one of them is used, for the last few used.
 
-    Such a tensor is as any other to whoever gives it values, so that all is drawn as it would be; the values are lost.
+    Code that gives values to such a tensor notices nothing, so that everything is drawn as usual; the values are lost.
     """
 
-    def __init__(self, names: list[list[str]], wanted: set[str]) -> None:
+    def __init__(self, names: list[list[str]], owned: set[str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names, self._wanted = iter(names), wanted
+        self._names, self._owned = iter(names), owned
         self._sizes: dict[int, tuple[Any, int]] = {}
-        """What took how much memory, by its address."""
+        """The freed storages and their sizes, by address."""
         self._present: OrderedDict[int, None] = OrderedDict()
 
-    def done(self, module: nn.Module) -> None:
-        """A module is built, and becomes a part of another one."""
+    def free_module(self, module: nn.Module) -> None:
+        """Free the tensors of a module that is built and now registered in another one."""
         for prefix in next(self._names, []):
-            named = list(tensors_of(prefix, module))
-            kept = {tensor.untyped_storage()._cdata for name, tensor in named if name in self._wanted}
+            named = list(named_tensors(prefix, module))
+            kept = {tensor.untyped_storage()._cdata for name, tensor in named if name in self._owned}
             for _, tensor in named:
-                memory = tensor.untyped_storage()
-                if memory._cdata not in kept | self._sizes.keys():
-                    self._sizes[memory._cdata] = memory, memory.nbytes()
-                    memory.resize_(0)
+                storage = tensor.untyped_storage()
+                if storage._cdata not in kept | self._sizes.keys():
+                    self._sizes[storage._cdata] = storage, storage.nbytes()
+                    storage.resize_(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not value.is_meta:
-                self._touch(value.untyped_storage()._cdata)
+                self._allocate(value.untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))
 
-    def _touch(self, address: int) -> None:
+    def _allocate(self, address: int) -> None:
         if address in self._sizes:
-            memory, size = self._sizes[address]
-            if not memory.nbytes():
-                memory.resize_(size)
+            storage, size = self._sizes[address]
+            if not storage.nbytes():
+                storage.resize_(size)
             self._present[address] = None
             self._present.move_to_end(address)
             if len(self._present) > _AT_ONCE:
@@ -119,13 +109,13 @@ class _Absent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 @contextmanager
-def _watched(see: Callable[[nn.Module], Any]) -> Iterator[None]:
-    """Show every module that becomes a part of another one, in this thread."""
-    here = threading.get_ident()
+def _watch_registration(callback: Callable[[nn.Module], Any]) -> Iterator[None]:
+    """Call back with every module that this thread registers in another one."""
+    thread = threading.get_ident()
 
-    def hook(whole: nn.Module, name: str, part: nn.Module | None) -> None:
-        if part is not None and threading.get_ident() == here:
-            see(part)
+    def hook(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if module is not None and threading.get_ident() == thread:
+            callback(module)
 
     handle = register_module_module_registration_hook(hook)
     try:

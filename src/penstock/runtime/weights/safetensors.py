@@ -1,11 +1,11 @@
-"""Weights in safetensors files: a header that says where each tensor is, and the tensors."""
+"""Weights from safetensors files: a header with the place of each tensor, followed by the tensors."""
 
 from __future__ import annotations
 
 import json
 import math
 import mmap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileFormatError, WeightsError
-from penstock.runtime.weights.source import Owned, put
+from penstock.ir.reading import read_json
+from penstock.runtime.weights.source import OwnedTensors, put
 
 _TYPES = {
     "F64": torch.float64,
@@ -40,7 +41,7 @@ INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
-class File:
+class SafetensorsFile:
     """One file. Its tensors are read when they are asked for."""
 
     path: Path
@@ -48,55 +49,52 @@ class File:
     @cached_property
     def _data(self) -> mmap.mmap:
         with self.path.open("rb") as stream:
-            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants memory that it could write to
+            return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)  # torch wants writable memory
 
     @cached_property
     def header(self) -> dict[str, dict[str, Any]]:
-        """What is said of each tensor."""
+        """The type, shape and place of each tensor."""
         if self.path.stat().st_size < _LENGTH:
             raise FileFormatError(str(self.path), "too short to be a safetensors file")
         length = int.from_bytes(self._data[:_LENGTH], "little")
         if _LENGTH + length > len(self._data):
             raise FileFormatError(str(self.path), f"a header of {length} bytes in a file of {len(self._data)}")
         try:
-            said: dict[str, dict[str, Any]] = json.loads(self._data[_LENGTH : _LENGTH + length])
-            said.pop("__metadata__", None)
-            for name, each in said.items():
-                self._check(name, each, len(self._data) - _LENGTH - length)
+            header: dict[str, dict[str, Any]] = json.loads(self._data[_LENGTH : _LENGTH + length])
+            header.pop("__metadata__", None)
+            for name, entry in header.items():
+                self._check(name, entry, len(self._data) - _LENGTH - length)
         except FileFormatError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileFormatError(str(self.path), f"the header cannot be read ({type(error).__name__}: {error})") from error
-        return said
+        return header
 
-    def _check(self, name: str, said: dict[str, Any], room: int) -> None:
-        begin, end = said["data_offsets"]
-        if said["dtype"] not in _TYPES:
-            raise FileFormatError(str(self.path), f"{name} has the unknown type {said['dtype']!r}")
-        if not 0 <= begin <= end <= room or end - begin != math.prod(said["shape"]) * _TYPES[said["dtype"]].itemsize:
-            raise FileFormatError(
-                str(self.path), f"{name} of shape {said['shape']} and type {said['dtype']} has bytes {begin} to {end} of {room}"
-            )
+    def _check(self, name: str, entry: dict[str, Any], size: int) -> None:
+        (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
+        if dtype not in _TYPES:
+            raise FileFormatError(str(self.path), f"{name} has the unknown type {dtype!r}")
+        if not 0 <= begin <= end <= size or end - begin != math.prod(shape) * _TYPES[dtype].itemsize:
+            raise FileFormatError(str(self.path), f"{name} of shape {shape} and type {dtype} has bytes {begin} to {end} of {size}")
 
     def read(self, name: str) -> Tensor:
-        """A tensor, whose memory is the file's."""
-        said = self.header[name]
-        begin, end = said["data_offsets"]
-        dtype = _TYPES[said["dtype"]]
+        """A tensor that shares the memory of the mapped file."""
+        entry = self.header[name]
+        (begin, end), dtype, shape = entry["data_offsets"], _TYPES[entry["dtype"]], entry["shape"]
         if begin == end:
-            return torch.empty(said["shape"], dtype=dtype)
+            return torch.empty(shape, dtype=dtype)
         start = _LENGTH + int.from_bytes(self._data[:_LENGTH], "little")
-        return torch.frombuffer(self._data, dtype=dtype, offset=start + begin, count=math.prod(said["shape"])).reshape(said["shape"])
+        return torch.frombuffer(self._data, dtype=dtype, offset=start + begin, count=math.prod(shape)).reshape(shape)
 
 
 @dataclass(frozen=True)
 class Safetensors:
     """Weights from a safetensors file, or from a folder of them with an index.
 
-    Only what this rank has is read, straight into place, as the parameter's own type, on `device`. `rename` gives the name in
-    the file of a parameter of the model; a tied parameter may be there under any of its names. With `strict=False` what is not
-    in the files is left to the weights that come next: `weights=(Safetensors(path, strict=False), Initial(seed=0))`. So are buffers that
-    are not part of the model's state.
+    Only this rank's tensors are read, straight into place, converted to the parameter's type, on `device`. `rename` maps the name of a
+    parameter in the model to its name in the file; a tied parameter may be there under any of its names. With `strict=False`, tensors
+    that are not in the files are left to the next source: `weights=(Safetensors(path, strict=False), Initial(seed=0))`. So are buffers
+    that are not persistent.
     """
 
     path: str | Path
@@ -104,46 +102,45 @@ class Safetensors:
     strict: bool = True
     device: torch.device | str = "cpu"
 
-    def __call__(self, model: nn.Module | Owned) -> None:
-        owned = Owned.of(model)
+    def __call__(self, model: nn.Module | OwnedTensors) -> None:
+        owned = OwnedTensors.of(model)
         files = self.files()
         tensors = {id(tensor): tensor for _, tensor in owned.named()}
-        optional = _not_saved(owned)
+        optional = _non_persistent(owned)
         for ident, names in owned.names().items():
-            there = next((self.rename(name) for name in names if self.rename(name) in files), None)
-            if there is not None:
-                self._take(tensors[ident], there, files[there])
+            saved = [name for name in map(self.rename, names) if name in files]
+            if saved:
+                self._read(tensors[ident], saved[0], files[saved[0]])
             elif self.strict and ident not in optional:
                 raise WeightsError(f"{self.path} has no {' or '.join(dict.fromkeys(map(self.rename, names)))}")
 
-    def _take(self, tensor: Tensor, name: str, file: File) -> None:
+    def _read(self, tensor: Tensor, name: str, file: SafetensorsFile) -> None:
         value = file.read(name)
         if value.shape != tensor.shape:
             raise WeightsError(f"{file.path} has {name} with shape {list(value.shape)}, but the model's has {list(tensor.shape)}")
         put(tensor, value, self.device)
 
-    def files(self) -> dict[str, File]:
-        """The file of each tensor."""
+    def files(self) -> dict[str, SafetensorsFile]:
+        """The file of each tensor, by the tensor's name."""
         path = Path(self.path)
         if path.is_dir() and (path / INDEX).is_file():
-            return dict(_indexed(path))
-        found = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-        if not found or not found[0].is_file():
-            raise WeightsError(f"{path} is no safetensors file, nor a folder with some")
-        return {name: file for file in map(File, found) for name in file.header}
+            return _read_index(path)
+        paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        if not paths or not paths[0].is_file():
+            raise WeightsError(f"{path} is neither a safetensors file nor a folder of them")
+        return {name: file for file in map(SafetensorsFile, paths) for name in file.header}
 
 
-def _indexed(folder: Path) -> Iterator[tuple[str, File]]:
+def _read_index(folder: Path) -> dict[str, SafetensorsFile]:
+    index = read_json(folder / INDEX)
     try:
-        listed = json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].items()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = {file: SafetensorsFile(folder / file) for file in index["weight_map"].values()}
+        return {name: files[file] for name, file in index["weight_map"].items()}
+    except (KeyError, TypeError, AttributeError) as error:
         raise FileFormatError(str(folder / INDEX), f"no map of weights ({type(error).__name__}: {error})") from error
-    files: dict[str, File] = {}
-    for name, file in listed:
-        yield name, files.setdefault(file, File(folder / file))
 
 
-def _not_saved(owned: Owned) -> set[int]:
-    """Buffers that are not part of the model's state."""
-    inner = (module for part in owned.modules.values() for module in part.modules())
-    return {id(module._buffers[name]) for module in inner for name in module._non_persistent_buffers_set}
+def _non_persistent(owned: OwnedTensors) -> set[int]:
+    """The identities of buffers that are not part of the state dict."""
+    modules = (module for part in owned.modules.values() for module in part.modules())
+    return {id(module._buffers[name]) for module in modules for name in module._non_persistent_buffers_set}

@@ -1,10 +1,10 @@
-"""Giving values to the parameters of a model that was built on the meta device: only to those that this rank has."""
+"""The contract of weight sources, and the tensors that they fill: only those that this rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,36 +14,36 @@ from penstock.runtime.model.partition import Partition
 
 
 @dataclass(frozen=True)
-class Owned:
-    """A model, and which of its parameters and buffers are to have values here."""
+class OwnedTensors:
+    """A model, and which of its parameters and buffers need values on this rank."""
 
     modules: Mapping[str, nn.Module]
-    """The parts of the model by name; a whole model is one part without a name."""
-    tensors: frozenset[int]
-    """What is to have values, by identity."""
+    """The parts of the model by name; a whole model is one part with an empty name."""
+    idents: frozenset[int]
+    """The object identities of the tensors that need values."""
 
     @classmethod
-    def of(cls, model: nn.Module | Owned) -> Owned:
-        """All of a plain model."""
-        if isinstance(model, Owned):
+    def of(cls, model: nn.Module | OwnedTensors) -> OwnedTensors:
+        """All tensors of a plain model."""
+        if isinstance(model, OwnedTensors):
             return model
-        return cls({"": model}, frozenset(id(tensor) for _, tensor in tensors_of("", model)))
+        return cls({"": model}, frozenset(id(tensor) for _, tensor in named_tensors("", model)))
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """All parameters and buffers of the model, under each of their names."""
+        """All parameters and buffers of the model, also those of other ranks, under each of their names."""
         for prefix, module in self.modules.items():
-            yield from tensors_of(prefix, module)
+            yield from named_tensors(prefix, module)
 
     def names(self) -> dict[int, list[str]]:
-        """The names of what is to have values here."""
+        """The names of each tensor that needs values, by identity."""
         names: dict[int, list[str]] = {}
         for name, tensor in self.named():
-            if id(tensor) in self.tensors:
+            if id(tensor) in self.idents:
                 names.setdefault(id(tensor), []).append(name)
         return names
 
-    def get(self, name: str) -> nn.Module:
-        """The part of the model of this name."""
+    def submodule(self, name: str) -> nn.Module:
+        """The module of this name in the model."""
         for prefix, module in self.modules.items():
             inner = name if not prefix else name.removeprefix(prefix).removeprefix(".") if f"{name}.".startswith(f"{prefix}.") else None
             if inner is not None:
@@ -53,58 +53,83 @@ class Owned:
                     continue
         raise WeightsError(f"the model has no part {name!r}")
 
-    def absent(self) -> Owned:
-        """What has no values yet."""
-        return Owned(self.modules, frozenset(id(tensor) for _, tensor in self.named() if id(tensor) in self.tensors and tensor.is_meta))
+    def without_values(self) -> OwnedTensors:
+        """Those that are still on the meta device."""
+        missing = frozenset(id(tensor) for _, tensor in self.named() if id(tensor) in self.idents and tensor.is_meta)
+        return OwnedTensors(self.modules, missing)
 
 
-def tensors_of(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+class WeightSource(Protocol):
+    """Gives values to the tensors that a rank owns: `Initial`, `Built`, `Replayed`, `Safetensors`, or any function of this form.
+
+    `Pipeline` calls each source once per rank in its constructor, after cutting the model into stages and before sharding and compiling
+    them. A source must
+
+    - give values to tensors with `put`, which keeps the objects, so that tied layers and optimizers see them. It may skip tensors, which
+      are left to the next source; a tensor that no source has filled is an error of the pipeline;
+    - leave all tensors that are not in `model.idents` without values, because they belong to other ranks and may not fit here;
+    - give a tensor the same values on every rank and for every partition, because replicas and tied copies are not compared;
+    - leave torch's random state as it was.
+
+    The classes of this folder also take a plain `nn.Module`, to fill the unpipelined model with the same values.
+    """
+
+    def __call__(self, model: OwnedTensors, /) -> None: ...
+
+
+Weights = WeightSource | Sequence[WeightSource] | None
+
+
+def named_tensors(prefix: str, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """All parameters and buffers of a module, under each of their names."""
     yield from module.named_parameters(prefix, remove_duplicate=False)
     yield from module.named_buffers(prefix, remove_duplicate=False)
 
 
-Give = Callable[[Owned], None]
-"""Gives values to what a rank has of a model: `Initial`, `Built`, `Replayed`, `Safetensors`, or a function."""
-Weights = Give | Sequence[Give] | None
-
-
 def give_weights(weights: Weights, model: Any, partition: Partition, stages: Iterable[int]) -> None:
-    """Give this rank's stages their values, each what those before it did not; refuse to go on with anything that has none."""
-    mine = [part for index in stages if (part := partition.parts[index]) is not None]
-    tensors = [tensor for part in mine for layer in part.modules for _, tensor in tensors_of("", layer)]
+    """Give values to the tensors of these stages from one source after the other; raises if a tensor is left without values."""
+    parts = [part for index in stages if (part := partition.parts[index]) is not None]
+    tensors = [tensor for part in parts for layer in part.modules for _, tensor in named_tensors("", layer)]
     if isinstance(model, nn.Module):
         modules: dict[str, nn.Module] = {"": model}
     else:
-        modules = {str(k): each for k, each in (model.items() if isinstance(model, Mapping) else enumerate(model))}
-    owned = Owned(modules, frozenset(map(id, tensors)))
-    given = [] if weights is None else [weights] if callable(weights) else list(weights)
-    for number, give in enumerate(given):
-        give(owned if number == 0 else owned.absent())
-    left = [names[0] for names in owned.absent().names().values()]
-    if left:
-        more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        advice = "give Pipeline(weights=...), Initial(seed=0) say" if not given else "weights= gave it none"
-        raise WeightsError(f"{left[0]}{more} of this rank's stages is on the meta device and has no values: {advice}")
+        modules = {str(k): module for k, module in (model.items() if isinstance(model, Mapping) else enumerate(model))}
+    owned = OwnedTensors(modules, frozenset(map(id, tensors)))
+    sources = [] if weights is None else [weights] if callable(weights) else list(weights)
+    for number, source in enumerate(sources):
+        source(owned if number == 0 else owned.without_values())
+    missing = [names[0] for names in owned.without_values().names().values()]
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        advice = "weights= gave it none" if sources else "give Pipeline(weights=...), for example Initial(seed=0)"
+        raise WeightsError(f"{missing[0]}{more} of this rank's stages is on the meta device and has no values: {advice}")
 
 
 def put(tensor: Tensor, value: Tensor, device: torch.device | str) -> None:
-    """Give a parameter or buffer these values. One on the meta device becomes a real one, and stays the same object."""
+    """Give a parameter or buffer these values. One on the meta device gets memory on `device`, and stays the same object."""
     with torch.no_grad():
         if _is_sharded(tensor):
-            tensor.copy_(_sharded(value, tensor))
+            tensor.copy_(_shard_like(value, tensor))
         elif tensor.is_meta:
             _replace(tensor, value.to(device=device, dtype=tensor.dtype, copy=True).reshape(tensor.shape))
         else:
             tensor.copy_(value)
 
 
+def put_built(tensor: Tensor, value: Tensor | None, device: torch.device | str, name: str, builder: str) -> None:
+    """Give a tensor the value that `builder` made for it; raises if there is none, or it has another shape."""
+    if value is None or value.shape != tensor.shape:
+        built = "nothing" if value is None else f"shape {list(value.shape)}"
+        raise WeightsError(f"{builder} gives {built} for {name}, which has shape {list(tensor.shape)} in the model")
+    put(tensor, value.detach(), device)
+
+
 def _is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
-def _sharded(value: Tensor, like: Any) -> Tensor:
-    """The values as they are laid out over ranks, each of which has all of them here."""
+def _shard_like(value: Tensor, like: Any) -> Tensor:
+    """Shard a value that every rank has in full."""
     from torch.distributed.tensor import distribute_tensor
 
     if like.is_meta:
@@ -113,7 +138,7 @@ def _sharded(value: Tensor, like: Any) -> Tensor:
 
 
 def drop(tensor: Tensor) -> None:
-    """Let go of the values again."""
+    """Free a tensor's values: it is on the meta device again."""
     _replace(tensor, torch.empty_like(tensor, device="meta"))
 
 
@@ -122,9 +147,9 @@ def move(tensor: Tensor, device: torch.device | str) -> None:
         _replace(tensor, tensor.detach().to(device))
 
 
-def _replace(tensor: Tensor, fresh: Tensor) -> None:
-    """Keep the object, so that whoever holds it, a tied layer say, sees the new values; and what was noted on it."""
+def _replace(tensor: Tensor, value: Tensor) -> None:
+    """Replace the values but keep the object and its attributes, so that all who hold it, tied layers for example, see them."""
     if isinstance(tensor, nn.Parameter):
-        fresh = torch.Tensor._make_subclass(type(tensor), fresh.detach(), tensor.requires_grad)
-    fresh.__dict__.update(tensor.__dict__)
-    torch.utils.swap_tensors(tensor, fresh)  # type: ignore[no-untyped-call]
+        value = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+    value.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
