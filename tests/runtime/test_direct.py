@@ -72,7 +72,7 @@ def test_forms_are_told_only_when_inputs_change(workers: Workers, transport: str
         learned = []
         for batch in (12, 12, 12, 10, 10, 12):
             pipe.step(x[:batch], target=y[:batch])
-            learned.append(all(outbox.agreement.learning for outbox in pipe._executor(6, True).outboxes.values()))
+            learned.append(all(outbox.agreement.learning for outbox in pipe._executor(6, True).links.outboxes.values()))
         pipe.group.close()
         return learned
 
