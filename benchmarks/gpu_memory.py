@@ -95,7 +95,7 @@ class _Alone(Group):
     def activity(self, rank: int) -> Activity:
         return self.own
 
-    def count(self, rank: int) -> int:
+    def number_pipeline(self, rank: int) -> int:
         return 1
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:

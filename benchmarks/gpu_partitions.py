@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.device.device import lanes as lanes_of
+from penstock.runtime.device.streams import create_streams
 from penstock.runtime.measure.profile import profile
 from penstock.simulator.timeline import Timeline
 
@@ -34,7 +34,7 @@ def partitions(device: Any, small: bool) -> dict[str, Any]:
     there = torch.cuda.is_available()
     width, tokens, layers, count = (16, 8, 8, 6) if small else (4096, 8192, 8, 20)
     sms = SMS if there else None
-    lanes = lanes_of(RANKS, sms)
+    lanes = create_streams(RANKS, sms)
     alone, together = (_product_seconds(lanes[:count], small) for count in (1, RANKS)) if there else (0.0, 0.0)
     x = torch.randn(ROWS * count, tokens // ROWS, width, device=device, dtype=torch.bfloat16)
     model = blocks(layers, width, device)

@@ -101,10 +101,32 @@ def test_only_the_runtime_and_the_peers_names_import_torch(path: Path) -> None:
     assert not torch or part_of(path) in TORCH
 
 
-def test_calls_of_a_device_are_in_one_file() -> None:
-    """Nothing else has to change for another kind of device; the CUDA driver's own functions stand beside it."""
-    calls = {path.name for path in FILES if re.search(r"torch\.(cuda|mps|xpu)\b|libcuda", path.read_text(encoding="utf-8"))}
-    assert calls == {"device.py", "multiprocessors.py"}
+def test_only_the_device_room_calls_a_device() -> None:
+    """Nothing else has to change for another kind of device."""
+    calls = {path for path in FILES if re.search(r"torch\.(cuda|mps|xpu)\b|libcuda", path.read_text(encoding="utf-8"))}
+    assert calls == {SOURCE / "runtime/device/gpu.py", SOURCE / "runtime/device/multiprocessors.py"}
+    users = {path for path in FILES if any(module == "penstock.runtime.device.gpu.cuda" for module, _ in imports_of(path))}
+    assert users
+    assert {path.parent for path in users} == {SOURCE / "runtime/device"}
+
+
+# Rooms of the runtime that others build on, and the rooms that each of them may import.
+ROOMS: dict[str, set[str]] = {
+    "device": set(),
+    "tensors": {"device"},
+    "transport": {"device", "tensors"},
+    "launch": {"device", "tensors", "transport"},
+}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_of_the_runtime_import_only_those_below(room: str) -> None:
+    files = [path for path in FILES if path.parent == SOURCE / "runtime" / room]
+    assert files
+    for path in files:
+        for module, _ in imports_of(path):
+            if module.startswith("penstock.runtime."):
+                assert module.split(".")[2] in ROOMS[room] | {room}, f"{path.relative_to(SOURCE)} imports {module}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

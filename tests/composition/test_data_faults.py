@@ -108,7 +108,7 @@ def test_exception_on_one_process(workers: Workers, name: str, victim: int, shar
 def wait_for_the_report(pipe: Pipeline) -> None:
     """Be late until another process has had enough."""
     until = time.monotonic() + LATE
-    while pipe.group.connection is not None and time.monotonic() < until:
+    while pipe.group.parent.connection is not None and time.monotonic() < until:
         time.sleep(0.02)
 
 

@@ -15,7 +15,8 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
-from penstock.runtime.device import device, multiprocessors
+from penstock.runtime.batch.result import Share
+from penstock.runtime.device import gpu, graphs, memory, multiprocessors, rng, streams, timing
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 
@@ -78,8 +79,9 @@ class Cuda:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cuda", Cuda)
-    monkeypatch.setattr(device, "is_running", lambda: True)
+    for module in (gpu, streams, rng, timing, memory, graphs):
+        monkeypatch.setattr(module, "cuda", Cuda)
+        monkeypatch.setattr(module, "is_initialized", lambda: True)
     here.stream = Stream()
 
 
@@ -155,6 +157,23 @@ def test_a_recorded_step_has_the_devices_times(name: str) -> None:
     assert found.bubble < 1
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU, and on which streams it is used."""
+
+    is_cuda = property(lambda self: True)  # type: ignore[assignment]
+
+    def record_stream(self, stream: Stream) -> None:
+        self.__dict__.setdefault("used", []).append(stream)
+
+
+@pytest.mark.usefixtures("pretended")
+def test_gathered_tensors_are_kept_until_they_are_used() -> None:
+    """Also those in the fields of a dataclass, as a step's result has them."""
+    alone, inside, deep = (torch.zeros(1).as_subclass(OnDevice) for _ in range(3))
+    streams.record_use([alone, torch.zeros(1), Share(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}}), Share, None])
+    assert [tensor.__dict__["used"] for tensor in (alone, inside, deep)] == [[here.stream]] * 3
+
+
 @pytest.mark.usefixtures("pretended")
 def test_numbers_do_not_change() -> None:
     schedule = ps.schedule("zbv", ranks=2, microbatches=4)
@@ -164,8 +183,8 @@ def test_numbers_do_not_change() -> None:
 
 def test_waiting_is_no_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
     """An action begins where its wait ends, unless it has done something before that."""
-    monkeypatch.setattr(device, "cuda", Cuda)
-    watch = device.Watch(1)
+    monkeypatch.setattr(timing, "cuda", Cuda)
+    watch = timing.ActionTimer(1)
     watch.begin(0)
     first = watch.begun[0].time
     watch.begin_again()
@@ -218,28 +237,28 @@ class Driver:
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(132)
     monkeypatch.setattr(multiprocessors, "_driver", lambda: made)
-    multiprocessors.partition.cache_clear()
+    multiprocessors.split_multiprocessors.cache_clear()
     return made
 
 
 @pytest.mark.usefixtures("driver")
 def test_multiprocessors_are_shared_out() -> None:
-    assert multiprocessors.partition(4, 32, 0) == (100, 101, 102, 103)
-    assert multiprocessors.partition(4, 32, 0) == (100, 101, 102, 103)  # once for all
+    assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)
+    assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)  # once for all
     with pytest.raises(ScheduleError, match="5 parts of 32 multiprocessors, but the device has 132"):
-        multiprocessors.partition(5, 32, 0)
-    with pytest.raises(ScheduleError, match=r"parts of \[32, 32\] multiprocessors where 2 of 30"):
-        multiprocessors.partition(2, 30, 0)
+        multiprocessors.split_multiprocessors(5, 32, 0)
+    with pytest.raises(ScheduleError, match=r"parts of \[32, 32\] multiprocessors, but 2 parts of 30"):
+        multiprocessors.split_multiprocessors(2, 30, 0)
 
 
 def test_a_driver_that_cannot_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 801)
     with pytest.raises(ScheduleError, match="answered cuGreenCtxCreate with error 801"):
-        multiprocessors.partition(2, 8, 0)
+        multiprocessors.split_multiprocessors(2, 8, 0)
     monkeypatch.delattr(Driver, "cuGreenCtxStreamCreate")
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 0)
     with pytest.raises(ScheduleError, match=r"no cuGreenCtxStreamCreate: .* CUDA 12.4"):
-        multiprocessors.partition(2, 8, 0)
+        multiprocessors.split_multiprocessors(2, 8, 0)
 
 
 def test_backwards_run_on_the_ranks_own_thread() -> None:

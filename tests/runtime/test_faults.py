@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from penstock.errors import LostRankError, PipelineError, ScheduleError
 from penstock.runtime import Pipeline, launch, rank
+from penstock.runtime.launch import workers as workers_module
 from penstock.runtime.launch.workers import Workers
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -268,12 +269,12 @@ def test_lost_workers_are_not_used_again() -> None:
     with Workers(2) as workers:
         with pytest.raises(LostRankError, match="rank 1 ended with exit code 7"):
             workers.run(lambda: os._exit(7) if rank() else None)
-        with pytest.raises(PipelineError, match="start others"):
+        with pytest.raises(PipelineError, match="start new workers"):
             workers.run(rank)
 
 
 def test_rank_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.runtime.launch.workers.GRACE", 1.0)
+    monkeypatch.setattr(workers_module, "GRACE", 1.0)
 
     def run() -> None:
         if rank():

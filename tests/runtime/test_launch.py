@@ -13,7 +13,7 @@ import torch
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime import launch, rank
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.threads import VirtualGroup
 
 
@@ -36,7 +36,7 @@ def test_one_rank_at_a_time() -> None:
 
     def work() -> None:
         nonlocal running
-        group, mine = current()
+        group, mine = get_group()
         for _ in range(20):
             running += 1
             assert running == 1
@@ -51,7 +51,7 @@ def test_one_rank_at_a_time() -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_gather_is_by_rank(parallel: bool) -> None:
     def work() -> list[list[int]]:
-        group, mine = current()
+        group, mine = get_group()
         return [group.gather(mine, f"round {k}", mine * 10 + k, 10) for k in range(5)]
 
     for found in launch(work, 3, parallel=parallel):
@@ -62,13 +62,13 @@ def test_gathers_leave_nothing_behind() -> None:
     groups: list[VirtualGroup] = []
 
     def work() -> None:
-        group, mine = current()
+        group, mine = get_group()
         for k in range(5):
             group.gather(mine, f"round {k}", torch.zeros(3), 10)
         groups.append(group)
 
     launch(work, 3)
-    assert groups[0]._boards == {}
+    assert groups[0]._gatherings == {}
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -76,7 +76,7 @@ def test_first_error_is_raised(parallel: bool) -> None:
     """The rank's own error rather than the reports that others made of it."""
 
     def work() -> None:
-        group, mine = current()
+        group, mine = get_group()
         if mine == 2:
             raise ZeroDivisionError("mine")
         group.gather(mine, "never", None, 10)
@@ -89,7 +89,7 @@ def test_first_error_is_raised(parallel: bool) -> None:
 @pytest.mark.parametrize("parallel", [False, True])
 def test_all_waiting_is_a_deadlock(parallel: bool) -> None:
     def work() -> None:
-        group, mine = current()
+        group, mine = get_group()
         group.wait(mine, lambda: False, f"what never comes to {mine}", 60)
 
     with pytest.raises(PipelineError, match="no rank can go on: each waits for another") as caught:
@@ -115,7 +115,7 @@ def test_failure_that_was_got_over_does_not_come_back() -> None:
 
 def test_random_state_travels_with_the_baton() -> None:
     def draw() -> list[float]:
-        group, mine = current()
+        group, mine = get_group()
         torch.manual_seed(mine)
         found = []
         for _ in range(3):
@@ -150,7 +150,7 @@ def test_interrupt_does_not_hang(parallel: bool) -> None:
     ended: list[str] = []
 
     def work() -> None:
-        group, mine = current()
+        group, mine = get_group()
         try:
             for k in range(10_000):
                 time.sleep(0.001)
@@ -179,7 +179,7 @@ def test_launch_inside_a_launch() -> None:
 
 
 def test_multiprocessors_are_a_gpus() -> None:
-    with pytest.raises(ScheduleError, match="no GPU whose multiprocessors"):
+    with pytest.raises(ScheduleError, match="no GPU to split"):
         launch(lambda: None, 2, sms=32)
-    with pytest.raises(ScheduleError, match="virtual ranks: backend 'gloo' has none"):
+    with pytest.raises(ScheduleError, match="virtual ranks, but backend 'gloo' has none"):
         launch(lambda: None, 2, backend="gloo", sms=32)

@@ -14,7 +14,8 @@ import penstock as ps
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.device import device
+from penstock.runtime.device.streams import StreamPair
+from penstock.runtime.execution import overlap
 from penstock.runtime.execution.overlap import Backward, TwoStreams, find_pair
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
@@ -188,7 +189,7 @@ def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypat
     """Every backward runs on its forward's stream, whether alone or not, and streams wait for each other around all of it."""
     ran: list[tuple[str, int]] = []
 
-    class Noted(device.Lanes):
+    class Noted(StreamPair):
         def on(self, number: int, work: Callable[[], None]) -> None:
             ran.append(("on", number))
             work()
@@ -196,7 +197,7 @@ def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypat
         def join(self) -> None:
             ran.append(("join", 0))
 
-    monkeypatch.setattr(device, "Lanes", Noted)
+    monkeypatch.setattr(overlap, "StreamPair", Noted)
     streams, done = TwoStreams(), []
 
     def work(name: str) -> Callable[[], None]:

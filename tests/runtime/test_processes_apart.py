@@ -45,7 +45,7 @@ def test_failed_step_leaves_buffers_as_they_were(workers: Workers) -> None:
 
 
 def test_exception_that_cannot_be_written(workers: Workers) -> None:
-    said = "1F0 (stage 1, forward of microbatch 0) failed on rank 1: SilentError: which cannot say what it is, for that raises RuntimeError"
+    said = "1F0 (stage 1, forward of microbatch 0) failed on rank 1: SilentError: its message cannot be read: str() raises RuntimeError"
     assert workers.run(apart.silent, ranks=apart.RANKS) == [("PipelineError", said)] * apart.RANKS
 
 
@@ -86,7 +86,7 @@ def test_ranks_that_return_together_do_not_disturb_the_last_step(workers: Worker
         pipe, x = apart.made(), apart.number(1)
         found = apart.tried(pipe, x, target=x)
         time.sleep(0.6 * rank())
-        return [found, pipe.group.well]
+        return [found, pipe.group.healthy]
 
     for loss, well in workers.run(run, ranks=apart.RANKS):
         assert loss == pytest.approx(apart.alone(1))

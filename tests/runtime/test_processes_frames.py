@@ -24,7 +24,7 @@ from penstock.runtime.transport.message_format import (
     SENT,
     TRAILER,
     Form,
-    Slot,
+    SendFrame,
     is_dense,
     pack_new,
     trailer,
@@ -90,11 +90,11 @@ TREES = st.recursive(
 
 def through(form: Form, value: Any) -> Any:
     """A value of a form that stands, from the frame it is sent from into the one it is received in."""
-    slot = Slot(form.size)
+    slot = SendFrame(form.size)
     form.pack(value, slot.address)
     slot.words[NUMBER] = 7
     frame = form.frame()
-    assert frame.numel() * frame.element_size() == form.size == slot.frames[0].numel()
+    assert frame.numel() * frame.element_size() == form.size == slot.buffers[0].numel()
     ctypes.memmove(frame.data_ptr(), slot.address, form.size)
     assert trailer(frame)[NUMBER] == 7
     return form.unpack(frame)
@@ -258,12 +258,12 @@ def test_words_of_a_frame_do_not_touch_its_tensors() -> None:
     value = torch.full((17,), 3, dtype=torch.uint8)
     form = Form.of(value)
     assert form.size % TRAILER == 0
-    slot = Slot(form.size)
+    slot = SendFrame(form.size)
     form.pack(value, slot.address)
     for word, number in ((PROGRAM, 2**32 - 1), (NUMBER, 5), (SENT, 2**62), (OVERFLOW, -1)):
         slot.words[word] = number
-        assert trailer(slot.frames[0])[word] == number
-    assert torch.equal(slot.frames[0][:17], value)
+        assert trailer(slot.buffers[0])[word] == number
+    assert torch.equal(slot.buffers[0][:17], value)
 
 
 # Between ranks outside of a program -------------------------------------------------------------------------------------

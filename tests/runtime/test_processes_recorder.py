@@ -23,7 +23,7 @@ from penstock.runtime import Pipeline, StepResult, launch, rank
 from penstock.runtime.launch.workers import Workers
 from penstock.runtime.measure import recorder
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 from penstock.simulator.timeline import Timeline
 from runtime.models import blocks
 
@@ -266,7 +266,7 @@ def _offsets(monkeypatch: pytest.MonkeyPatch, ahead: list[int], machines: list[s
     monkeypatch.setattr(recorder, "machine_id", lambda: machines[rank()])
 
     def compare() -> list[int]:
-        group, mine = current()
+        group, mine = get_group()
         return clock_offsets(group, mine, 10.0)
 
     return launch(compare, len(ahead))

@@ -19,9 +19,9 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, StepResult, rank
+from penstock.runtime.device.timing import clock
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.transport.activity import clock
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.group import Route
 from runtime.distributed import Grads, local_grads, together
 from runtime.models import assert_all_equal, assert_equal, assert_same_results, blocks, gradients, loop_step
@@ -137,11 +137,11 @@ def test_row_20_exchanges_do_not_grow_with_the_model(workers: Workers) -> None:
     """A pipeline is agreed on in as many exchanges whatever its stages; a step has one, at its end."""
 
     def count(stages: int) -> tuple[int, int, int]:
-        group, _ = current()
+        group, _ = get_group()
         names: list[str] = []
-        exchange = group.exchange  # type: ignore[attr-defined]
-        gather = exchange.gather
-        exchange.gather = lambda name, *rest: (names.append(name), gather(name, *rest))[1]
+        exchange = group.all_gather  # type: ignore[attr-defined]
+        gather = exchange.run
+        exchange.run = lambda name, *rest: (names.append(name), gather(name, *rest))[1]
         pipe = Pipeline(
             blocks(stages), ps.schedule("interleaved-1f1b", ranks=2, microbatches=4, chunks=stages // 2), loss_fn=functional.mse_loss
         )
@@ -187,7 +187,7 @@ def test_row_21_sends_are_not_waited_for(workers: Workers, name: str, ranks: int
             FramedOutbox._wait_for_oldest = wait  # type: ignore[method-assign]
 
         def noted_wait(self: FramedOutbox) -> None:
-            waits.append((self.route, self.flight[0][0], clock()))
+            waits.append((self.route, self.sends[0][0], clock()))
             wait(self)
 
         FramedOutbox.put = noted_put  # type: ignore[method-assign]
@@ -358,7 +358,7 @@ def test_gather(workers: Workers, ranks: int) -> None:
     sizes = [0, 1, 700, 900, 1000, 5000, 3_000_000]
 
     def gather() -> list[list[Any]]:
-        group, mine = current()
+        group, mine = get_group()
         found = []
         for turn, size in enumerate(sizes * 2):
             text = bytes([mine + turn]) * (size if (turn + mine) % 2 else 10)
@@ -376,10 +376,10 @@ def test_gather(workers: Workers, ranks: int) -> None:
 
 def test_many_gathers_hold_on_to_nothing(workers: Workers) -> None:
     def gather() -> tuple[int, list[int]]:
-        group, mine = current()
+        group, mine = get_group()
         for turn in range(300):
             found = group.gather(mine, "turn", turn * 4 + mine, 60.0)
-        return len(group.exchange._flight), found  # type: ignore[attr-defined]
+        return len(group.all_gather._sends), found  # type: ignore[attr-defined]
 
     for held, found in workers.run(gather):
         assert held <= 70
@@ -400,7 +400,7 @@ def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
             for each in lengths:
                 pieces = [torch.randn(length, 6) for length in each]
                 pipe.step_list(pieces, pieces)
-                ends = [end for end in current()[0].ends if isinstance(end, FramedOutbox)]  # type: ignore[attr-defined]
+                ends = [end for end in get_group()[0].ends if isinstance(end, FramedOutbox)]  # type: ignore[attr-defined]
                 counts.append(sum(len(slots) for end in ends for slots in end.free.values()))
             return counts
 
@@ -418,7 +418,7 @@ def test_ends_of_pipelines_that_are_gone_are_not_kept(workers: Workers) -> None:
     def train() -> tuple[list[int], list[float]]:
         import gc
 
-        group: Any = current()[0]
+        group: Any = get_group()[0]
         counts, losses = [], []
         for _ in range(6):
             pipe = Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)

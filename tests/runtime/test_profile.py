@@ -266,10 +266,10 @@ def test_model_is_unchanged():
 
 
 def test_the_median_of_the_rounds_is_taken(monkeypatch):
-    from penstock.runtime.device import device
+    from penstock.runtime.device import timing
 
     clock = iter([mark * 10**9 for f in (5, 1, 100) for mark in (0, f, f + 7, f + 9, f + 12)])  # 7: the gradients are made
-    monkeypatch.setattr(device, "clock", lambda: next(clock))
+    monkeypatch.setattr(timing, "clock", lambda: next(clock))
     found = profile([nn.Linear(4, 4)], torch.randn(2, 4), warmup=0, repeats=3).layers[0]
     assert (found.f, found.i, found.w) == (5, 2, 3)
 

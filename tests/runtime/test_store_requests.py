@@ -14,8 +14,8 @@ import torch.distributed as dist
 from penstock.errors import PipelineError
 from penstock.runtime.transport import processes
 from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.failures import Alarm
-from penstock.runtime.transport.processes import Ends, Processes
+from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.processes import ChannelEnds, Processes
 from penstock.runtime.transport.store import Notices, PrefixStore
 
 SIZES = (4, 1000)
@@ -102,11 +102,11 @@ class Clock:
 def rank_of(ranks: int, store: Any) -> Any:
     """One rank as it is once all have met, without connections."""
     group = Processes.__new__(Processes)
-    group.rank, group.ranks, group.names, group.slices, group.generation = 1, ranks, [], {}, 0
-    group._store, group._lock, group.mine, group.connection = store, threading.Lock(), Activity(), object()
-    group.exchange = type("Exchanges", (), {"number": 3, "drop": lambda self: None})()
-    group.ends, group.tensors = Ends(), None
-    group.alarm = Alarm(Prefixed("penstock/0", store), 1, ranks, Notices(store))
+    group.rank, group.ranks, group.names, group.subgroups, group.generation = 1, ranks, [], {}, 0
+    group._store, group._lock, group._activity, group.connection = store, threading.Lock(), Activity(), object()
+    group.all_gather = type("Exchanges", (), {"number": 3, "drop": lambda self: None})()
+    group.ends, group._devices = ChannelEnds(), None
+    group.board = FailureBoard(Prefixed("penstock/0", store), 1, ranks, Notices(store))
     return group
 
 
@@ -124,9 +124,9 @@ def test_a_look_is_one_request_for_one_key(ranks: int, returned: bool) -> None:
         for other in (0, *range(2, ranks)):
             store.set(f"returned/{other}", b"")
             store.set("returned", b"")
-            Alarm(Prefixed("penstock/0", store), other, ranks, Notices(store)).tell_return(3)
+            FailureBoard(Prefixed("penstock/0", store), other, ranks, Notices(store)).post_return(3)
     group._closing = Clock(12, lambda look: store.clear() if look == 2 else None)
-    group._look()
+    group._watch()
     assert (store.requests, store.keys) == ({"check": 10}, 10)
     assert group.connection is not None
 
@@ -136,21 +136,21 @@ def test_a_look_is_one_request_for_one_key(ranks: int, returned: bool) -> None:
 def test_the_next_look_sees_it(ranks: int, what: str) -> None:
     store = CountingStore()
     group = rank_of(ranks, store)
-    other = Alarm(Prefixed("penstock/0", store), 0, 1, Notices(store))
-    group.alarm._compose = lambda failure: None
+    other = FailureBoard(Prefixed("penstock/0", store), 0, 1, Notices(store))
+    group.board._compose = lambda failure: None
 
     def happen(look: int) -> None:
         if look == 5:
             assert group.connection is not None
             store.clear()
-            other.sound("rank 0 failed", None, "computes") if what == "failure" else other.tell_return(2)
+            other.post_failure("rank 0 failed", None, "computes") if what == "failure" else other.post_return(2)
         elif look == 6:
             assert group.connection is None
             assert sum(store.requests.values()) <= 20
 
     group._closing = Clock(8, happen)
-    group._look()
-    assert group.alarm.heard()
+    group._watch()
+    assert group.board.has_failure()
     assert "penstock/0/doing/1" in store.values
 
 
@@ -208,11 +208,11 @@ def test_a_rank_that_leaves_asks_for_three_keys(ranks: int) -> None:
         if looks[0] == 11:
             assert (set(store.requests), store.keys) == ({"check"}, 30)
             for other in (0, *range(2, ranks)):
-                processes.count_arrival(group.alarm.store, "left", other, ranks)
+                processes.count_arrival(group.board.store, "left", other, ranks)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "sleep", count)
-        group.alarm.leave(60.0, lambda: group._is_known("ended"))
+        group.board.wait_until_all_leave(60.0, lambda: group._has_any("ended"))
     assert looks[0] == 11
 
 
@@ -234,10 +234,10 @@ def test_a_notice_is_seen_once_by_each_reader_and_none_is_lost() -> None:
 
 def test_a_return_after_fewer_exchanges_counts_whoever_came_first() -> None:
     store = PrefixStore("board", dist.HashStore())
-    alarms = [Alarm(store, rank, 4, Notices(store)) for rank in range(4)]
-    assert alarms[0].first_return() is None
+    boards = [FailureBoard(store, rank, 4, Notices(store)) for rank in range(4)]
+    assert boards[0].first_return() is None
     for rank, exchanges in ((2, 7), (1, 7), (3, 5), (0, 6)):
-        alarms[rank].tell_return(exchanges)
-    assert alarms[0].first_return() == (5, 3)
+        boards[rank].post_return(exchanges)
+    assert boards[0].first_return() == (5, 3)
     assert store.check(["notice/2"]), "the return of rank 2, and that of rank 3"
     assert not store.check(["notice/3"])

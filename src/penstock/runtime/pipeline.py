@@ -20,7 +20,7 @@ from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share, StepResult, check_same
 from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
-from penstock.runtime.device import device
+from penstock.runtime.device.streams import current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
@@ -40,8 +40,8 @@ from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
 from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
 from penstock.runtime.parallel.mesh import group_of
-from penstock.runtime.transport.activity import in_words
-from penstock.runtime.transport.failures import describe
+from penstock.runtime.transport.activity import describe_action
+from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
@@ -75,7 +75,7 @@ def report_refusal(method: Method) -> Method:
             else:
                 with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
                     self.group.enter(self.rank, self.deadline)
-                    headline = f"{self.group.called(self.rank)} refused its input to the step: {describe(error)}"
+                    headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
                     self.group.report_failure(self.rank, headline, error)
             raise
         except BaseException as error:
@@ -193,7 +193,7 @@ class Pipeline:
         self.statistics = RunningStatistics(self)
         self._buffers = Buffers()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
-            device.stand_on(self.gather("stream", device.lane())[0])
+            use_stream(self.gather("stream", current_stream())[0])
         if graphs:
             refuse_graphs(
                 self.stages,
@@ -210,7 +210,7 @@ class Pipeline:
         self.deadline = options.deadline
         self.group: Group
         self.group, self.rank, self.grid = group_of(options.group, options.mesh, options.transport)
-        self.number = self.group.count(self.rank)
+        self.number = self.group.number_pipeline(self.rank)
 
     def _read_batches(self, options: BatchOptions, named: bool) -> None:
         """Prepare to split batches and to compute their losses; `named` if the model takes its arguments by name."""
@@ -518,7 +518,7 @@ class Pipeline:
     def _gather_shares(self, name: str, share: Share) -> list[Share]:
         """Gather every rank's share of the result, and check that all ran the same step."""
         shares = self.gather(name, share)
-        check_same(shares, self.group.called)
+        check_same(shares, self.group.describe_rank)
         return shares
 
     def _gather_timeline(self, executor: Executor) -> Callable[[], Timeline]:
@@ -532,8 +532,8 @@ class Pipeline:
 
     def _report(self, error: Exception, executor: Executor) -> PipelineError:
         """Report a failure to all ranks; the error to raise."""
-        where = "the step" if executor.failed_at is None else in_words(executor.failed_at)
-        headline = f"{where} failed on {self.group.called(self.rank)}: {describe(error)}"
+        where = "the step" if executor.failed_at is None else describe_action(executor.failed_at)
+        headline = f"{where} failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
         return self.group.report_failure(self.rank, headline, error)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:

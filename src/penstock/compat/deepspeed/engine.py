@@ -36,9 +36,9 @@ from penstock.runtime.model.partition import partition
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.parallel.gradients import Backup
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.group import Group, Operation
-from penstock.runtime.transport.thread_subgroup import join_members
+from penstock.runtime.transport.subgroup import join_members
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class PipelineEngine:
         deadline: float = 300.0,
     ) -> None:
         grid = self.grid = model.mpu() if isinstance(model, PipelineModule) else None
-        self._world, self._rank = current()
+        self._world, self._rank = get_group()
         self._pipe = list(range(self._world.ranks)) if grid is None else grid.pp_group
         self._group: Group = self._world if len(self._pipe) == self._world.ranks else join_members(self._world, self._rank, self._pipe)
         self._deadline = deadline
@@ -111,7 +111,7 @@ class PipelineEngine:
         self.lr_scheduler = self._make_scheduler(lr_scheduler)
         self.program: Program | None = None
         """The instructions of the last batch as a program, if they could be proved."""
-        self._number, self._batches = self._group.count(self.stage_id), 0
+        self._number, self._batches = self._group.number_pipeline(self.stage_id), 0
         self._known: dict[bool, tuple[Any, Executor, dict[Any, Operation], Program | None]] = {}
         """The last streams of training and of evaluation, with their executor, its operations by action, and the proved program."""
         self._feed, self._reader = NOTHING, StreamReader(0, 0, Duties(True, True, True), ())

@@ -19,7 +19,7 @@ from penstock.compat.deepspeed.instructions import call_to_str
 from penstock.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.model.partition import Part, Partition
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]
 
@@ -285,7 +285,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
         return topology
     if num_stages is None:
         raise ScheduleError("a PipelineModule needs num_stages or a topology")
-    ranks = current()[0].ranks
+    ranks = get_group()[0].ranks
     if num_stages < 1 or ranks % num_stages:
         raise ScheduleError(f"num_stages={num_stages} does not divide the {ranks} ranks: every stage has as many replicas as the others")
     return PipeDataParallelTopology(num_pp=num_stages, num_dp=ranks // num_stages)

@@ -19,7 +19,7 @@ from penstock.runtime.model.tied_parameters import Place, Shared
 from penstock.runtime.parallel.data_parallel import Copies
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.transport.group import Group
-from penstock.runtime.transport.thread_subgroup import join_members
+from penstock.runtime.transport.subgroup import join_members
 
 Candidates = Mapping[Hashable, str]
 """The names of parameters that other stages may have too, by keys that are the same on all of them."""
@@ -136,7 +136,7 @@ class Replicas:
             if replica != self.rank and {each[-1] for each in theirs} & {each[-1] for each in mine}:
                 raise ScheduleError("two replicas have a parameter that is one object: build the layers on every rank, or give LayerSpec")
         copies = Copies({stage: module}, {})
-        copies.copy(self._group.collectives(self.deadline), copies.everything())
+        copies.copy(self._group.connect_collectives(self.deadline), copies.everything())
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         return [value] if self.count == 1 else self._group.gather(self.rank, name, value, self.deadline)
@@ -162,7 +162,7 @@ class Replicas:
                 buckets.setdefault((grad.dtype, grad.device), []).append(grad)
         for grads in buckets.values():
             flat = torch.cat([grad.reshape(-1) for grad in grads])
-            self._group.collectives(self.deadline).allreduce([flat]).wait(timedelta(seconds=self.deadline))
+            self._group.connect_collectives(self.deadline).allreduce([flat]).wait(timedelta(seconds=self.deadline))
             parts = torch.split(flat.div_(self.count), [grad.numel() for grad in grads])
             for grad, part in zip(grads, parts, strict=True):
                 grad.copy_(part.view(grad.shape))

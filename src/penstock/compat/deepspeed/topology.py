@@ -128,9 +128,9 @@ class PipelineParallelGrid:
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
-        from penstock.runtime.transport.current_group import current
+        from penstock.runtime.transport.current_group import get_group
 
-        group, self.global_rank = current(process_group)
+        group, self.global_rank = get_group(process_group)
         self.world_size = group.ranks
         self._topo = _divide(self.world_size) if topology is None else topology
         if self._topo.world_size() != self.world_size:
@@ -273,9 +273,9 @@ def _process_groups(**members: Sequence[int]) -> dict[str, Any]:
     """This rank's process groups by name; none where ranks are threads. Every rank makes its own, in the same order of names."""
     import torch.distributed as dist
 
-    from penstock.runtime.transport.current_group import current
+    from penstock.runtime.transport.current_group import get_group
     from penstock.runtime.transport.threads import VirtualGroup
 
-    if not dist.is_initialized() or isinstance(current()[0], VirtualGroup):
+    if not dist.is_initialized() or isinstance(get_group()[0], VirtualGroup):
         return {}
     return {name: dist.new_group(list(ranks), use_local_synchronization=True) for name, ranks in members.items()}

@@ -23,16 +23,6 @@ from penstock.runtime.model.hugging_face import opened
 from penstock.runtime.tensors.boundary import share_memory
 
 
-class _Empty:
-    """What is in a cell that nothing has been put into."""
-
-    def __repr__(self) -> str:
-        return "empty"
-
-
-EMPTY = _Empty()
-
-
 @dataclass
 class Feed:
     """What one step is fed with: inputs, keyword arguments and targets by microbatch, and how much each counts."""

@@ -18,7 +18,7 @@ from penstock.runtime.checkpoint.files import Checkpoint, Draft, find_checkpoint
 from penstock.runtime.checkpoint.model_state import Model, ModelState, ParameterNames, find_ties
 from penstock.runtime.checkpoint.optimizer_state import Optimizers
 from penstock.runtime.checkpoint.training_state import Schedulers, Stateful, TrainingState
-from penstock.runtime.transport.current_group import current
+from penstock.runtime.transport.current_group import get_group
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.writing import CheckpointWriter
@@ -60,7 +60,7 @@ class Checkpoints:
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not existing.is_dir():
             raise CheckpointError(f"checkpoints cannot be in {self.folder}: {existing} is not a folder")
-        members, self.rank = current(group)
+        members, self.rank = get_group(group)
         self.ranks = members.ranks
         self._collective = CollectiveSteps(members, self.rank, deadline)
         self._writer: CheckpointWriter | None = None

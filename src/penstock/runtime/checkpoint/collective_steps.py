@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from penstock.errors import CheckpointError
-from penstock.runtime.transport.failures import Told
+from penstock.runtime.transport.failures import PickledError
 from penstock.runtime.transport.group import Group
 
 T = TypeVar("T")
@@ -39,11 +39,11 @@ class CollectiveSteps:
             result = action()
         except Exception as caught:
             error = caught
-        failure = None if error is None else (Told.of(error), isinstance(error, CheckpointError))
+        failure = None if error is None else (PickledError.of(error), isinstance(error, CheckpointError))
         everyone = self.group.gather(self.rank, step, (result, failure), self.deadline)
         for rank, (_, theirs) in enumerate(everyone):
             if theirs is not None:
                 cause, is_ours = theirs
-                text = cause.name.partition(": ")[2] if is_ours else f"rank {rank} failed to {step}: {cause.name}"
-                raise CheckpointError(text) from (error if rank == self.rank else cause.error())
+                text = cause.description.partition(": ")[2] if is_ours else f"rank {rank} failed to {step}: {cause.description}"
+                raise CheckpointError(text) from (error if rank == self.rank else cause.rebuild())
         return [value for value, _ in everyone]

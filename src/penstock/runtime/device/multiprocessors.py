@@ -1,7 +1,7 @@
-"""A GPU's multiprocessors shared out to streams, so that one GPU stands for several smaller ones.
+"""A GPU's multiprocessors split among streams, so that one GPU stands for several smaller ones.
 
-The device is cut once for all parts, by the driver's own functions, so that no two streams share a multiprocessor. torch's own
-green contexts (`torch.cuda.green_contexts`) are made one by one from the whole device, and nothing keeps two of them apart.
+The driver's own functions split the device once for all streams, so that no two streams share a multiprocessor. torch's green
+contexts (`torch.cuda.green_contexts`) are not suitable: each is made from the whole device, and two of them may overlap.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from typing import Any
 from penstock.errors import ScheduleError
 
 _SIZE, _COUNT_AT = 144, 96
-"""A resource of the driver's: its bytes, and where among them the number of multiprocessors stands."""
+"""The driver's resource structure: its size in bytes, and the offset of the number of multiprocessors."""
 _MULTIPROCESSORS = 1
 _DEFAULT_STREAM = 1
 _NON_BLOCKING = 1
 
 
 @cache
-def partition(parts: int, each: int, device: int) -> tuple[int, ...]:
-    """A stream for each part, on `each` multiprocessors that no other part uses. They last as long as the process."""
+def split_multiprocessors(parts: int, size: int, device: int) -> tuple[int, ...]:
+    """One stream per part, on `size` multiprocessors that no other part uses. The streams last as long as the process."""
     driver = _driver()
     number = ctypes.c_int()
     _check(driver, "cuDeviceGet", ctypes.byref(number), device)
     whole, rest = (ctypes.create_string_buffer(_SIZE) for _ in range(2))
     _check(driver, "cuDeviceGetDevResource", number, whole, _MULTIPROCESSORS)
-    if count(whole, 0) < parts * each:
-        raise ScheduleError(f"{parts} parts of {each} multiprocessors, but the device has {count(whole, 0)}")
-    cut, found = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
-    _check(driver, "cuDevSmResourceSplitByCount", cut, ctypes.byref(found), whole, rest, 0, each)
-    sizes = [count(cut, part) for part in range(found.value)]
-    if sizes != [each] * parts:
+    if _count(whole, 0) < parts * size:
+        raise ScheduleError(f"{parts} parts of {size} multiprocessors, but the device has {_count(whole, 0)}")
+    split, made = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
+    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(made), whole, rest, 0, size)
+    sizes = [_count(split, part) for part in range(made.value)]
+    if sizes != [size] * parts:
         raise ScheduleError(
-            f"the device gives parts of {sizes} multiprocessors where {parts} of {each} were asked for: ask for what it gives"
+            f"the device gives parts of {sizes} multiprocessors, but {parts} parts of {size} were requested: request a size that it gives"
         )
-    return tuple(_stream(driver, number, ctypes.byref(cut, part * _SIZE)) for part in range(parts))
+    return tuple(_create_stream(driver, number, ctypes.byref(split, part * _SIZE)) for part in range(parts))
 
 
-def count(resources: Any, place: int) -> int:
-    """How many multiprocessors one of the driver's resources has."""
+def _count(resources: Any, place: int) -> int:
+    """The number of multiprocessors of one of the driver's resources."""
     return int.from_bytes(resources.raw[place * _SIZE + _COUNT_AT :][:4], "little")
 
 
-def _stream(driver: Any, device: Any, resource: Any) -> int:
-    described, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    _check(driver, "cuDevResourceGenerateDesc", ctypes.byref(described), resource, 1)
-    _check(driver, "cuGreenCtxCreate", ctypes.byref(context), described, device, _DEFAULT_STREAM)
+def _create_stream(driver: Any, device: Any, resource: Any) -> int:
+    description, context, stream = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    _check(driver, "cuDevResourceGenerateDesc", ctypes.byref(description), resource, 1)
+    _check(driver, "cuGreenCtxCreate", ctypes.byref(context), description, device, _DEFAULT_STREAM)
     _check(driver, "cuGreenCtxStreamCreate", ctypes.byref(stream), context, _NON_BLOCKING, 0)
     return stream.value or 0
 
@@ -56,13 +56,13 @@ def _driver() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise ScheduleError(f"multiprocessors are shared out by CUDA's driver, which cannot be loaded: {error}") from error
+        raise ScheduleError(f"splitting a GPU's multiprocessors needs CUDA's driver, which cannot be loaded: {error}") from error
 
 
 def _check(driver: Any, name: str, *args: Any) -> None:
     function = getattr(driver, name, None)
     if function is None:
-        raise ScheduleError(f"CUDA's driver has no {name}: sharing out multiprocessors needs that of CUDA 12.4 or later")
+        raise ScheduleError(f"CUDA's driver has no {name}: splitting multiprocessors needs the driver of CUDA 12.4 or later")
     status = function(*args)
     if status:
         raise ScheduleError(f"CUDA's driver answered {name} with error {status}")

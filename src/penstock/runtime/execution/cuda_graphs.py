@@ -19,15 +19,14 @@ from penstock.errors import ScheduleError, WholeBackwardNeeded
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime.batch.side_outputs import StageOutput, collect
-from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.device import device
+from penstock.runtime.device.graphs import GraphCapture, warm_up
 from penstock.runtime.model.random_streams import kept_random_state
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import cut
-from penstock.runtime.transport.group import Operation, nothing
+from penstock.runtime.transport.group import EMPTY, Operation, nothing
 
 if TYPE_CHECKING:
     from penstock.runtime.execution.operations import StageOperations
@@ -63,13 +62,13 @@ class Workspace:
         self.output_grad: Any = None
         self.input_grad: Tensor | None = None
         with sums.set_aside(), kept_random_state(), _kept_buffers(stage):
-            device.warm(self._try)
+            warm_up(self._try)
         self.output = self.deferral = None  # nothing of the trial may be used again
         sums.attach()
-        recorder = device.Recorder()
-        self.forward = recorder.record(self._forward)
-        self.backward = recorder.record(self._backward)
-        self.weights = recorder.record(self._weights) if split else nothing
+        graphs = GraphCapture()
+        self.forward = graphs.capture(self._forward)
+        self.backward = graphs.capture(self._backward)
+        self.weights = graphs.capture(self._weights) if split else nothing
         if self.output is not None:  # recorded: autograd's graph is no longer needed
             self.output, self.deferral = self.output.detach(), None
 

@@ -20,7 +20,7 @@ from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import Share
 from penstock.runtime.batch.side_outputs import collect
 from penstock.runtime.batch.step_input import Feed
-from penstock.runtime.device import device
+from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.links import Links
 from penstock.runtime.execution.operations import StageOperations
@@ -30,7 +30,6 @@ from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import Data
 from penstock.runtime.split_backward.deferrable import in_place
-from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Group, Operation
 
 logger = logging.getLogger(__name__)
@@ -82,7 +81,7 @@ class Executor:
         """When each action of the last run began, after waiting for its inputs, and ended."""
         self.recording = False
         """Whether a device notes when it has run each action."""
-        self.watch: device.Watch | None = None
+        self.watch: ActionTimer | None = None
         """The device's notes of the last run."""
 
     # Running ----------------------------------------------------------------------------------------------------------
@@ -129,12 +128,12 @@ class Executor:
             self.clear()
         activity.stop()
         if logger.isEnabledFor(logging.DEBUG) and (table := self.links.describe_new_messages()):
-            logger.debug("%s sends messages of new forms:\n%s", self.group.called(self.rank), table)
+            logger.debug("%s sends messages of new forms:\n%s", self.group.describe_rank(self.rank), table)
         return step_input.share
 
-    def _start_watch(self) -> device.Watch | None:
+    def _start_watch(self) -> ActionTimer | None:
         """A new watch for each step, because the last step's may still be read."""
-        self.watch = self.activity.watch = device.watch(len(self.actions)) if self.recording else None
+        self.watch = self.activity.watch = create_timer(len(self.actions)) if self.recording else None
         if self.watch is not None:
             self.watch.start()
         return self.watch

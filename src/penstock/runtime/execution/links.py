@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.device.timing import clock
 from penstock.runtime.execution.registers import Registers
 from penstock.runtime.execution.shared_messages import SharedMessages
 from penstock.runtime.tensors.boundary import add_grads, copy_for_reader
-from penstock.runtime.transport.activity import clock
-from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
@@ -248,7 +247,7 @@ def _edge_of(action: Action) -> tuple[str, int, int]:
 
 def _message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
     """One row per run of messages of one stage that look the same."""
-    forms = [(sends[number], form) for number, form in outbox.learned()]
+    forms = [(sends[number], form) for number, form in outbox.new_forms()]
     for (_, form, size), run in groupby(forms, key=lambda pair: (pair[0].stage, str(pair[1]), pair[1].size)):
         actions = [action for action, _ in run]
         last = f" to {actions[-1]}" if len(actions) > 1 else ""

@@ -13,7 +13,7 @@ from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.side_outputs import Extras, unwrap
-from penstock.runtime.batch.step_input import EMPTY, NOTHING
+from penstock.runtime.batch.step_input import NOTHING
 from penstock.runtime.execution.links import Links
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
@@ -24,7 +24,7 @@ from penstock.runtime.split_backward.deferrable import run_backward, without_gra
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import Watch, add_grads, check_output, detached, hand_on, roots
 from penstock.runtime.tensors.dtensor import complete
-from penstock.runtime.transport.group import Operation
+from penstock.runtime.transport.group import EMPTY, Operation
 
 if TYPE_CHECKING:
     from penstock.runtime.model.running_statistics import RunningStatistics

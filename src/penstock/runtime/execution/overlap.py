@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.runtime.device import device
+from penstock.runtime.device.streams import StreamPair
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.split_backward.deferrable import Deferrable, run_backward
 from penstock.runtime.split_backward.deferral import Deferral, activate
@@ -139,14 +139,14 @@ class TwoStreams:
     """
 
     def __init__(self) -> None:
-        self._lanes: device.Lanes | None = None
+        self._lanes: StreamPair | None = None
         self._lane_of: dict[tuple[int, int | None], int] = {}
 
     @property
-    def lanes(self) -> device.Lanes:
+    def lanes(self) -> StreamPair:
         """Created on the thread that runs the first action."""
         if self._lanes is None:
-            self._lanes = device.Lanes()
+            self._lanes = StreamPair()
         return self._lanes
 
     def __call__(self, action: Action, operations: list[Operation]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.transport.group import EMPTY
 
 
 class Registers:

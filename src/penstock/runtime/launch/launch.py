@@ -8,13 +8,16 @@ from functools import partial
 from typing import Any
 
 from penstock.errors import ScheduleError, UnknownNameError, nearest
-from penstock.runtime.device import device
+from penstock.runtime.device.rng import RngState, get_rng_state, set_rng_state
+from penstock.runtime.device.streams import create_streams, record_event, use_stream, wait_event
 from penstock.runtime.launch.workers import Workers, raise_first
-from penstock.runtime.transport.current_group import join, stand, under_torchrun
+from penstock.runtime.transport.current_group import join, set_group, under_torchrun
 from penstock.runtime.transport.threads import VirtualGroup
 
 _RESULTS = 30 * 24 * 3600.0
-"""Seconds that a rank waits for the others' results: one may have little to do, and a rank that is lost is noticed at once."""
+"""Seconds that a rank waits for the others' results. It is long because one rank may have little to do; a lost rank is noticed at once."""
+_GRACE = 2.0
+"""Seconds that an interrupted launch waits for its ranks to stop."""
 
 
 def launch(
@@ -26,81 +29,77 @@ def launch(
     parallel: bool = False,
     sms: int | None = None,
 ) -> list[Any]:
-    """Call `fn(*args)` on every rank; the results by rank.
+    """Call `fn(*args)` on every rank; returns the results by rank.
 
-    `threads` runs virtual ranks in this process, one at a time unless `parallel`; `gloo` starts a process for each on this
-    machine, and takes functions from anywhere, a notebook too. Under `torchrun`, where the processes are there already, `gloo`
-    starts nothing and calls the function in this one. The first failure is raised, after every rank has ended. Each rank starts
+    `threads` runs virtual ranks in this process, one at a time unless `parallel`. `gloo` starts one process per rank on this
+    machine, and takes functions from anywhere, a notebook too. Under `torchrun` the processes are there already, so `gloo`
+    starts nothing and calls the function in this one. The first failure is raised after every rank has ended. Each rank starts
     from the caller's random state, which is left as it was.
 
-    On a GPU each virtual rank has a stream of its own. With `sms` a stream has so many multiprocessors, that no other has: one
-    GPU then stands for several smaller ones.
+    On a GPU each virtual rank has a stream of its own. With `sms` each stream has that many multiprocessors for itself, so that
+    one GPU stands for several smaller ones.
     """
     if ranks < 1:
         raise ScheduleError(f"{ranks} ranks: at least 1 is needed")
     if sms is not None and backend != "threads":
-        raise ScheduleError(f"sms={sms} shares out one GPU to virtual ranks: backend {backend!r} has none")
+        raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
     if backend == "gloo":
-        return _joined(fn, ranks, args) if under_torchrun() else _started(fn, ranks, args)
+        return _run_in_this_process(fn, ranks, args) if under_torchrun() else _run_in_processes(fn, ranks, args)
     if backend != "threads":
         raise UnknownNameError(f"unknown backend {backend!r}; {nearest(backend, ('threads', 'gloo'))}")
-    return _threads(fn, ranks, args, VirtualGroup(ranks, parallel=parallel), device.lanes(ranks, sms))
+    return _run_in_threads(fn, args, VirtualGroup(ranks, parallel=parallel), create_streams(ranks, sms))
 
 
-def _started(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
+def _run_in_processes(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
     with Workers(ranks) as workers:
         return workers.run(fn, args)
 
 
-def _joined(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
+def _run_in_this_process(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
     group = join()
     if group.ranks != ranks:
         raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
     return group.gather(group.rank, "launch", fn(*args), _RESULTS)
 
 
-def _threads(fn: Callable[..., Any], ranks: int, args: Sequence[Any], group: VirtualGroup, lanes: Sequence[Any]) -> list[Any]:
-    state, begin = device.random_state(), device.mark()
-    failed: list[_Run] = []
+def _run_in_threads(fn: Callable[..., Any], args: Sequence[Any], group: VirtualGroup, streams: Sequence[Any]) -> list[Any]:
+    state, begin = get_rng_state(), record_event()
+    failed: list[_RankThread] = []
+    ends: list[Any] = []
 
-    def body(lane: Any) -> Any:
-        device.stand_on(lane)
-        device.follow(begin)
+    def body(stream: Any) -> Any:
+        use_stream(stream)
+        wait_event(begin)
         try:
             return fn(*args)
         finally:
-            ends.append(device.mark())
+            ends.append(record_event())
 
-    ends: list[Any] = []
-    runs = [_Run(group, each, partial(body, lanes[each]), state, failed) for each in range(ranks)]
+    threads = [_RankThread(group, rank, partial(body, stream), state, failed) for rank, stream in enumerate(streams)]
     try:
-        for run in runs:
-            run.start()
-        for run in runs:
-            run.ended.wait()  # not join(), which takes a thread for ended once an interrupt came while it waited
-    except BaseException as error:  # an interrupt: ranks stop where they next wait, and one that does not is left behind
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.ended.wait()  # not join(): if an interrupt comes while it waits, it takes the thread for ended
+    except BaseException as error:  # an interrupt: ranks stop at their next wait, and one that does not is left behind
         group.fail(None, error, fatal=True)
-        for run in runs:
-            run.ended.wait(_GRACE / ranks)
+        for thread in threads:
+            thread.ended.wait(_GRACE / group.ranks)
         raise
     finally:
-        device.set_random_state(state)
-    for run in runs:
-        run.join()
+        set_rng_state(state)
+    for thread in threads:
+        thread.join()
     for end in ends:
-        device.follow(end)
-    raise_first([(run.rank, run.error) for run in failed if run.error is not None], ranks)
-    return [run.result for run in runs]
+        wait_event(end)
+    raise_first([(thread.rank, thread.error) for thread in failed if thread.error is not None], group.ranks)
+    return [thread.result for thread in threads]
 
 
-_GRACE = 2.0
-"""Seconds that an interrupted launch waits for its ranks."""
-
-
-class _Run(threading.Thread):
+class _RankThread(threading.Thread):
     """One rank's thread."""
 
-    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: Any, failed: list[_Run]) -> None:
+    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: RngState, failed: list[_RankThread]) -> None:
         super().__init__(name=f"rank {rank}", daemon=True)
         self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
         self.ended = threading.Event()
@@ -109,10 +108,10 @@ class _Run(threading.Thread):
 
     def run(self) -> None:
         self.group.begin(self.rank)
-        stand(self.group, self.rank)
+        set_group(self.group, self.rank)
         try:
             if not self.group.parallel:
-                device.set_random_state(self.state)
+                set_rng_state(self.state)
             self.result = self.body()
         except BaseException as error:
             self.error = error

@@ -1,4 +1,4 @@
-"""What a process is told by the one that started it, and how both write it to a pipe."""
+"""What `Workers` sends to a worker process, and how both write messages to a pipe."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import IO
 LENGTH = struct.Struct("<q")
 
 
-def write(stream: IO[bytes], data: bytes) -> None:
-    """One message: its length, then itself."""
+def write_message(stream: IO[bytes], data: bytes) -> None:
+    """Write one message: its length, then its bytes."""
     stream.write(LENGTH.pack(len(data)) + data)
     stream.flush()
 
 
-def read(stream: IO[bytes]) -> bytes | None:
-    """The next message; None at the end."""
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end of the pipe."""
     head = stream.read(LENGTH.size)
     if len(head) < LENGTH.size:
         return None
@@ -27,7 +27,7 @@ def read(stream: IO[bytes]) -> bytes | None:
 
 @dataclass(frozen=True)
 class Start:
-    """What a worker is told once."""
+    """The first message: `sys.path`, the address of the store that connects the ranks, and the worker's rank."""
 
     path: list[str]
     host: str
@@ -37,7 +37,10 @@ class Start:
 
 @dataclass(frozen=True)
 class Task:
-    """A function to call on the first so many ranks. The call is pickled apart, so that one that cannot be read is an answer too."""
+    """A function to call on the first `ranks` ranks.
+
+    The call is pickled by itself, so that a worker that cannot unpickle it can still answer with the error.
+    """
 
     name: str
     ranks: int

@@ -1,4 +1,4 @@
-"""One rank's process: takes functions to call from the process that started it. `python -m penstock.runtime.worker`."""
+"""The process of one rank, `python -m penstock.runtime.launch.worker`: calls the functions that `Workers` sends it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import sys
 import threading
 from typing import IO, Any
 
-from penstock.runtime.launch.pipe_protocol import Start, Task, read, write
+from penstock.runtime.launch.pipe_protocol import Start, Task, read_message, write_message
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this one says when to stop
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
     orders = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(int(sys.argv[1]), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    start: Start = pickle.loads(read(orders) or b"")
+    start: Start = pickle.loads(read_message(orders) or b"")
     sys.path[:] = start.path
     tasks: queue.Queue[bytes | None] = queue.Queue()
     threading.Thread(target=_listen, args=(orders, tasks), daemon=True).start()
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def _listen(orders: IO[bytes], tasks: queue.Queue[bytes | None]) -> None:
-    """An empty message is the end; a pipe that closes before it means that nobody is left to work for."""
+    """Queue the tasks. An empty message is the end; a pipe that closes before it means that the parent is gone."""
     while True:
-        data = read(orders)
+        data = read_message(orders)
         if data is None:
             os._exit(1)
         tasks.put(data or None)
@@ -39,53 +39,55 @@ def _listen(orders: IO[bytes], tasks: queue.Queue[bytes | None]) -> None:
 
 
 def serve(start: Start, tasks: queue.Queue[bytes | None], answers: IO[bytes]) -> None:
-    from penstock.runtime.transport.failures import Told, serializer
+    """Run one task after the other, and answer each with its result or its error."""
+    from penstock.runtime.tensors.pickling import load_pickler
+    from penstock.runtime.transport.failures import PickledError
 
     stores: list[Any] = []
     while (data := tasks.get()) is not None:
         task: Task = pickle.loads(data)
         try:
-            made, well = run(start, task, stores)
-            answer = serializer().dumps((True, made))
+            result, healthy = run(start, task, stores)
+            answer = load_pickler().dumps((True, result))
         except BaseException as error:
-            answer, well = pickle.dumps((False, Told.of(error))), False
-        made = None
-        write(answers, answer)
-        if not well:
-            gc.collect()  # a torch group with something under way ends only when the other ranks have let go of theirs
+            answer, healthy = pickle.dumps((False, PickledError.of(error))), False
+        result = None
+        write_message(answers, answer)
+        if not healthy:
+            gc.collect()  # a process group with messages in progress ends only when the other ranks have dropped theirs
 
 
 def run(start: Start, task: Task, stores: list[Any]) -> tuple[Any, bool]:
-    """Call the function as a rank of a group of its own; what it returns, and whether nothing has failed on the way.
+    """Call the function as a rank of a new group; returns its result, and whether nothing has failed on the way.
 
-    `stores` is kept for the next one: where names of hosts are slow to be had, as torch wants them, so is connecting to a store.
+    `stores` keeps the connections to the store for the next task: connecting is slow on machines with slow name resolution.
     """
     if start.rank >= task.ranks:
         return None, True
     import torch
     import torch.distributed as dist
 
-    from penstock.runtime.transport import current_group as here
+    from penstock.runtime.transport.current_group import leave_joined, set_group
     from penstock.runtime.transport.processes import CONNECT, Processes
     from penstock.runtime.transport.store import PrefixStore, TCPStore
 
     while len(stores) < 2:
         stores.append(TCPStore(start.host, start.port, is_master=False, wait_for_workers=False))
-    ours, theirs = (PrefixStore(task.name, store) for store in stores)
-    dist.init_process_group("gloo", store=PrefixStore("torch", theirs), rank=start.rank, world_size=task.ranks)
-    group = Processes(ours, start.rank, task.ranks, CONNECT)
-    here.stand(group, start.rank)
+    own_store, torch_store = (PrefixStore(task.name, store) for store in stores)
+    dist.init_process_group("gloo", store=PrefixStore("torch", torch_store), rank=start.rank, world_size=task.ranks)
+    group = Processes(own_store, start.rank, task.ranks, CONNECT)
+    set_group(group, start.rank)
     try:
         torch.set_rng_state(torch.load(io.BytesIO(task.seed)))
         call, args = pickle.loads(task.call)
-        return call(*args), group.well
+        return call(*args), group.healthy
     except BaseException as error:
         group.fail(start.rank, error, fatal=True)
-        here.part(error)
+        leave_joined(error)
         raise
     finally:
-        here.stand(None, 0)
-        here.part()
+        set_group(None, 0)
+        leave_joined()
         group.close()
         dist.destroy_process_group()
 

@@ -1,4 +1,4 @@
-"""Processes on this machine that run functions as the ranks of a group."""
+"""Processes on this machine that call functions as the ranks of a group."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ from typing import Any
 import torch
 
 from penstock.errors import LostRankError, PipelineError, ScheduleError
-from penstock.runtime.launch.pipe_protocol import Start, Task, read, write
-from penstock.runtime.transport.failures import Told, serializer
+from penstock.runtime.launch.pipe_protocol import Start, Task, read_message, write_message
+from penstock.runtime.tensors.pickling import load_pickler
+from penstock.runtime.transport.failures import PickledError
 from penstock.runtime.transport.store import Notices, PrefixStore, TCPStore
 
 GRACE = 10.0
-"""Seconds that the other ranks have to end by themselves once one has failed."""
+"""Seconds for the other ranks to end by themselves after one has failed."""
 _STOP = 10.0
-"""Seconds that processes have to end once they are told to."""
+"""Seconds for processes to end when they are told to."""
 
 
 class Workers:
-    """Some processes, started once, that call one function after another. Use it with `with`, so that they end."""
+    """Processes that are started once and then call one function after another. Use `with`, so that they end."""
 
     def __init__(self, ranks: int) -> None:
         if ranks < 1:
@@ -44,41 +45,42 @@ class Workers:
         self.processes = [self._start(rank) for rank in range(ranks)]
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        out, into = os.pipe()
+        answers, child_answers = os.pipe()
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.ranks))}
-        command = [sys.executable, "-m", "penstock.runtime.launch.worker", str(into)]
-        with _deaf():
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[into], env=threads | dict(os.environ) | _reachable())
-        os.close(into)
-        threading.Thread(target=self._listen, args=(rank, out), daemon=True).start()
-        self._tell(process, pickle.dumps(Start(sys.path, "127.0.0.1", self._store.port, rank)))
+        command = [sys.executable, "-m", "penstock.runtime.launch.worker", str(child_answers)]
+        with _block_interrupts():
+            environment = threads | dict(os.environ) | _python_path()
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[child_answers], env=environment)
+        os.close(child_answers)
+        threading.Thread(target=self._listen, args=(rank, answers), daemon=True).start()
+        self._send(process, pickle.dumps(Start(sys.path, "127.0.0.1", self._store.port, rank)))
         return process
 
-    def _listen(self, rank: int, out: int) -> None:
-        with os.fdopen(out, "rb") as stream:
-            while (data := read(stream)) is not None:
+    def _listen(self, rank: int, answers: int) -> None:
+        with os.fdopen(answers, "rb") as stream:
+            while (data := read_message(stream)) is not None:
                 self._answers.put((rank, data))
         self._answers.put((rank, None))
 
-    def _tell(self, process: subprocess.Popen[bytes], data: bytes) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it has ended, which its listener tells
+    def _send(self, process: subprocess.Popen[bytes], data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, which its listener notices
             assert process.stdin is not None
-            write(process.stdin, data)
+            write_message(process.stdin, data)
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), *, ranks: int | None = None) -> list[Any]:
-        """Call `fn(*args)` on the first so many ranks; the results by rank, or the first failure."""
+        """Call `fn(*args)` on the first `ranks` ranks, or on all; returns the results by rank, or raises the first failure."""
         count = self.ranks if ranks is None else ranks
         if not 1 <= count <= self.ranks:
-            raise ScheduleError(f"{count} ranks: there are 1 to {self.ranks}")
+            raise ScheduleError(f"{count} ranks: there are {self.ranks} processes")
         if self._lost:
-            raise PipelineError("a process has been lost: start others")
+            raise PipelineError("a process has been lost: start new workers")
         self._count += 1
         seed = io.BytesIO()
         torch.save(torch.get_rng_state(), seed)
         name = f"task/{self._count}"
-        task = pickle.dumps(Task(name, count, serializer().dumps((fn, tuple(args))), seed.getvalue()))
+        task = pickle.dumps(Task(name, count, load_pickler().dumps((fn, tuple(args))), seed.getvalue()))
         for process in self.processes:
-            self._tell(process, task)
+            self._send(process, task)
         return self._collect(count, PrefixStore(name, self._store))
 
     def _collect(self, count: int, store: Any) -> list[Any]:
@@ -88,13 +90,13 @@ class Workers:
         try:
             while len(results) + len(failed) < self.ranks:
                 rank, answer = self._answers.get(timeout=None if until == float("inf") else max(0.0, until - time.monotonic()))
-                good, value = (False, self._death(rank, store)) if answer is None else pickle.loads(answer)
-                if good:
+                succeeded, value = (False, self._record_death(rank, store)) if answer is None else pickle.loads(answer)
+                if succeeded:
                     results[rank] = value
                     continue
-                failed.append((rank, value.error() if isinstance(value, Told) else value))
+                failed.append((rank, value.rebuild() if isinstance(value, PickledError) else value))
                 until = min(until, time.monotonic() + GRACE)
-        except queue.Empty:  # some do not come to an end
+        except queue.Empty:  # some ranks do not end
             self.stop()
         except BaseException:
             self.stop()
@@ -102,8 +104,8 @@ class Workers:
         raise_first(failed, count)
         return [results[rank] for rank in range(count)]
 
-    def _death(self, rank: int, store: Any) -> LostRankError:
-        """A process has ended: those that wait for it need wait no longer."""
+    def _record_death(self, rank: int, store: Any) -> LostRankError:
+        """Tell the other ranks that a process has ended, so that they stop waiting for it; returns the error to raise."""
         self._lost = True
         store.set(f"ended/{rank}", b"")
         store.set("ended", b"")
@@ -113,7 +115,7 @@ class Workers:
         return LostRankError(f"the process of rank {rank} {how}")
 
     def stop(self) -> None:
-        """End all processes, whatever they do."""
+        """End all processes at once."""
         self._lost = True
         for process in self.processes:
             process.terminate()
@@ -132,10 +134,10 @@ class Workers:
                     process.stdin.close()
 
     def close(self) -> None:
-        """Let them end."""
+        """Let all processes finish."""
         for process in self.processes:
             if process.poll() is None:
-                self._tell(process, b"")
+                self._send(process, b"")
         self._reap()
 
     def __enter__(self) -> Workers:
@@ -146,8 +148,8 @@ class Workers:
 
 
 @contextlib.contextmanager
-def _deaf() -> Iterator[None]:
-    """What is started here does not hear Ctrl-C, from its first moment on: whoever started it says when to stop."""
+def _block_interrupts() -> Iterator[None]:
+    """Start child processes that ignore Ctrl-C from their first moment on: this process tells them when to stop."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -155,16 +157,16 @@ def _deaf() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _reachable() -> dict[str, str]:
-    """The environment in which a worker finds this package, also where it runs from its source tree."""
-    source = str(Path(__file__).resolve().parents[2])
+def _python_path() -> dict[str, str]:
+    """The environment variable with which a worker finds this package, also when it runs from its source tree."""
+    source = str(Path(__file__).resolve().parents[3])
     return {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))}
 
 
 def raise_first(failed: Sequence[tuple[int, BaseException]], ranks: int) -> None:
-    """The failure that came first: a rank's own error rather than a lost rank, and both rather than the report of another's."""
+    """Raise the first failure, if any: rather a rank's own error than a lost rank, and both rather than a report of another rank's."""
     if failed:
-        rank, error = min(failed, key=lambda each: (isinstance(each[1], PipelineError), not isinstance(each[1], LostRankError)))
+        rank, error = min(failed, key=lambda failure: (isinstance(failure[1], PipelineError), not isinstance(failure[1], LostRankError)))
         error.add_note(f"raised on rank {rank} of {ranks}")
         if isinstance(error, LostRankError):
             raise error from next((other for _, other in failed if other is not error), None)

@@ -22,7 +22,7 @@ from penstock.ir.table import Table
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.side_outputs import collect, unwrap
 from penstock.runtime.batch.step_input import ABSENT, Batches, Feed
-from penstock.runtime.device import device
+from penstock.runtime.device.rng import get_rng_state
 from penstock.runtime.measure.preserved_state import preserve_state
 from penstock.runtime.model.hugging_face import opened
 from penstock.runtime.model.module_state import ModuleState, is_same_value
@@ -176,9 +176,9 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None
         pipeline.data.copy_buffers()
         references = _reference_parts(pipeline, parts)
         again = _copy_parts(references)
-        before = device.random_state()
+        before = get_rng_state()
         mine = _run_step(pipeline, run, feed)
-        after = device.random_state()
+        after = get_rng_state()
     loop = _Reference(pipeline, references, replace(pieces, scales=feed.scales, seed=feed.seed, first=feed.first))
     if not _is_random_state_right(pipeline, loop, before, after):
         mine.mismatches.append(f"random state of rank {pipeline.rank}")
@@ -357,7 +357,7 @@ class _Reference:
             part.module.zero_grad(set_to_none=True)
         with kept_random_state(), torch.enable_grad():
             loss = self._run()
-            self.random_state = device.random_state()
+            self.random_state = get_rng_state()
         grads = {name: parameter.grad for part in parts for name, parameter in part.parameters}
         self.layouts = {name: _layout(grad) for name, grad in grads.items()}
         self.numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
@@ -400,9 +400,9 @@ class _Reference:
     @contextmanager
     def _watch_random_state(self, stage: int) -> Iterator[None]:
         """Note whether a stage draws random numbers."""
-        before = device.random_state()
+        before = get_rng_state()
         yield
-        if not _is_same_random_state(before, device.random_state()):
+        if not _is_same_random_state(before, get_rng_state()):
             self.draws.add(stage)
 
 

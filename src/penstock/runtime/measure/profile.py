@@ -16,7 +16,9 @@ from penstock.errors import PlacementError, ScheduleError, WholeBackwardNeeded, 
 from penstock.planner.profile import Layer, Profile
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.device import device as device_calls
+from penstock.runtime.device.gpu import default_device_type, device_name, is_initialized
+from penstock.runtime.device.memory import PeakMemory
+from penstock.runtime.device.timing import Stopwatch
 from penstock.runtime.measure import memory
 from penstock.runtime.measure.preserved_state import preserve_state
 from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
@@ -141,7 +143,7 @@ def _move(device: str | torch.device | None, named: list[tuple[str, nn.Module]],
     if device is None:
         return value
     try:
-        destination = torch.device(device_calls.best() if device == "auto" else device)
+        destination = torch.device(default_device_type() if device == "auto" else device)
         torch.empty(0, device=destination)
     except (RuntimeError, AssertionError) as error:  # raised by torch for an unknown name, and for a device that is not there
         raise ScheduleError(f"device {str(device)!r} cannot be used here: {str(error).splitlines()[0]}") from None
@@ -152,7 +154,7 @@ def _move(device: str | torch.device | None, named: list[tuple[str, nn.Module]],
 
 def _device_name(args: Any) -> str:
     device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return device_calls.name_of(device)
+    return device_name(device)
 
 
 @dataclass
@@ -271,7 +273,7 @@ class _MeasuredLayer:
     def time(self) -> tuple[float, float, float]:
         """The times of F, I and W, without making the input and the gradients of the output."""
         leaves = cut(self.inputs)
-        watch = device_calls.Stopwatch(self.inputs)
+        watch = Stopwatch(self.inputs)
         run = self._forward(leaves)
         watch.mark()
         grads = run.ones()
@@ -285,9 +287,9 @@ class _MeasuredLayer:
 
     def _workspace(self, held: int) -> int:
         """The peak memory of F, I, W and B beyond what is held; 0 if the device does not count it."""
-        if not device_calls.is_running():
+        if not is_initialized():
             return 0
-        peak = device_calls.Peak()
+        peak = PeakMemory()
         run = self._forward(cut(self.inputs))
         grads = run.ones()
         beyond = [peak.bytes() - held - (memory.bytes_of(run.output) if self.loss is None else 0)]
@@ -313,6 +315,6 @@ class _MeasuredLayer:
 
 
 def _peak_of(work: Callable[[], None]) -> int:
-    peak = device_calls.Peak()
+    peak = PeakMemory()
     work()
     return peak.bytes()

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.runtime.transport.activity import clock
+from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
 from penstock.simulator.flat import Flat
 from penstock.simulator.timeline import Timeline

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from penstock.runtime.device import device
+from penstock.runtime.device.rng import get_rng_state, seed_rng, set_rng_state
 from penstock.runtime.model.partition import Part, Partition, Run
 
 
@@ -26,27 +26,27 @@ def draw_from(*key: object) -> None:
     """Draw from the stream of this key from here on: a seed, a stage and a microbatch, say."""
     digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=8).digest()
     number = int.from_bytes(digest, "little") >> 1
-    device.seed(number)
+    seed_rng(number)
 
 
 @contextmanager
 def kept_random_state() -> Iterator[None]:
     """Leave torch's random state as it was."""
-    state = device.random_state()
+    state = get_rng_state()
     try:
         yield
     finally:
-        device.set_random_state(state)
+        set_rng_state(state)
 
 
 def random_state() -> dict[str, Any]:
     """The states of torch's, NumPy's and Python's streams."""
-    host, on_device = device.random_state()
+    host, on_device = get_rng_state()
     return {"torch": host, "cuda": on_device, "numpy": np.random.get_state(), "python": random.getstate()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    device.set_random_state((state["torch"], state["cuda"]))
+    set_rng_state((state["torch"], state["cuda"]))
     np.random.set_state(state["numpy"])
     random.setstate(state["python"])
 

@@ -23,13 +23,13 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime.batch.step_input import Feed
+from penstock.runtime.device.timing import clock
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.mesh import Grid
 from penstock.runtime.parallel.replicas import Replicas
 from penstock.runtime.tensors.dtensor import in_parts, local
-from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Operation, nothing
-from penstock.runtime.transport.subgroup import Slice
+from penstock.runtime.transport.subgroup import ProcessSubgroup
 
 if TYPE_CHECKING:
     from penstock.runtime.parallel.fsdp import Sharded
@@ -43,7 +43,7 @@ class Data:
 
     def __init__(self, grid: Grid | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float) -> None:
         self.grid, self.stages, self.deadline = grid, stages, deadline
-        self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
+        self.group: ProcessSubgroup | None = None if grid is None or grid.data.ranks == 1 else grid.data
         self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank, self.group.ranks)
         self.sharded = _sharded(stages, deadline)
         self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
@@ -93,7 +93,7 @@ class Data:
     def _connection(self) -> Any:
         """For what the data ranks compute together. They must just have met, so that none waits without an end."""
         assert self.group is not None
-        return self.group.collectives(self.deadline)
+        return self.group.connect_collectives(self.deadline)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -126,9 +126,9 @@ class Data:
         if buffers:
             self.copies.copy(self._connection, buffers)
 
-    def _check_counts(self, group: Slice, counts: Sequence[int]) -> None:
+    def _check_counts(self, group: ProcessSubgroup, counts: Sequence[int]) -> None:
         if len(set(counts)) > 1:
-            shown = ", ".join(f"{count} on {group.called(rank)}" for rank, count in enumerate(counts))
+            shown = ", ".join(f"{count} on {group.describe_rank(rank)}" for rank, count in enumerate(counts))
             raise PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
 
     def begin(self, reduces: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class Data:
 
     def _around_sharded(self, kind: Kind, stage: int, sharded: Sharded, operation: Operation) -> Operation:
         assert self.grid is not None
-        refresh, watch, activity = self.stages[stage].refresh, self._watch(stage), self.grid.whole.mine
+        refresh, watch, activity = self.stages[stage].refresh, self._watch(stage), self.grid.whole.activity(self.grid.whole.rank)
         deferred = kind is Kind.W
 
         def computed() -> None:
@@ -265,13 +265,7 @@ class Data:
 
         def watch() -> None:
             assert self.group is not None
-            activity, peer = self.group.mine, (self.group.rank + 1) % self.group.ranks
-            if activity.waits != what:
-                activity.since, activity.waits = clock(), what
-            if self.group.connection is None:
-                self.group.lost(peer, what, AttributeError("the connection was closed"))
-            if clock() - activity.since > self.deadline * 1e9:
-                self.group.lost(peer, what, RuntimeError("timed out"))
+            self.group.parent.check_wait(what, self.deadline)
 
         return watch
 

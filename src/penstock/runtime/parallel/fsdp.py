@@ -21,9 +21,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PlacementError, ScheduleError
+from penstock.runtime.device.timing import clock
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.parallel.mesh import Grid
-from penstock.runtime.transport.activity import clock
 
 _SPIN, _PAUSE = 200, 0.0002
 

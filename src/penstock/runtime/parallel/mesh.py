@@ -10,8 +10,8 @@ import numpy as np
 import torch.distributed as dist
 
 from penstock.errors import PipelineError, ScheduleError, nearest
-from penstock.runtime.transport import current_group as here
-from penstock.runtime.transport.subgroup import Slice
+from penstock.runtime.transport import current_group
+from penstock.runtime.transport.subgroup import ProcessSubgroup, get_subgroup
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,8 +29,8 @@ def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
     where the processes have NCCL, and `cpu` otherwise.
     """
     _check_names(tuple(sizes))
-    here.refuse_threads()
-    here.initialise()
+    current_group.refuse_threads()
+    current_group.initialise()
     from torch.distributed.device_mesh import init_device_mesh
 
     shape = _shape(sizes, dist.get_world_size())
@@ -65,7 +65,7 @@ class Grid:
         if coordinate is None:
             raise PipelineError(f"process {dist.get_rank()} is not in the device mesh that it was given for the pipeline")
         self.coordinate = tuple(coordinate)
-        self.whole = here.join_ranks(mesh.mesh.flatten().tolist(), transport)
+        self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
         self.whole.names = [self._called(place) for place in np.ndindex(places.shape)]
         self.data_dims = tuple(name for name in self.names if name in DATA)
         self.pipe = self._slice(places, (PIPE,))
@@ -75,13 +75,13 @@ class Grid:
     def _called(self, place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {at}" for name, at in zip(self.names, place, strict=True))
 
-    def _slice(self, places: Any, names: tuple[str, ...]) -> Slice:
+    def _slice(self, places: Any, names: tuple[str, ...]) -> ProcessSubgroup:
         at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
         members = [int(place) for place in places[at].flatten()]
         ranks = [int(self.mesh.mesh.flatten()[place]) for place in members]
         if ranks != sorted(ranks):  # torch's process groups number them in ascending order, whatever the mesh says
             raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {ranks}: give them in ascending order")
-        return Slice.of(self.whole, members)
+        return get_subgroup(self.whole, members)
 
     @property
     def data_mesh(self) -> Any:
@@ -115,7 +115,7 @@ def _check_names(names: Sequence[str]) -> None:
 def group_of(within: Any, mesh: Any, transport: str) -> tuple[Any, int, Grid | None]:
     """The pipeline's group, this process's rank in it, and the mesh that it is a part of."""
     if mesh is None:
-        return *here.current(within, transport), None
+        return *current_group.get_group(within, transport), None
     if within is not None:
         raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
     grid = Grid(mesh, transport)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
+from penstock.runtime.device.timing import clock
 from penstock.runtime.tensors.dtensor import is_laid_as, laid_as, local
 from penstock.runtime.tensors.layout import add, round_to
-from penstock.runtime.transport.activity import clock
 
 
 class Replicas:

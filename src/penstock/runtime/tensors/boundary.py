@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.dtensor import arrived, in_parts, is_gathering
 from penstock.runtime.tensors.layout import is_dense
-from penstock.runtime.transport.failures import serializer
+from penstock.runtime.tensors.pickling import load_pickler
 
 if TYPE_CHECKING:
     from penstock.runtime.model.stage import Stage
@@ -144,7 +144,7 @@ def _copied(values: list[Any], stage: int) -> list[Any]:
     """Plain values as another process would get them."""
     for value in values:
         _check_leaf(value, f"stage {stage}")
-    pickler = serializer()
+    pickler = load_pickler()
     try:
         return list(pickler.loads(pickler.dumps(values)))
     except Exception as error:

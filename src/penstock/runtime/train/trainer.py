@@ -15,14 +15,14 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError, nearest
 from penstock.planner.profile import Profile
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
-from penstock.runtime.device.device import best, own_device
+from penstock.runtime.device.gpu import claim_gpu, default_device_type
 from penstock.runtime.measure.link import measure_link
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.train.data_order import DataOrder
 from penstock.runtime.train.training_file import TrainingFile
-from penstock.runtime.transport.current_group import current, rank
+from penstock.runtime.transport.current_group import get_group, rank
 from penstock.simulator.timeline import Timeline
 
 LoadFile = Callable[[], TrainingFile]
@@ -50,12 +50,12 @@ class TrainingOptions:
 
     def own_device(self) -> torch.device:
         """This rank's device; for `cuda`, a GPU of its own on this machine."""
-        return own_device(rank()) if self.device == "cuda" else torch.device(self.device)
+        return claim_gpu(rank()) if self.device == "cuda" else torch.device(self.device)
 
 
 def choose_device(name: str) -> str:
     """The kind of device to train on; `auto` is a GPU if there is one."""
-    has_gpu = best() == "cuda"
+    has_gpu = default_device_type() == "cuda"
     if name == "auto":
         return "cuda" if has_gpu else "cpu"
     if name not in ("cpu", "cuda"):
@@ -183,7 +183,7 @@ class _TrainingRun:
 
 def profile_file(load_file: LoadFile, options: TrainingOptions, sizes: Sequence[int], report: OnProgress) -> Profile | None:
     """Profile the model on the first rank, while the others are idle, and the link from it to the second; None on other ranks."""
-    group, rank = current()
+    group, rank = get_group()
     layers = _profile_layers(load_file(), options, sizes, report) if rank == 0 else None
     group.gather(rank, "profile", None, _DEADLINE)
     if options.device != "cpu" or group.ranks == 1 or rank > 1:

@@ -1,26 +1,23 @@
-"""What a rank is doing, kept up to date at almost no cost, for reports that are wanted when it no longer can say so itself."""
+"""What a rank is doing, recorded at almost no cost, so that a report can say it when the rank itself no longer can."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+from penstock.runtime.device.timing import clock
 
 if TYPE_CHECKING:
-    from penstock.runtime.device.device import Watch
-
-clock = time.perf_counter_ns
-"""Nanoseconds on a clock that all processes of a machine share."""
+    from penstock.runtime.device.timing import ActionTimer
 
 SHOWN = 3
 """How many completed actions a report shows."""
 
 
 class Activity:
-    """Where a rank is in its program. The executor writes the fields, and a report may read them from another thread."""
+    """Where a rank is in its program. The executor writes the fields; a report may read them from another thread."""
 
     __slots__ = ("actions", "at", "began", "over", "running", "since", "waits", "watch")
 
@@ -29,15 +26,15 @@ class Activity:
         self.at = 0
         self.running = False
         self.over = False
-        """Whether the rank is through with all that it was to do."""
+        """Whether the rank's function has returned."""
         self.began = clock()
         """When the present action began."""
         self.waits: str | None = None
-        """What the rank waits for, and from whom."""
+        """What the rank waits for, and from which rank."""
         self.since = clock()
-        """Since when it waits, or since when it has been outside of a step."""
-        self.watch: Watch | None = None
-        """Tells the device's time, where a step is recorded on one."""
+        """When the present wait began, or when the last step ended."""
+        self.watch: ActionTimer | None = None
+        """Times the actions of a step that is recorded on a GPU."""
 
     def start(self, actions: Sequence[Action]) -> None:
         self.actions, self.at, self.running = actions, 0, True
@@ -46,7 +43,7 @@ class Activity:
         self.running, self.waits, self.since = False, None, clock()
 
     def describe(self) -> str:
-        """One line: what it does or waits for, since when, and what it did last."""
+        """One line: what the rank does or waits for, since when, and its last actions."""
         now, at, waits = clock(), self.at, self.waits
         if self.over:
             return "has returned"
@@ -63,8 +60,8 @@ def _seconds(nanoseconds: int) -> str:
     return f"{max(0, nanoseconds) / 1e9:.1f} s"
 
 
-def in_words(action: Action) -> str:
-    """An action as a sentence may name it."""
+def describe_action(action: Action) -> str:
+    """An action with its stage, kind and microbatch spelled out, for an error message."""
     names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward for the input", Kind.W: "backward for the weights"}
     what = names.get(action.kind)
     return str(action) if what is None else f"{action} (stage {action.stage}, {what} of microbatch {action.microbatch})"

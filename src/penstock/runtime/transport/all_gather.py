@@ -1,4 +1,4 @@
-"""Small values from every process to every other, in as many rounds as the number of ranks has binary digits."""
+"""All-gather of small Python values between processes, in log2(ranks) rounds."""
 
 from __future__ import annotations
 
@@ -6,81 +6,83 @@ import ctypes
 import io
 import pickle
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.transport.activity import clock
-from penstock.runtime.transport.failures import serializer
-from penstock.runtime.transport.framed_channels import TAGS
+from penstock.runtime.device.timing import clock
+from penstock.runtime.tensors.pickling import load_pickler
 from penstock.runtime.transport.message_format import LENGTH, OVERFLOW, TRAILER, empty, trailer
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.processes import Processes
-    from penstock.runtime.transport.subgroup import Slice
 
-ROOM = 1024
-"""Bytes of a frame; what is longer follows apart."""
-_KEPT = 64
-"""How many sends are held before it is seen to that the oldest is through."""
+CONTROL_TAG = 2
+"""The tag of the messages of all ranks. Longer values follow under the next tag, here and in every subgroup."""
+_FRAME = 1024
+"""Bytes of a frame. Longer values follow in a message of their own."""
+_SENDS = 64
+"""How many sends are kept before the oldest is waited for."""
 
 
-class Exchange:
-    """Messages between ranks that belong to no program."""
+class AllGather:
+    """All-gathers between some ranks of a group of processes: its `members`, in this order, each making the same calls."""
 
-    def __init__(self, group: Processes | Slice, tag: int = TAGS["control"]) -> None:
-        self.group, self.tag = group, tag
-        self._flight: deque[tuple[Any, Tensor]] = deque()
-        self._posted: dict[int, tuple[Any, Tensor]] = {}
-        """The next receive from each rank that passes on to this one, posted ahead."""
+    def __init__(self, group: Processes, members: Sequence[int], tag: int) -> None:
+        self.group, self.members, self.tag = group, members, tag
         self.number = 0
-        """How many exchanges were begun on this connection."""
+        """How many all-gathers were begun on the present connection."""
+        self._activity = group.activity(group.rank)
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+        self._posted: dict[int, tuple[Any, Tensor]] = {}
+        """The next receive from each rank that sends to this one, posted ahead."""
 
-    def gather(self, name: str, value: Any, deadline: float) -> list[Any]:
-        """Everyone's value, in the order of ranks.
+    def run(self, name: str, value: Any, deadline: float) -> list[Any]:
+        """Every member's value, in the order of members.
 
-        In each round a rank passes on all it has to one that is twice as far as in the round before.
+        In each round a rank passes all values that it has to a rank twice as far away as in the round before.
         """
-        group, distance = self.group, 1
-        rank, ranks = group.rank, group.ranks
+        group, members, distance = self.group, self.members, 1
+        place, count = members.index(group.rank), len(members)
         values = [dumps(value)]  # of this rank, the one before it, and so on
         self.number += 1
         timeout = timedelta(seconds=deadline)
-        while distance < ranks:
-            passed = values[: min(distance, ranks - distance)]
-            there, back = (rank + distance) % ranks, (rank - distance) % ranks
-            self._send(there, pickle.dumps((name, self.number, passed)), name)
-            theirs, number, more = pickle.loads(self._receive(back, name, timeout))
-            if (theirs, number) != (name, self.number):
-                here, other = group.called(rank), group.called(back)
-                text = f"{here} is at {name!r}, but {other} at {theirs!r}: every rank must make the same calls in the same order"
-                raise group.report_failure(rank, text)
+        while distance < count:
+            passed = values[: min(distance, count - distance)]
+            target, source = members[(place + distance) % count], members[(place - distance) % count]
+            self._send(target, pickle.dumps((name, self.number, passed)), name)
+            their_name, number, more = pickle.loads(self._receive(source, name, timeout))
+            if (their_name, number) != (name, self.number):
+                here, there = group.describe_rank(group.rank), group.describe_rank(source)
+                text = f"{here} is at {name!r}, but {there} at {their_name!r}: every rank must make the same calls in the same order"
+                raise group.report_failure(group.rank, text)
             values += more
             distance *= 2
-        return [loads(values[(rank - other) % ranks]) for other in range(ranks)]
+        return [loads(values[(place - other) % count]) for other in range(count)]
 
     def _send(self, target: int, data: bytes, name: str) -> None:
-        frame = empty(ROOM)
-        words, fits = trailer(frame), len(data) <= ROOM - TRAILER
+        frame = empty(_FRAME)
+        words, fits = trailer(frame), len(data) <= _FRAME - TRAILER
         words[LENGTH], words[OVERFLOW] = len(data), 0 if fits else len(data)
         if fits:
             ctypes.memmove(frame.data_ptr(), data, len(data))
         try:
-            while len(self._flight) > _KEPT:  # taken long ago, for the other ranks have answered since
-                self._flight.popleft()[0].wait()
+            while len(self._sends) > _SENDS:  # received long ago, because the other ranks have answered since
+                self._sends.popleft()[0].wait()
             self._dispatch(frame, target, self.tag)
             if not fits:
                 self._dispatch(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.tag + 1)
         except (RuntimeError, AttributeError, IndexError) as error:
-            self.group.lost(target, f"all ranks to reach {name!r}", error)
+            self.group.raise_lost(target, f"all ranks to reach {name!r}", error)
 
     def _dispatch(self, frame: Tensor, target: int, tag: int) -> None:
-        self._flight.append((self.group.connection.send([frame], target, tag), frame))  # the work does not hold the memory
+        self._sends.append((self.group.connection.send([frame], target, tag), frame))  # the work does not hold the memory
 
     def _receive(self, source: int, name: str, timeout: timedelta) -> bytes:
-        activity, posted = self.group.mine, self._posted
+        activity, posted = self._activity, self._posted
         activity.since, activity.waits = clock(), f"all ranks to reach {name!r}"
         try:
             if source not in posted:
@@ -95,32 +97,33 @@ class Exchange:
             self._post(source)
         except (RuntimeError, AttributeError, KeyError) as error:  # the latter two: the connection was closed meanwhile
             work = None  # the raised error keeps this frame, and the work would keep the connection open
-            self.group.lost(source, f"all ranks to reach {name!r}", error)
+            self.group.raise_lost(source, f"all ranks to reach {name!r}", error)
         activity.waits = None
         return ctypes.string_at(frame.data_ptr(), length)
 
     def _post(self, source: int) -> None:
-        frame = empty(ROOM)
+        frame = empty(_FRAME)
         self._posted[source] = self.group.connection.recv([frame], source, self.tag), frame
 
     def drop(self) -> None:
-        self._flight.clear()
+        """Let go of all messages in progress, so that the connection can close. May be called from another thread."""
+        self._sends.clear()
         self._posted.clear()
         self.number = 0
 
 
 class _Pickler(pickle.Pickler):
-    """Tensors as their bytes, which is many times quicker than their own way."""
+    """Pickles tensors as their bytes, which is many times quicker than torch's own way."""
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is not Tensor or obj.layout is not torch.strided or obj.is_quantized:
             return NotImplemented
         flat = obj.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         data = ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size())
-        return _rebuilt, (data, obj.dtype, tuple(obj.shape), obj.device.type)
+        return _rebuild_tensor, (data, obj.dtype, tuple(obj.shape), obj.device.type)
 
 
-def _rebuilt(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> Tensor:
+def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...], device: str) -> Tensor:
     flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
     return flat.reshape(shape).to(device)
 
@@ -130,7 +133,7 @@ def dumps(value: Any) -> bytes:
     try:
         _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     except (pickle.PicklingError, AttributeError):  # a class of a script or notebook
-        return bytes(serializer().dumps(value))
+        return bytes(load_pickler().dumps(value))
     return buffer.getvalue()
 
 

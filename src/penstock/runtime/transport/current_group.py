@@ -1,4 +1,4 @@
-"""Which rank of which group this code runs on."""
+"""Which group and rank this code runs on, and the groups of torch.distributed that this process has joined."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
-from penstock.runtime.device.device import backend
+from penstock.runtime.device.connections import default_backend
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.transport.store import PrefixStore
@@ -23,19 +23,75 @@ from penstock.runtime.transport.threads import VirtualGroup
 logger = logging.getLogger(__name__)
 
 
-class _Here(threading.local):
+class _CurrentRank(threading.local):
+    """The group that `launch` runs this thread in, if any, and its rank there."""
+
     group: Group | None = None
     rank: int = 0
 
 
-_here = _Here()
+_current = _CurrentRank()
 _joined: dict[str, Processes] = {}
-_set_up: list[str] = []
-"""The starts that torch.distributed was set up for from here."""
+_initialised: list[str] = []
+"""The starts of the processes in which torch.distributed was initialised here."""
 
 
-def part(error: BaseException | None = None) -> None:
-    """Leave all groups of torch.distributed that were joined; an error is told to their other ranks, who need not wait then."""
+def set_group(group: Group | None, rank: int) -> None:
+    """Make this thread a rank of a group; None ends it."""
+    _current.group, _current.rank = group, rank
+
+
+def get_group(within: Any = None, transport: str = "auto") -> tuple[Group, int]:
+    """The group and rank that this code runs on: those of `launch`, else of torch.distributed, else a group of one rank.
+
+    `within` is a process group, or a device mesh of one dimension, whose ranks are the pipeline's.
+    """
+    if within is None and _current.group is not None:
+        return _current.group, _current.rank
+    if within is None and not under_torchrun():
+        return VirtualGroup(1), 0
+    joined = join(within, transport)
+    return joined, joined.rank
+
+
+def rank() -> int:
+    """The rank that this code runs on; 0 outside `launch` and `torchrun`."""
+    if _current.group is None and under_torchrun():
+        return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
+    return _current.rank
+
+
+def under_torchrun() -> bool:
+    """Whether the processes were started by `torchrun`, or torch.distributed is initialised already."""
+    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
+
+
+# Groups of torch.distributed ------------------------------------------------------------------------------------------
+
+
+def join(within: Any = None, transport: str = "auto") -> Processes:
+    """Connect the ranks of a process group of torch.distributed, or all of them; `transport` is that of `Processes`."""
+    if transport not in TRANSPORTS:
+        raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
+    initialise()
+    group = _process_group(within)
+    return _connect_once(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
+
+
+def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
+    """Connect some processes of torch.distributed by their ranks there, in this order: the processes of a device mesh."""
+    refuse_threads()
+    everyone = list(ranks) == list(range(dist.get_world_size()))
+    if everyone and isinstance(_current.group, Processes) and transport in ("auto", _current.group.transport):
+        return _current.group
+    if everyone:
+        return join(None, transport)
+    name = f"{'-'.join(map(str, ranks))}/{transport}"
+    return _connect_once(name, ranks.index(dist.get_rank()), len(ranks), transport)
+
+
+def leave_joined(error: BaseException | None = None) -> None:
+    """Leave all groups that were joined. With an error, their other ranks are told of it, so that they need not wait."""
     for joined in _joined.values():
         if error is not None:
             joined.fail(joined.rank, error, fatal=True)
@@ -43,104 +99,16 @@ def part(error: BaseException | None = None) -> None:
     _joined.clear()
 
 
-atexit.register(lambda: part(getattr(sys, "last_value", None)))
+atexit.register(lambda: leave_joined(getattr(sys, "last_value", None)))
 
 
-def stand(group: Group | None, rank: int) -> None:
-    """This thread is a rank of a group from here on."""
-    _here.group, _here.rank = group, rank
-
-
-def rank() -> int:
-    """The rank that this code runs on; 0 outside `launch` and `torchrun`."""
-    if _here.group is None and under_torchrun():
-        return dist.get_rank() if dist.is_initialized() else int(os.environ["RANK"])
-    return _here.rank
-
-
-def under_torchrun() -> bool:
-    """Whether processes were started by `torchrun` or torch.distributed is set up already."""
-    return dist.is_initialized() or {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= set(os.environ)
-
-
-def current(within: Any = None, transport: str = "auto") -> tuple[Group, int]:
-    """The group and rank that this code runs on: of `launch`, else of torch.distributed, else a group of one.
-
-    `within` is a process group or a device mesh of one dimension whose ranks are the pipeline's.
-    """
-    if within is None and _here.group is not None:
-        return _here.group, _here.rank
-    if within is None and not under_torchrun():
-        return VirtualGroup(1), 0
-    joined = join(within, transport)
-    return joined, joined.rank
-
-
-def join(within: Any = None, transport: str = "auto") -> Processes:
-    """The ranks of a process group of torch.distributed, or all of them; `transport` is that of `Processes`."""
-    if transport not in TRANSPORTS:
-        raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
-    initialise()
-    group = _process_group(within)
-    return _kept(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
-
-
-def _kept(name: str, rank: int, ranks: int, transport: str) -> Processes:
+def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes:
     """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
         _warn_of_restarts(rank)
-        store: Any = PrefixStore(f"penstock/{_attempt()}/{name}", dist.distributed_c10d._get_default_store())
+        store: Any = PrefixStore(f"penstock/{_this_start()}/{name}", dist.distributed_c10d._get_default_store())
         _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
-
-
-def join_ranks(ranks: Sequence[int], transport: str = "auto") -> Processes:
-    """Some of the processes of torch.distributed by their numbers, in this order: those of a device mesh."""
-    refuse_threads()
-    everyone = list(ranks) == list(range(dist.get_world_size()))
-    if everyone and isinstance(_here.group, Processes) and transport in ("auto", _here.group.transport):
-        return _here.group
-    if everyone:
-        return join(None, transport)
-    name = f"{'-'.join(map(str, ranks))}/{transport}"
-    return _kept(name, ranks.index(dist.get_rank()), len(ranks), transport)
-
-
-def refuse_threads() -> None:
-    """A device mesh cannot be had here, where ranks are threads or there are none."""
-    if isinstance(_here.group, VirtualGroup) or not under_torchrun():
-        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
-
-
-def _attempt() -> str:
-    """What tells this start of the processes from those before: `torchrun` keeps its store, with all that they left in it."""
-    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
-
-
-def initialise() -> None:
-    """Set up torch.distributed where nobody has, under names of this start alone where `torchrun` keeps the store."""
-    if dist.is_initialized():
-        return
-    if not _store_is_kept():
-        dist.init_process_group(backend())
-        return
-    store, number, ranks = next(rendezvous("env://"))
-    dist.init_process_group(backend(), store=PrefixStore(f"penstock/{_attempt()}/torch", store), rank=number, world_size=ranks)
-    _set_up.append(_attempt())
-
-
-def _store_is_kept() -> bool:
-    """Whether `torchrun` has one store for all starts."""
-    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _warn_of_restarts(rank: int) -> None:
-    """Say so where another start would find what this one has left: torch.distributed was set up by others, in a store that is kept."""
-    if rank == 0 and _store_is_kept() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not _set_up:
-        logger.warning(
-            "torch.distributed was set up without Penstock, and may hang when torchrun starts the processes again: make the mesh by "
-            "penstock.runtime.device_mesh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-        )
 
 
 def _process_group(within: Any) -> Any:
@@ -153,3 +121,44 @@ def _process_group(within: Any) -> Any:
     if within == dist.GroupMember.NON_GROUP_MEMBER:
         raise PipelineError(f"process {dist.get_rank()} is not in the group that it was given for the pipeline")
     return within
+
+
+def refuse_threads() -> None:
+    """Refuse a device mesh if the ranks are threads, or there is only this process."""
+    if isinstance(_current.group, VirtualGroup) or not under_torchrun():
+        raise ScheduleError("a device mesh is of processes: launch with backend='gloo' or torchrun rather than on threads")
+
+
+# Starts and restarts --------------------------------------------------------------------------------------------------
+
+
+def initialise() -> None:
+    """Initialise torch.distributed, if nobody has. If `torchrun` keeps its store, the keys carry a prefix of this start."""
+    if dist.is_initialized():
+        return
+    if not _store_is_kept():
+        dist.init_process_group(default_backend())
+        return
+    store, number, ranks = next(rendezvous("env://"))
+    prefix = f"penstock/{_this_start()}/torch"
+    dist.init_process_group(default_backend(), store=PrefixStore(prefix, store), rank=number, world_size=ranks)
+    _initialised.append(_this_start())
+
+
+def _this_start() -> str:
+    """A name that tells this start of the processes from earlier ones, whose keys `torchrun` keeps in its store."""
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{os.environ.get('WORLD_SIZE', '1')}"
+
+
+def _store_is_kept() -> bool:
+    """Whether `torchrun` uses one store for all starts."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _warn_of_restarts(rank: int) -> None:
+    """Warn if a restart would read the keys of this start, because torch.distributed was initialised without our prefix."""
+    if rank == 0 and _store_is_kept() and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not _initialised:
+        logger.warning(
+            "torch.distributed was initialised without Penstock, and may hang when torchrun restarts the processes: make the mesh by "
+            "penstock.runtime.device_mesh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )

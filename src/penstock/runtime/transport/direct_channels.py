@@ -1,101 +1,189 @@
-"""Channels that carry tensors as they are, for NCCL: nothing can be told along with them, so their forms are agreed beforehand.
+"""Channels that send tensors from device to device, for NCCL. Nothing can be sent along with a tensor, so both ends must know its form.
 
-In a step whose inputs are new to any rank, each message's form goes ahead of it by the control connection. In the steps after, as
-long as no rank's inputs change, both ends know it. Plain values may be others each time, so a channel with any sends them by the control
-connection in every step. Receives are posted where the program has them, which must be proved under
+In a step whose inputs are new to any rank, the form of each message goes ahead of it through the control connection. In later steps
+both ends know the forms, for as long as no rank's inputs change. Plain values may differ each time, so a channel with any sends them
+through the control connection in every step. Receives are posted where the program has them, which must be proved under
 `rendezvous`.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from penstock.runtime.batch.step_input import EMPTY
+from penstock.runtime.device.connections import abort_connection, connect_devices, probe_tensor
+from penstock.runtime.device.timing import clock
 from penstock.runtime.tensors.boundary import detached
-from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
-from penstock.runtime.transport.group import Inbox, Operation, Outbox, Route
+from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route
 from penstock.runtime.transport.message_format import Form, Leaf, Repeated
+from penstock.runtime.transport.store import PrefixStore
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.processes import Processes
-    from penstock.runtime.transport.subgroup import Slice
 
-_ONCE = 1 << 30
+_UNLIMITED = 1 << 30
 """Slots of a channel whose messages are small and few."""
+
+
+class DeviceConnections:
+    """The connections that carry tensors: one for all ranks, or one per channel, so that no message waits behind another channel's."""
+
+    def __init__(self, store: Any, rank: int, ranks: int, deadline: float, *, edges: bool) -> None:
+        self.store, self.rank, self.deadline, self.edges = PrefixStore("tensors", store), rank, deadline, edges
+        self._shared = None if edges else connect_devices(self.store, rank, ranks, deadline)
+        self._edges: dict[Route, Any] = {}
+        self._probed: set[Any] = set()
+
+    def find(self, route: Route, peer: int) -> tuple[Any, int]:
+        """The connection of a route, and the peer's rank on it."""
+        if not self.edges:
+            return self._shared, peer
+        return self._edges[route], int(peer == route[1])
+
+    def open(self, routes: Sequence[Route]) -> None:
+        """Connect routes that are not connected yet, in an order that is the same on every rank, and send a small tensor both ways."""
+        for route in routes:
+            source, target, what = route
+            pair = route if self.edges else (min(source, target), max(source, target))
+            if self.rank not in (source, target) or pair in self._probed:
+                continue
+            self._probed.add(pair)
+            if self.edges:
+                store = PrefixStore(f"{source}/{target}/{what}", self.store)
+                self._edges[route] = connect_devices(store, int(self.rank == target), 2, self.deadline)
+            self._probe(route, first=self.rank == min(source, target))
+
+    def _probe(self, route: Route, *, first: bool) -> None:
+        connection, peer = self.find(route, route[0] if self.rank == route[1] else route[1])
+        outgoing, incoming = probe_tensor(), probe_tensor()
+        for sends in (first, not first):
+            (connection.send([outgoing], peer, 0) if sends else connection.recv([incoming], peer, 0)).wait()
+
+    def abort(self) -> None:
+        """Close all connections, whatever is in progress on them."""
+        for connection in (self._shared, *self._edges.values()):
+            if connection is not None:
+                abort_connection(connection)
+        self._shared = None
+        self._edges.clear()
+
+
+class FormAgreement:
+    """Whether the ends of one program know the forms of its messages. All ends of the program on this rank share one."""
+
+    def __init__(self) -> None:
+        self.learning = False
+        """Whether the present step sends the form of each message ahead of it."""
+        self.known: Any = None
+        """What the program's last step was run on; None if an end has been made since, which knows no forms yet."""
+
+
+class FormAgreements:
+    """The agreements of a rank's programs. Each is kept for as long as an end of its program is."""
+
+    def __init__(self) -> None:
+        self._by_program: weakref.WeakValueDictionary[int, FormAgreement] = weakref.WeakValueDictionary()
+        self._last: FormAgreement | None = None
+        """Keeps the agreement of a program that has no channels on this rank, while no other program runs."""
+
+    def __len__(self) -> int:
+        return len(self._by_program)
+
+    def join(self, program: int) -> FormAgreement:
+        """The agreement of a program, for a new end of one of its channels: the next step sends all forms."""
+        agreement = self._find(program)
+        agreement.known = None
+        return agreement
+
+    def agree(self, program: int, inputs: Any, gather: Callable[[bool], Iterable[bool]]) -> None:
+        """Decide with the other ranks whether the next step sends forms: if any rank's inputs differ from those of the last step.
+
+        `gather` is given whether this rank's do, and returns it for all ranks.
+        """
+        agreement = self._last = self._find(program)
+        agreement.learning = any(gather(agreement.known != inputs))
+        agreement.known = inputs
+
+    def _find(self, program: int) -> FormAgreement:
+        return self._by_program.setdefault(program, FormAgreement())
 
 
 class DirectOutbox(Outbox):
     """Sends a value's tensors one after the other."""
 
-    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         self.group, self.route = group, route
-        self.ahead = FramedOutbox(group, route, _ONCE, program, deadline)
-        self.timeout = timedelta(seconds=deadline)
+        self.ahead = FramedOutbox(group, route, _UNLIMITED, program, deadline)
+        self.agreement = group.forms.join(program)
         self.forms: list[Form] = []
         self.count = 0
-        self.tells = False
-        """Whether plain values go by the control connection in this step."""
-        self.flight: deque[tuple[Any, Tensor]] = deque()
-        self._what = f"{group.called(route[1])} to take {route[2]}"
+        self.sends_plain = False
+        """Whether this step sends plain values through the control connection."""
+        self.sends: deque[tuple[Any, Tensor]] = deque()
+        self._waits_for = f"{group.describe_rank(route[1])} to take {route[2]}"
         group.ends.add(self)
 
     def begin(self) -> None:
         self.count = 0
-        self.flight.clear()
-        self.tells = not self.group.learning and any(form.tells for form in self.forms)
-        if self.group.learning:
+        self.sends.clear()
+        learning = self.agreement.learning
+        self.sends_plain = not learning and any(form.has_plain for form in self.forms)
+        if learning:
             self.forms.clear()
-        if self.group.learning or self.tells:
+        if learning or self.sends_plain:
             self.ahead.begin()
 
-    def learned(self) -> list[tuple[int, Any]]:
-        return list(enumerate(self.forms)) if self.group.learning else []
+    def new_forms(self) -> list[tuple[int, Any]]:
+        return list(enumerate(self.forms)) if self.agreement.learning else []
 
     def put(self, value: Any) -> None:
         number, self.count = self.count, self.count + 1
-        if self.group.learning:
+        if self.agreement.learning:
             self.forms.append(Form.of(value))
             self.ahead.put(self.forms[-1])
         form = self.forms[number]
         if not form.fits(value, plain=False):
             what, rank = self.route[2], self.route[0]
-            text = f"{self.group.called(rank)} made {what} {number} of the form {Form.of(value)}, where the steps before had {form}"
+            text = f"{self.group.describe_rank(rank)} made {what} {number} of the form {Form.of(value)}, but earlier steps had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
-        if self.tells:
+        if self.sends_plain:
             self.ahead.put(form.plain(value))
         try:
-            connection, peer = self.group.data(self.route, self.route[1])
+            connection, peer = self.group.device_connection(self.route, self.route[1])
             for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
                 if type(leaf) is Leaf:
-                    sent = part.resolve_conj().resolve_neg().contiguous()
-                    self.flight.append((connection.send([sent], peer, 0), sent))
+                    tensor = part.resolve_conj().resolve_neg().contiguous()
+                    self.sends.append((connection.send([tensor], peer, 0), tensor))
         except (RuntimeError, AttributeError) as error:
-            self.group.lost(self.route[1], self._what, error)
+            self.group.raise_lost(self.route[1], self._waits_for, error)
 
     def drop(self) -> None:
-        self.flight.clear()
+        self.sends.clear()
 
 
 class DirectInbox(Inbox):
-    """Receives where the program says so, and waits where the value is used."""
+    """Posts receives where the program has them, and waits where the value is used."""
 
-    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route = group, route
         self.ahead = FramedInbox(group, route, program, deadline)
+        self.agreement = group.forms.join(program)
         self.timeout = timedelta(seconds=deadline)
-        self.name = f"{route[2]} from {group.called(route[0])}"
+        self.name = f"{route[2]} from {group.describe_rank(route[0])}"
+        self.activity = group.activity(route[1])
         self.order: list[int] = []
         self.forms: list[Form] = []
         self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
-        self.tells = False
+        self.receives_plain = False
         group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
@@ -107,47 +195,49 @@ class DirectInbox(Inbox):
     def begin(self) -> None:
         self.posted.clear()
         self.count = 0
-        self.tells = not self.group.learning and any(form.tells for form in self.forms)
-        if self.group.learning:
+        learning = self.agreement.learning
+        self.receives_plain = not learning and any(form.has_plain for form in self.forms)
+        if learning:
             self.forms.clear()
-        if self.group.learning or self.tells:
+        if learning or self.receives_plain:
             self.ahead.begin()
 
     def _post(self) -> None:
-        """Receive the next message. One whose form is still to be told is left for when it is used, where no queue needs it now."""
+        """Receive the next message. If its form is not known yet, wait for that only when the queue needs the receive now."""
         number = self.count
         self.count = number + 1
-        self.posted.append((number, [] if self.group.learning and not self.group.rendezvous else self._receive(number)))
+        waits = self.agreement.learning and not self.group.rendezvous
+        self.posted.append((number, [] if waits else self._receive(number)))
 
     def _receive(self, number: int) -> list[tuple[Any, Any]]:
-        """Each part's work, if it has any, and the part."""
-        if self.group.learning:
+        """Each part of a message, with its work if it is a tensor."""
+        if self.agreement.learning:
             self.forms.append(self.ahead.take(number))
-        parts = [_room(leaf) if type(leaf) is Leaf else leaf for leaf in self.forms[number].leaves]
+        parts = [_empty_like(leaf) if type(leaf) is Leaf else leaf for leaf in self.forms[number].leaves]
         try:
-            connection, peer = self.group.data(self.route, self.route[0])
+            connection, peer = self.group.device_connection(self.route, self.route[0])
             leaves = zip(parts, self.forms[number].leaves, strict=True)
             return [(connection.recv([part], peer, 0) if type(leaf) is Leaf else None, part) for part, leaf in leaves]
         except (RuntimeError, AttributeError) as error:
-            self.group.lost(self.route[0], self.name, error)
+            self.group.raise_lost(self.route[0], self.name, error)
 
     def pull(self, cells: list[Any], cell: int) -> Any:
         while cells[cell] is EMPTY:
             number, works = self.posted.popleft()
             works = works or self._receive(number)
-            activity, asked = self.group.mine, clock()
+            activity, asked = self.activity, clock()
             activity.since, activity.waits = asked, self.name
             try:
                 for work, _ in works:
                     if work is not None:
                         work.wait(self.timeout)
             except RuntimeError as error:
-                self.group.lost(self.route[0], self.name, error)
+                self.group.raise_lost(self.route[0], self.name, error)
             activity.waits = None
             self.times[number] = asked, asked, clock()
             form = self.forms[number]
-            parts = [_laid(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)]
-            if self.tells:
+            parts = [_restore(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)]
+            if self.receives_plain:
                 plain = iter(self.ahead.take(number))
                 parts = [part if type(leaf) in (Leaf, Repeated) else next(plain) for part, leaf in zip(parts, form.leaves, strict=True)]
             cells[self.order[number]] = form.join(parts)
@@ -163,12 +253,12 @@ class DirectInbox(Inbox):
         self.posted.clear()
 
 
-def _room(leaf: Leaf) -> Tensor:
+def _empty_like(leaf: Leaf) -> Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
-def _laid(part: Any, leaf: Any) -> Any:
-    """A received tensor with the strides that it was made with, so that what is computed from it is the same."""
+def _restore(part: Any, leaf: Any) -> Any:
+    """A received tensor with the sender's strides, so that operators compute the same numbers from it."""
     if type(leaf) is not Leaf:
         return part
     if part.stride() != leaf.stride:

@@ -1,4 +1,4 @@
-"""Channels between processes on gloo: framed messages under a tag, receives posted ahead, sends that nobody waits for."""
+"""Channels between processes on gloo: each message is a frame under a tag. Receives are posted ahead, and sends are not waited for."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.transport.activity import clock
-from penstock.runtime.transport.group import Inbox, Operation, Outbox, Route, nothing, runs_another
+from penstock.runtime.device.timing import clock
+from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route, describe_other_program, nothing
 from penstock.runtime.transport.message_format import (
     NUMBER,
     OVERFLOW,
@@ -18,7 +17,7 @@ from penstock.runtime.transport.message_format import (
     SENT,
     TRAILER,
     Form,
-    Slot,
+    SendFrame,
     empty,
     pack_new,
     trailer,
@@ -27,137 +26,138 @@ from penstock.runtime.transport.message_format import (
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.processes import Processes
-    from penstock.runtime.transport.subgroup import Slice
 
-AHEAD, ROOM = 32, 1 << 22
-"""How many receives are posted before they are asked for, at most, and how many bytes they may take together: gloo moves a message
-only once its receive is posted."""
-KEPT = 1 << 16
-"""Bytes up to which frames that were sent are kept to send from again: small ones cost more to make than to hold."""
+AHEAD, AHEAD_BYTES = 32, 1 << 22
+"""The most receives that are posted ahead, and the most bytes that they may take together: gloo moves a message only once its
+receive is posted."""
+REUSED = 1 << 16
+"""The size in bytes up to which sent frames are reused: small frames cost more to make than to keep."""
 SIZES = 8
-"""How many sizes of frames are kept: where lengths keep changing, old ones may never come again."""
-TAGS = {"activations": 0, "gradients": 1, "control": 2}
-"""Of each kind of traffic, for what is always of the same size."""
+"""How many sizes of frames are kept: if lengths keep changing, old ones may never come again."""
+TAGS = {"activations": 0, "gradients": 1}
+"""The tag of each kind of traffic for the greeting that begins a step."""
 
 
 def tag_of(what: str, program: int) -> int:
-    """The tag of a program's messages, and of what does not fit their frames the next one.
+    """The tag of a program's messages. Values that do not fit their frames follow under the next tag.
 
-    Programs do not share tags: gloo ends a process that is sent more than it expects.
+    Programs do not share tags, because gloo ends a process that is sent more bytes than it expects.
     """
     return 4 + 4 * (program & 0xFFFFFF) + 2 * TAGS[what]
 
 
 class FramedOutbox(Outbox):
-    """Sends frames, and lets go of each when the other end must have taken it."""
+    """Sends frames, and waits for each only once the receiver must have taken it."""
 
-    def __init__(self, group: Processes | Slice, route: Route, slots: int, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program = group, route, slots, program
         self.target, self.tag = route[1], tag_of(route[2], program)
-        self._hello = Slot(TRAILER)
-        self._what = f"{group.called(self.target)} to take {route[2]}"
+        self._greeting = SendFrame(TRAILER)
+        self._waits_for = f"{group.describe_rank(self.target)} to take {route[2]}"
+        self.activity = group.activity(route[0])
         self.timeout = timedelta(seconds=deadline)
         self.forms: list[Form] = []
         self._new: list[int] = []
         self.generation = group.generation
         self.count = 0
-        self.flight: deque[tuple[int, Any, Slot | Tensor]] = deque()
-        """Number, work, and what holds the memory, for the work does not."""
-        self.free: dict[int, list[Slot]] = {}
-        """Frames to send from again, by their size."""
-        group.ends.add(self, self.flight)
+        self.sends: deque[tuple[int, Any, SendFrame | Tensor]] = deque()
+        """Sends in progress: number, work, and the object that holds the memory, because the work does not."""
+        self.free: dict[int, list[SendFrame]] = {}
+        """Frames to reuse, by their size."""
+        group.ends.add(self, self.sends)
 
     def begin(self) -> None:
         if self.generation != self.group.generation:
             self.generation = self.group.generation
             self.forms.clear()
-        while self.flight:  # all taken, for the step that they belong to is over
+        while self.sends:  # all received, because the step that they belong to is over
             self._wait_for_oldest()
         self.count = 0
         self._new.clear()
-        self._hello.words[PROGRAM] = self.program
-        self._dispatch(0, self._hello.frames, TAGS[self.route[2]], self._hello)
+        self._greeting.words[PROGRAM] = self.program
+        self._dispatch(0, self._greeting.buffers, TAGS[self.route[2]], self._greeting)
 
     def put(self, value: Any) -> None:
-        number, forms, flight = self.count, self.forms, self.flight
+        number, forms, sends = self.count, self.forms, self.sends
         self.count = number + 1
-        while flight and number - flight[0][0] >= self.slots:
+        while sends and number - sends[0][0] >= self.slots:
             self._wait_for_oldest()
         if number >= len(forms):
             self._put_new(number, TRAILER, value)
         elif (form := forms[number]).fits(value):
-            slot = self._slot(form.size)
-            form.pack(value, slot.address)
-            self._send(number, slot, 0)
+            frame = self._take_frame(form.size)
+            form.pack(value, frame.address)
+            self._send(number, frame, 0)
         else:
             self._put_new(number, form.size, value)
 
     def _put_new(self, number: int, size: int, value: Any) -> None:
-        """A value of a new form follows apart, behind a frame of the size that the other end expects."""
+        """Send a value of a new form in a message of its own, behind a frame of the size that the receiver expects."""
         new, overflow = pack_new(value)
         self.forms[number : number + 1] = [new]
         self._new.append(number)
-        self._send(number, self._slot(size), len(overflow))
+        self._send(number, self._take_frame(size), len(overflow))
         self._dispatch(number, [overflow], self.tag + 1, overflow)
 
-    def learned(self) -> list[tuple[int, Any]]:
+    def new_forms(self) -> list[tuple[int, Any]]:
         return [(number, self.forms[number]) for number in self._new]
 
-    def _slot(self, size: int) -> Slot:
+    def _take_frame(self, size: int) -> SendFrame:
         free = self.free.get(size)
-        return free.pop() if free else Slot(size)
+        return free.pop() if free else SendFrame(size)
 
-    def _keep(self, slot: Slot) -> None:
-        if slot.size not in self.free and len(self.free) >= SIZES:
+    def _keep(self, frame: SendFrame) -> None:
+        if frame.size not in self.free and len(self.free) >= SIZES:
             self.free.clear()
-        self.free.setdefault(slot.size, []).append(slot)
+        self.free.setdefault(frame.size, []).append(frame)
 
-    def _send(self, number: int, slot: Slot, overflow: int) -> None:
-        words = slot.words
+    def _send(self, number: int, frame: SendFrame, overflow: int) -> None:
+        words = frame.words
         words[NUMBER], words[SENT], words[OVERFLOW] = number, clock(), overflow
-        self._dispatch(number, slot.frames, self.tag, slot)
+        self._dispatch(number, frame.buffers, self.tag, frame)
 
-    def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: Slot | Tensor) -> None:
+    def _dispatch(self, number: int, frames: list[Tensor], tag: int, held: SendFrame | Tensor) -> None:
         try:
-            self.flight.append((number, self.group.connection.send(frames, self.target, tag), held))
+            self.sends.append((number, self.group.connection.send(frames, self.target, tag), held))
         except (RuntimeError, AttributeError) as error:  # AttributeError: the connection was closed meanwhile
-            self.group.lost(self.target, self._what, error)
+            self.group.raise_lost(self.target, self._waits_for, error)
 
     def _wait_for_oldest(self) -> None:
-        activity = self.group.mine
-        activity.since, activity.waits = clock(), self._what
+        activity = self.activity
+        activity.since, activity.waits = clock(), self._waits_for
         try:
-            _, work, held = self.flight.popleft()
+            _, work, held = self.sends.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:  # IndexError: everything was dropped meanwhile
             work = held = None  # the raised error keeps this frame, and the work would keep the connection open
-            self.group.lost(self.target, self._what, error)
-        if isinstance(held, Slot) and held.size <= KEPT and held is not self._hello:
+            self.group.raise_lost(self.target, self._waits_for, error)
+        if isinstance(held, SendFrame) and held.size <= REUSED and held is not self._greeting:
             self._keep(held)
         activity.waits = None
-        activity.began = clock()  # what came before was waiting
+        activity.began = clock()  # the time before was spent waiting
 
     def drop(self) -> None:
-        self.flight.clear()
+        self.sends.clear()
 
 
 class FramedInbox(Inbox):
-    """Takes frames in the order in which they were sent."""
+    """Receives frames in the order in which they were sent."""
 
-    def __init__(self, group: Processes | Slice, route: Route, program: int, deadline: float) -> None:
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route, self.program = group, route, program
         self.source, self.tag = route[0], tag_of(route[2], program)
         self.timeout = timedelta(seconds=deadline)
-        self.name = f"{route[2]} from {group.called(self.source)}"
+        self.name = f"{route[2]} from {group.describe_rank(self.source)}"
+        self.activity = group.activity(route[1])
         self.order: list[int] = []
-        """The cell that each message of a step is for."""
+        """The cell of each message of a step."""
         self.forms: list[Form] = []
         self.generation = group.generation
         self.posted: deque[tuple[Any, Tensor]] = deque()
         self.count = 0
         self.ahead = 0
-        """How many receives are posted before they are asked for."""
+        """How many receives are posted ahead."""
         group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
@@ -172,7 +172,7 @@ class FramedInbox(Inbox):
         self.posted.clear()
         self.count = 0
         largest = max((form.size for form in self.forms), default=TRAILER)
-        self.ahead = min(AHEAD, max(2, ROOM // largest))
+        self.ahead = min(AHEAD, max(2, AHEAD_BYTES // largest))
         self._post(empty(TRAILER), TAGS[self.route[2]])
         for number in range(min(self.ahead, len(self.order))):
             self._post(self._frame(number), self.tag)
@@ -184,7 +184,7 @@ class FramedInbox(Inbox):
         try:
             self.posted.append((self.group.connection.recv([frame], self.source, tag), frame))
         except (RuntimeError, AttributeError) as error:
-            self.group.lost(self.source, self.name, error)
+            self.group.raise_lost(self.source, self.name, error)
 
     def pull(self, cells: list[Any], cell: int) -> Any:
         while cells[cell] is EMPTY:
@@ -193,44 +193,44 @@ class FramedInbox(Inbox):
         return cells[cell]
 
     def take(self, number: int) -> Any:
-        """The message of this number, which is the next."""
+        """The next message, whose number this is."""
         if not number:
             self._check_program()
         if number + self.ahead < len(self.order):
             self._post(self._frame(number + self.ahead), self.tag)
         self.count = number + 1
         asked = clock()
-        frame = self._arrived(asked)
+        frame = self._wait_for_frame(asked)
         words = trailer(frame)
         assert words[NUMBER] == number, "messages of a channel are taken in the order in which they were sent"
         self.times[number] = words[SENT], asked, clock()
         return self._learn(number, words[OVERFLOW]) if words[OVERFLOW] else self.forms[number].unpack(frame)
 
-    def _arrived(self, asked: int) -> Tensor:
-        activity = self.group.mine
+    def _wait_for_frame(self, asked: int) -> Tensor:
+        activity = self.activity
         activity.since, activity.waits = asked, self.name
         try:
             work, frame = self.posted.popleft()
             work.wait(self.timeout)
         except (RuntimeError, IndexError) as error:
             work = None  # the raised error keeps this frame, and the work would keep the connection open
-            self.group.lost(self.source, self.name, error)
+            self.group.raise_lost(self.source, self.name, error)
         activity.waits = None
         return frame
 
     def _check_program(self) -> None:
-        """What comes before all else says which program the sender runs."""
-        frame = self._arrived(clock())
+        """Read the greeting that begins a step, which says which program the sender runs."""
+        frame = self._wait_for_frame(clock())
         if trailer(frame)[PROGRAM] != self.program:
-            raise self.group.report_failure(self.route[1], runs_another(self.group, self.source, self.route[1]))
+            raise self.group.report_failure(self.route[1], describe_other_program(self.group, self.source, self.route[1]))
 
     def _learn(self, number: int, size: int) -> Any:
-        """A value of a new form, which follows apart."""
+        """Receive a value of a new form, which follows in a message of its own."""
         frame = empty(size)
         try:
             self.group.connection.recv([frame], self.source, self.tag + 1).wait(self.timeout)
         except (RuntimeError, AttributeError) as error:
-            self.group.lost(self.source, self.name, error)
+            self.group.raise_lost(self.source, self.name, error)
         form, value = unpack_new(frame)
         self.forms[number : number + 1] = [form]
         return value

@@ -1,4 +1,4 @@
-"""What ranks need of each other, whether they are threads or processes."""
+"""The contracts of ranks that work together: a group of ranks, and the two ends of a channel between two of them."""
 
 from __future__ import annotations
 
@@ -10,89 +10,149 @@ from penstock.errors import PipelineError
 from penstock.runtime.transport.activity import Activity
 
 Route = tuple[int, int, str]
-"""From rank, to rank, and what it carries: `activations` or `gradients`."""
+"""Source rank, target rank, and the kind of traffic: `activations` or `gradients`."""
 Operation = Callable[[], None]
 
 
+class _Empty:
+    """The content of a cell that holds no value."""
+
+    def __repr__(self) -> str:
+        return "empty"
+
+
+EMPTY = _Empty()
+"""Marks a cell as empty, because None may be a message. `Inbox.pull` fills the cells that hold it."""
+
+
 def nothing() -> None:
-    """An action that has nothing to do."""
+    """An operation that does nothing."""
 
 
 class Outbox(ABC):
-    """The sending end of a channel, as one program uses it."""
+    """The sending end of a channel, for one program.
+
+    An executor asks its group for one outbox per route when it is built, and uses it for as long as it lives. In each step it calls
+    `begin` on all its outboxes before those of its inboxes, and before the first action runs; then `put` once per message, in the
+    order of the program, which is the order in which the other end expects them. All of this happens on the rank's own thread.
+
+    There is no call for the end of a step. A step that fails is simply left: the next `begin` starts afresh, and nothing of the failed
+    step may reach the receiver, because the group has emptied its channels or replaced its connections by then.
+    """
 
     @abstractmethod
     def put(self, value: Any) -> None:
-        """Send the next message. Waits only where all slots of the channel are taken."""
+        """Send the next message of the step.
+
+        Returns as soon as the message is on its way. Blocks only while all slots of the channel are taken by messages that the
+        receiver has not taken yet. If another rank fails meanwhile, or the deadline passes, raises the report that all ranks raise.
+        The value's tensors must stay as they are until the receiver has taken them: a channel may send them without a copy.
+        """
 
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """A step begins."""
+        """Begin a step: the next `put` is the step's first message."""
 
-    def learned(self) -> list[tuple[int, Any]]:
-        """The messages of the last step whose form was new, by their number in it, and the form."""
+    def new_forms(self) -> list[tuple[int, Any]]:
+        """The messages of the last step whose form (tree, shapes, types) was new: their numbers in the step, and the forms."""
         return []
 
     def drop(self) -> None:  # noqa: B027
-        """Let go of everything under way, so that the connection can close. May be called from another thread."""
+        """Let go of all messages in progress, so that the connection can close.
+
+        The group calls this after a failure, possibly from its watching thread while the rank is inside `put`, which then raises.
+        """
 
 
 class Inbox(ABC):
-    """The receiving end of a channel, as one program uses it."""
+    """The receiving end of a channel, for one program.
+
+    An executor asks its group for one inbox per route when it is built. While building, it calls `expect` once per receive action of
+    the route, in program order, and keeps the operation that this returns as the action itself. In each step it calls `begin`, runs
+    those operations where the program has them, and calls `pull` when a compute action needs a message. When the step is over, or
+    has failed, it calls `clear`. All of this happens on the rank's own thread.
+
+    Cells are the executor's list of values. A message is delivered into the cell that its receive was declared for; a cell that
+    holds `EMPTY` has not got its message yet.
+    """
 
     def __init__(self) -> None:
         self.times: list[tuple[Any, Any, Any]] = []
-        """For each message of the last step: when it was sent, on the sender's clock, asked for and there; or places in streams."""
+        """Per message of the last step: when it was sent (on the sender's clock), when it was needed, and when it was there.
+
+        Nanoseconds, or events of streams if the ranks are threads on a GPU.
+        """
 
     @abstractmethod
     def expect(self, cell: int) -> Operation:
-        """The next message of a step is for this cell; what the receive does when its turn comes."""
+        """Declare that the next message of every step is for this cell; returns the operation that posts its receive."""
 
     @abstractmethod
     def pull(self, cells: list[Any], cell: int) -> Any:
-        """The message for the cell; those before it go into theirs."""
+        """Fill the cell, if it is `EMPTY`, and return its content.
+
+        Messages arrive in the order in which they were sent, so all messages before it are put into their cells as well. Blocks until
+        the message is there. If another rank fails meanwhile, the deadline passes, or the sender runs another program, raises the
+        report that all ranks raise.
+        """
 
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
-        """A step begins."""
+        """Begin a step: the next message is the step's first. May post receives ahead of their turn."""
 
     @abstractmethod
     def clear(self) -> None:
-        """A step is over, or has failed: expect nothing more of it."""
+        """End a step, whether it has succeeded or failed: expect no more of its messages."""
 
     def drop(self) -> None:  # noqa: B027
-        """Let go of everything under way, so that the connection can close. May be called from another thread."""
+        """Let go of all receives in progress, so that the connection can close; like `Outbox.drop`."""
 
     @abstractmethod
     def pending(self) -> int:
-        """How many receives are posted and not yet taken."""
+        """The number of receives that are posted and not yet pulled."""
 
 
 class Group(ABC):
-    """The ranks of a pipeline. All of them make the same calls in the same order."""
+    """The ranks of a pipeline, as seen from one of them.
+
+    Every rank makes the same calls in the same order; a rank that makes others is found out and reported. All methods are called on
+    the rank's own thread, except that `fail` may also be called by whoever launched the ranks. `rank` is always the caller's
+    rank: threads share one group object, while each process has its own, which ignores the argument.
+
+    Each method that waits takes a deadline in seconds. When it passes, or when any rank fails, every rank raises a `PipelineError`
+    with the same report: what failed first, and what each rank was doing. A failure is over when all ranks have raised it: the next
+    call of `enter` or `gather` then finds every channel empty, and the group works again. After a fatal failure (a rank's function
+    has raised, or its process is gone) it never does, and every later call raises the same report.
+
+    A pipeline uses its group like this: `number_pipeline` once; `gather` while it is built; `outbox` and `inbox` for each program,
+    then `open`; and per step `enter`, `agree` if the group is `direct`, the channels, and a last `gather` for the result. It passes
+    an exception that escapes from the step to `report_failure` or `fail`.
+    """
 
     ranks: int
     parallel: bool
     """Whether ranks run at the same time."""
-
     rendezvous = False
-    """Whether messages between two ranks share one queue, so that programs must be proved under `rendezvous`."""
+    """Whether all messages between two ranks share one queue, so that programs must be proved under `rendezvous`."""
     direct = False
-    """Whether the forms of messages must be agreed before a step."""
+    """Whether tensors travel without a description, so that `agree` must be called before each step."""
     shares_memory = False
-    """Whether a message is the sender's own tensor rather than a copy of it."""
+    """Whether the receiver gets the sender's own tensor rather than a copy."""
 
     @abstractmethod
-    def count(self, rank: int) -> int:
-        """How many pipelines this rank has made, so that messages of one are not taken for those of another."""
+    def number_pipeline(self, rank: int) -> int:
+        """The number of a new pipeline, equal on all ranks: it tells the messages of one pipeline from those of another."""
 
     def open(self, routes: Iterable[Route], deadline: float) -> None:  # noqa: B027 - most have nothing to do
-        """Make the channels ready that a program uses."""
+        """Connect the channels of a new program. Called on all ranks after each has made its ends, with its own routes."""
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:  # noqa: B027
-        """Compare with the other ranks whether a step's inputs look as they did the last time."""
+        """Find out on all ranks whether any rank's inputs look different from those of the program's last step.
+
+        `inputs` describes them, and is compared with `==`. If any differ, the step sends the form of each message ahead of it.
+        """
 
     @abstractmethod
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        """A new sending end for the program of this number."""
+        """A new sending end for the program of this number, whose channel holds so many messages."""
 
     @abstractmethod
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
@@ -100,36 +160,43 @@ class Group(ABC):
 
     @abstractmethod
     def activity(self, rank: int) -> Activity:
-        """What the rank is doing."""
+        """What the rank is doing: one object for as long as the group lives, which the rank's executor writes."""
 
     @abstractmethod
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
-        """Everyone's value, in the order of ranks."""
+        """All-gather: every rank's value, in the order of ranks. Enters first. Ranks that call it with other names fail."""
 
     @abstractmethod
     def enter(self, rank: int, deadline: float) -> None:
-        """Begin what all ranks take part in. Who has not raised a failure yet raises it now; who has waits until all have."""
+        """Begin something that all ranks take part in.
+
+        Returns at once while nothing has failed. Otherwise raises a pending failure once; called again, blocks until every rank has
+        raised it, and returns with the group in order. Raises every time after a fatal failure.
+        """
 
     @abstractmethod
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
-        """Make a failure known to all, if it is the first; the rank, if any, raises it by itself. A fatal one is never got over."""
+        """Tell all ranks of an error that this rank raises by itself, so that they raise it too; None if no rank has raised it.
+
+        Only the first failure counts until all ranks have raised it. A fatal one is never over.
+        """
 
     @abstractmethod
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
-        """Make a failure known to all; the error that every rank raises."""
+        """Tell all ranks of a failure, like `fail`; returns the error with the full report, for the caller to raise."""
 
-    def called(self, rank: int) -> str:
-        """A rank as a message names it."""
+    def describe_rank(self, rank: int) -> str:
+        """A rank's name in messages."""
         return f"rank {rank}"
 
     @abstractmethod
     def ident(self, thing: object) -> Hashable:
-        """What tells an object from all others, those of other ranks included."""
+        """A key that tells an object from all other objects, those of other ranks included."""
 
 
-def runs_another(group: Group, source: int, rank: int) -> str:
-    """What is said of a message that belongs to another program than the one that its reader runs."""
+def describe_other_program(group: Group, source: int, rank: int) -> str:
+    """The error text for a message that belongs to another program than the one its reader runs."""
     return (
-        f"{group.called(source)} runs another step than {group.called(rank)}: give all ranks the same count of microbatches, and make the "
-        "same calls on all"
+        f"{group.describe_rank(source)} runs another step than {group.describe_rank(rank)}: give all ranks the same count of "
+        "microbatches, and make the same calls on all"
     )

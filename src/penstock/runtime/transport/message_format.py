@@ -1,8 +1,8 @@
 """Values as bytes for a channel between processes: the tensors one after the other, then a trailer.
 
-A value's form (its tree, shapes, types, strides) is sent once, where it is new. While it stands, a message is one frame of a size
-that both ends know, and its trailer says whether what comes before is of that form; so nothing is ever cut off, and receives can
-be posted before anything is known of what is under way.
+A value's form (its tree, shapes, types, strides) is sent once, when it is new. As long as the form stays the same, a message is one
+frame of a size that both ends know. The trailer says whether the message has that form, so that no message is ever cut off, and
+receives can be posted before anything is known of the messages in progress.
 """
 
 from __future__ import annotations
@@ -18,46 +18,45 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.device.device import on_host, placed
 from penstock.runtime.tensors.boundary import FIXED, check_tensor, how_to_register
 from penstock.runtime.tensors.layout import is_dense
-from penstock.runtime.transport.failures import serializer
+from penstock.runtime.tensors.pickling import load_pickler
 
 _ALIGN = 64
-"""Tensors in a frame lie as they would in memory of their own."""
+"""Tensors in a frame are aligned as they would be in memory of their own."""
 TRAILER = 64
-"""Bytes."""
+"""Bytes of a trailer."""
 _Words = ctypes.c_int64 * 5
 
 PROGRAM, NUMBER, SENT, OVERFLOW, LENGTH = range(5)
-"""The words of a trailer: which program sent the message, its place among those of its channel and step, when it was sent on the
-sender's clock, how many bytes follow apart (because the form is new; 0 where it stands), and how many bytes are used where that is
-not the form's to say."""
+"""The words of a trailer: the program that sent the message, its number in the channel and step, when it was sent (on the sender's
+clock), how many bytes follow in a second message (because the form is new; else 0), and how many bytes of the frame are used if it has
+no form."""
 
 
 def trailer(frame: Tensor) -> Any:
-    """The words behind all else in a frame, which must be held as long as they are."""
+    """The words at the end of a frame. The caller must keep the frame for as long as it uses them."""
     return _Words.from_address(frame.data_ptr() + frame.numel() * frame.element_size() - TRAILER)
 
 
 def empty(size: int) -> Tensor:
-    """Memory of so many bytes."""
+    """An uninitialised buffer of so many bytes."""
     return torch.empty(size, dtype=torch.uint8)
 
 
-class Slot:
-    """A frame to send from, with what is needed to fill it."""
+class SendFrame:
+    """A frame to send, with its address and trailer at hand."""
 
-    __slots__ = ("address", "frames", "size", "words")
+    __slots__ = ("address", "buffers", "size", "words")
 
     def __init__(self, size: int) -> None:
         frame = empty(size)
-        self.size, self.frames, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
+        self.size, self.buffers, self.address, self.words = size, [frame], frame.data_ptr(), trailer(frame)
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One tensor of a value, and where in the frame it lies."""
+    """One tensor of a value, and its offset in the frame."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -85,24 +84,24 @@ class Leaf:
 
     def copy(self, tensor: Tensor, address: int) -> None:
         if self.device != "cpu" or tensor.stride() != self.stride or tensor.is_conj() or tensor.is_neg():
-            tensor = on_host(tensor, self.shape, self.stride)
+            tensor = torch.empty_strided(self.shape, self.stride, dtype=tensor.dtype).copy_(tensor.detach())
         ctypes.memmove(address + self.offset, tensor.data_ptr(), self.size)
 
     def view(self, frame: Tensor) -> Tensor:
-        """The tensor that lies in the frame: no view of it to autograd, and no copy."""
+        """The tensor in the frame's memory, neither a copy nor a view in the eyes of autograd."""
         tensor = torch.empty(0, dtype=self.dtype)
         tensor.set_(frame.untyped_storage(), self.offset // self.dtype.itemsize, self.shape, self.stride)
         return self.finish(tensor)
 
     def finish(self, tensor: Tensor) -> Tensor:
         if self.device != "cpu":
-            tensor = placed(tensor, self.device)
+            tensor = tensor.to(self.device)
         return tensor.requires_grad_() if self.grad else tensor
 
 
 @dataclass(frozen=True)
 class Repeated:
-    """A place in a tree where the same tensor stands as in an earlier one."""
+    """A place in a tree that holds the same tensor as an earlier place."""
 
     place: int
 
@@ -110,8 +109,8 @@ class Repeated:
 _ONE, _LIST = "one tensor", "a list"
 
 
-def _flat(value: Any) -> tuple[Sequence[Any], Any]:
-    """The parts of a value and how they hang together; quick for what goes round most, a tensor and a list of gradients."""
+def _flatten(value: Any) -> tuple[Sequence[Any], Any]:
+    """The leaves of a value and its tree; quick for the most frequent values, one tensor and a list of gradients."""
     if type(value) is Tensor:
         return (value,), _ONE
     if type(value) is list and all(type(part) is Tensor or part is None for part in value):
@@ -121,17 +120,17 @@ def _flat(value: Any) -> tuple[Sequence[Any], Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What a value looks like: how it hangs together, its tensors (`Leaf`) and its plain values."""
+    """What a value looks like: its tree, its tensors (`Leaf`) and its plain values."""
 
     spec: Any
     leaves: tuple[Any, ...]
     size: int
     """Bytes of its frame."""
     alone: Leaf | None = field(init=False, compare=False)
-    """The one tensor that it is or that its list holds: most messages, so they have a quick way."""
+    """The only tensor, if the value is one tensor or a list of one: most messages are, so they have a fast path."""
     dtype: torch.dtype = field(init=False, compare=False)
     first: list[int] = field(init=False, compare=False)
-    """For each leaf, the first place where the same tensor stands."""
+    """Per leaf, the first place that holds the same tensor."""
 
     def __post_init__(self) -> None:
         alone = self.leaves[0] if self.spec in (_ONE, _LIST) and len(self.leaves) == 1 and type(self.leaves[0]) is Leaf else None
@@ -141,7 +140,7 @@ class Form:
 
     @classmethod
     def of(cls, value: Any) -> Form:
-        parts, spec = _flat(value)
+        parts, spec = _flatten(value)
         end, first = 0, _first_places(parts)
         leaves: list[Any] = []
         for place, part in enumerate(parts):
@@ -155,23 +154,23 @@ class Form:
         return cls(spec, tuple(leaves), end + TRAILER)
 
     @property
-    def tells(self) -> bool:
-        """Whether there are plain values, which may be others in the next message; nothing is always the same."""
+    def has_plain(self) -> bool:
+        """Whether there are plain values other than None, which may differ in the next message."""
         return any(leaf is not None and type(leaf) not in (Leaf, Repeated) for leaf in self.leaves)
 
     def fits(self, value: Any, plain: bool = True) -> bool:
-        """Whether a value is of this form, so that its tensors alone need to be sent; and, unless `plain`, its plain values."""
+        """Whether a value has this form, so that only its tensors need to be sent. With `plain=False`, plain values may differ."""
         if self.alone is not None:
             if self.spec is _LIST:
                 value = value[0] if type(value) is list and len(value) == 1 else None
             return type(value) is Tensor and self.alone.fits(value)
-        parts, spec = _flat(value)
+        parts, spec = _flatten(value)
         if not (spec == self.spec and len(parts) == len(self.leaves) and _first_places(parts) == self.first):
             return False
         return all(_part_fits(part, leaf, plain) for part, leaf in zip(parts, self.leaves, strict=True))
 
     def pack(self, value: Any, address: int) -> None:
-        """Copy the value's tensors into the frame at an address."""
+        """Copy the value's tensors into the frame at this address."""
         if self.alone is not None:
             self.alone.copy(value if self.spec is _ONE else value[0], address)
             return
@@ -180,11 +179,11 @@ class Form:
                 leaf.copy(part, address)
 
     def frame(self) -> Tensor:
-        """A frame to receive into, which becomes the value's tensor where there is but one."""
+        """A frame to receive into. If the value has only one tensor, the frame becomes that tensor."""
         return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype)
 
     def unpack(self, frame: Tensor) -> Any:
-        """The value, its tensors lying in the frame."""
+        """The value, with its tensors in the frame's memory."""
         alone = self.alone
         if alone is not None:
             tensor = alone.finish(frame.as_strided_(alone.shape, alone.stride))
@@ -193,14 +192,14 @@ class Form:
 
     def parts(self, value: Any) -> Sequence[Any]:
         """The value's tensors and plain values."""
-        return _flat(value)[0]
+        return _flatten(value)[0]
 
     def plain(self, value: Any) -> list[Any]:
         """The value's plain values."""
         return [part for part, leaf in zip(self.parts(value), self.leaves, strict=True) if type(leaf) not in (Leaf, Repeated)]
 
     def join(self, parts: list[Any]) -> Any:
-        """The reverse of `parts`."""
+        """Undo `parts`."""
         if any(type(part) is Repeated for part in parts):
             parts = [parts[part.place] if type(part) is Repeated else part for part in parts]
         if self.spec is _ONE:
@@ -208,9 +207,9 @@ class Form:
         return parts if self.spec is _LIST else pytree.tree_unflatten(parts, self.spec)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A tree travels as itself with numbers for its parts."""
+        """Pickle the tree as a tree of numbers."""
         tree = self.spec if self.spec in (_ONE, _LIST) else pytree.tree_unflatten(range(len(self.leaves)), self.spec)
-        return _form, (tree, self.leaves, self.size)
+        return _rebuild_form, (tree, self.leaves, self.size)
 
     def __str__(self) -> str:
         def one(leaf: Any) -> str:
@@ -221,7 +220,7 @@ class Form:
         return ", ".join(map(one, self.leaves)) or "nothing"
 
 
-def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
+def _rebuild_form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
     known = next((name for name in (_ONE, _LIST) if type(tree) is str and tree == name), None)
     spec: Any = pytree.tree_structure(tree) if known is None else known
     if known is None and spec.num_leaves != len(leaves):
@@ -231,19 +230,19 @@ def _form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
 
 
 def pack_new(value: Any) -> tuple[Form, Tensor]:
-    """A value with its form in front of it, for the other end to learn."""
+    """Pack a value behind its form, for the receiver to learn."""
     form = Form.of(value)
-    told = serializer().dumps(form)
-    at = _after(len(told))
+    pickled = load_pickler().dumps(form)
+    at = _after(len(pickled))
     frame = empty(at + form.size)
-    ctypes.c_int64.from_address(frame.data_ptr()).value = len(told)
-    ctypes.memmove(frame.data_ptr() + 8, told, len(told))
+    ctypes.c_int64.from_address(frame.data_ptr()).value = len(pickled)
+    ctypes.memmove(frame.data_ptr() + 8, pickled, len(pickled))
     form.pack(value, frame.data_ptr() + at)
     return form, frame
 
 
 def unpack_new(frame: Tensor) -> tuple[Form, Any]:
-    """The reverse of `pack_new`."""
+    """Undo `pack_new`."""
     length = ctypes.c_int64.from_address(frame.data_ptr()).value
     form: Form = pickle.loads(ctypes.string_at(frame.data_ptr() + 8, length))
     body = form.frame()
@@ -264,7 +263,7 @@ def _contiguous(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _first_places(parts: Sequence[Any]) -> list[int]:
-    """For each part, the first place where the same tensor stands."""
+    """Per part, the first place that holds the same tensor."""
     seen: dict[int, int] = {}
     return [seen.setdefault(id(part), place) if isinstance(part, Tensor) else place for place, part in enumerate(parts)]
 

@@ -1,180 +1,218 @@
-"""Some of the processes as a group of their own: a row or a column of a device mesh.
-
-They are numbered from 0 and have channels and exchanges of their own, but one alarm with all: whatever fails anywhere in the mesh,
-every rank of it raises the same report.
-"""
+"""Some ranks of a group as a group of their own: a row or a column of a device mesh, or the replicas of one stage."""
 
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from penstock.errors import PipelineError
-from penstock.runtime.device.device import direct_connection, stop
+from penstock.runtime.device.connections import abort_connection, connect_devices
 from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.all_gather import Exchange
-from penstock.runtime.transport.direct_channels import DirectInbox, DirectOutbox
-from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
-from penstock.runtime.transport.group import Group, Inbox, Outbox, Route
-from penstock.runtime.transport.processes import Ends, Processes
+from penstock.runtime.transport.all_gather import AllGather
+from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.transport.processes import Processes
 from penstock.runtime.transport.store import PrefixStore
 
 _TAGS = 1 << 27
-"""Above the tags of programs. Two processes can be together in several slices, so that each has one of its own."""
+"""Above the tags of programs. Two processes can be in several subgroups together, so each subgroup has a tag of its own."""
+_UNLIMITED = 1 << 30
 
 
-class Slice(Group):
-    """The processes `members` of a whole, this one among them."""
+def get_subgroup(parent: Processes, members: Sequence[int]) -> ProcessSubgroup:
+    """The subgroup of these ranks of a group, this process's rank among them. It is made when first asked for."""
+    subgroup: ProcessSubgroup | None = parent.subgroups.get(tuple(members))
+    if subgroup is None:
+        subgroup = parent.subgroups[tuple(members)] = ProcessSubgroup(parent, members)
+    return subgroup
 
-    parallel = True
 
-    def __init__(self, whole: Processes, members: Sequence[int]) -> None:
-        self.whole, self.members = whole, tuple(members)
-        self.rank, self.ranks = self.members.index(whole.rank), len(self.members)
-        self.learning = False
-        self._name = "-".join(map(str, self.members))
-        self._agreed: dict[tuple[int, int], list[Any]] = {}
-        self._renumbered: _Renumbered | None = None
-        self._collectives: tuple[int, Any] | None = None
-        self.exchange = Exchange(self, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
-        whole.ends.add(self.exchange)
-        whole.ends.add(self)
+def join_members(parent: Group, rank: int, members: Sequence[int]) -> ProcessSubgroup | ThreadSubgroup:
+    """The subgroup of these ranks of a group of processes or threads; `rank` is this one's number in the parent."""
+    return get_subgroup(parent, members) if isinstance(parent, Processes) else ThreadSubgroup(parent, rank, members)
 
-    # What it has of the whole -----------------------------------------------------------------------------------------
 
-    @classmethod
-    def of(cls, whole: Processes, members: Sequence[int]) -> Slice:
-        """The one slice of these members."""
-        found: Slice | None = whole.slices.get(tuple(members))
-        if found is None:
-            found = whole.slices[tuple(members)] = cls(whole, members)
-        return found
+class Subgroup(Group):
+    """A view of a group that numbers the ranks `members` from 0.
 
-    @property
-    def generation(self) -> int:
-        return self.whole.generation
+    It translates ranks and delegates to the parent, so that failures and generations are the parent's: whatever fails on any rank
+    of the parent, all of them raise the same report. Only all-gathers and collectives are its own, because just the members take
+    part in them.
+    """
 
-    @property
-    def ends(self) -> Ends:
-        return self.whole.ends
+    def __init__(self, parent: Group, rank: int, members: Sequence[int]) -> None:
+        self.parent, self.members = parent, tuple(members)
+        self.rank, self.ranks, self.parallel = self.members.index(rank), len(self.members), parent.parallel
 
-    @property
-    def mine(self) -> Activity:
-        return self.whole.mine
+    @abstractmethod
+    def connect_collectives(self, deadline: float) -> Any:
+        """A process group, or what stands in for one, for sums and copies of tensors among the members.
 
-    @property
-    def connection(self) -> Any:
-        """The whole's, with this group's numbers; None where it is closed."""
-        connection = self.whole.connection
-        if connection is None:
-            return None
-        found = self._renumbered
-        if found is None or found.connection is not connection:
-            found = self._renumbered = _Renumbered(connection, self.members)
-        return found
+        The members must have just met in a `gather`, so that none of them waits for one that has failed.
+        """
 
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        return self.whole.direct
-
-    @property
-    def rendezvous(self) -> bool:  # type: ignore[override]
-        return self.whole.rendezvous
-
-    def called(self, rank: int) -> str:
-        return self.whole.called(self.members[rank])
+    def describe_rank(self, rank: int) -> str:
+        return self.parent.describe_rank(self.members[rank])
 
     def activity(self, rank: int) -> Activity:
-        return self.whole.mine
+        return self.parent.activity(self.members[rank])
 
     def ident(self, thing: object) -> Hashable:
-        return self.whole.ident(thing)
+        return self.parent.ident(thing)
 
-    def count(self, rank: int) -> int:
-        return self.whole.count(rank)
-
-    # Failures ---------------------------------------------------------------------------------------------------------
-
-    def lost(self, peer: int, what: str, error: Exception) -> NoReturn:
-        self.whole.lost(self.members[peer], what, error)
+    def number_pipeline(self, rank: int) -> int:
+        return self.parent.number_pipeline(self.members[rank])
 
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
-        return self.whole.report_failure(self.whole.rank, headline, cause)
+        return self.parent.report_failure(self.members[rank], headline, cause)
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
-        self.whole.fail(self.whole.rank, error, fatal=fatal)
+        self.parent.fail(None if rank is None else self.members[rank], error, fatal=fatal)
 
     def enter(self, rank: int, deadline: float) -> None:
-        self.whole.enter(self.whole.rank, deadline)
-
-    # Messages ---------------------------------------------------------------------------------------------------------
+        self.parent.enter(self.members[rank], deadline)
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return DirectOutbox(self, route, program, deadline) if self.direct else FramedOutbox(self, route, slots, program, deadline)
+        return self.parent.outbox(self._parent_route(route), slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
+        return self.parent.inbox(self._parent_route(route), program, deadline)
 
-    def open(self, routes: Iterable[Route], deadline: float) -> None:
-        self.whole.open(map(self._of_whole, routes), deadline)
-
-    def data(self, route: Route, peer: int) -> tuple[Any, int]:
-        return self.whole.data(self._of_whole(route), self.members[peer])
-
-    def _of_whole(self, route: Route) -> Route:
+    def _parent_route(self, route: Route) -> Route:
         source, target, what = route
         return self.members[source], self.members[target], what
 
+
+class ProcessSubgroup(Subgroup):
+    """Some of the processes of a group."""
+
+    parent: Processes
+
+    def __init__(self, parent: Processes, members: Sequence[int]) -> None:
+        super().__init__(parent, parent.rank, members)
+        self._name = "-".join(map(str, self.members))
+        self._all_gather = AllGather(parent, self.members, _TAGS + 2 * (zlib.crc32(self._name.encode()) & 0xFFFFFF))
+        self._collectives: tuple[int, Any] | None = None
+        """The connection for collectives, and the parent's generation that it belongs to."""
+        parent.ends.add(self._all_gather)
+        parent.ends.add(self)
+
+    @property
+    def direct(self) -> bool:  # type: ignore[override]
+        return self.parent.direct
+
+    @property
+    def rendezvous(self) -> bool:  # type: ignore[override]
+        return self.parent.rendezvous
+
+    def open(self, routes: Iterable[Route], deadline: float) -> None:
+        self.parent.open(map(self._parent_route, routes), deadline)
+
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
-            everyone = self.gather(self.rank, "inputs", inputs, deadline)
-            self.learning = self._agreed.get((self.generation, program)) != everyone
-            self._agreed[self.generation, program] = everyone
+            known = self.parent.generation, inputs
+            self.parent.forms.agree(program, known, lambda changed: self.gather(self.rank, "inputs", changed, deadline))
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
-        return self.exchange.gather(name, value, deadline)
+        return self._all_gather.run(name, value, deadline)
 
-    # Sums and copies of tensors ---------------------------------------------------------------------------------------
-
-    def collectives(self, deadline: float) -> Any:
-        """The connection for what these ranks compute together; a new one after a failure."""
+    def connect_collectives(self, deadline: float) -> Any:
+        """See `Subgroup`; a new connection after each failure."""
         self.enter(self.rank, deadline)
-        if self._collectives is None or self._collectives[0] != self.generation:
-            board = PrefixStore(f"slice/{self._name}", self.whole.alarm.store)
-            made = direct_connection(board, self.rank, self.ranks, deadline) if self.direct else self._gloo(board, deadline)
-            self._collectives = self.generation, made
+        generation = self.parent.generation
+        if self._collectives is None or self._collectives[0] != generation:
+            store = PrefixStore(f"slice/{self._name}", self.parent.board.store)
+            connect = connect_devices if self.direct else self._connect_gloo
+            self._collectives = generation, connect(store, self.rank, self.ranks, deadline)
         return self._collectives[1]
 
-    def _gloo(self, board: Any, deadline: float) -> Any:
+    def _connect_gloo(self, store: Any, rank: int, ranks: int, deadline: float) -> Any:
         try:
-            return dist.ProcessGroupGloo(board, self.rank, self.ranks, timedelta(seconds=deadline))
+            return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=deadline))
         except RuntimeError as error:
-            self.lost((self.rank + 1) % self.ranks, f"ranks {list(self.members)} to connect", error)
+            self.parent.raise_lost(self.members[(rank + 1) % ranks], f"ranks {list(self.members)} to connect", error)
 
     def drop(self) -> None:
-        """Let go of the connections; who waits for this rank then knows."""
-        self._renumbered = None
-        found, self._collectives = self._collectives, None
-        if found is not None:
-            stop(found[1])
+        """Close the connection for collectives, which wakes the members that wait for this rank."""
+        collectives, self._collectives = self._collectives, None
+        if collectives is not None:
+            abort_connection(collectives[1])
 
 
-class _Renumbered:
-    """A connection on which ranks have the numbers of a slice."""
+class ThreadSubgroup(Subgroup):
+    """Some of the virtual ranks of a launch."""
 
-    __slots__ = ("connection", "members", "recv_from", "send_to")
+    shares_memory = True
 
-    def __init__(self, connection: Any, members: Sequence[int]) -> None:
-        self.connection, self.members = connection, members
-        self.send_to, self.recv_from = connection.send, connection.recv
+    def __init__(self, parent: Group, rank: int, members: Sequence[int]) -> None:
+        super().__init__(parent, rank, members)
+        self._own = rank
+        self._channels: dict[tuple[int, float], tuple[Outbox, Inbox, Operation]] = {}
 
-    def send(self, frames: Any, target: int, tag: int) -> Any:
-        return self.send_to(frames, self.members[target], tag)
+    def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
+        """All values, by messages between the members: other ranks take no part."""
+        self.enter(rank, deadline)
+        others = [member for member in self.members if member != self._own]
+        for member in others:
+            self._channel(member, deadline)[0].put((name, value))
+        values = {self._own: value}
+        for member in others:
+            _, inbox, post = self._channel(member, deadline)
+            inbox.begin()
+            post()
+            theirs, values[member] = inbox.pull([EMPTY], 0)
+            if theirs != name:
+                text = f"{self.describe_rank(rank)} is at {name!r}, but {self.parent.describe_rank(member)} at {theirs!r}"
+                raise self.report_failure(rank, f"{text}: every rank must make the same calls in the same order")
+        return [values[member] for member in self.members]
 
-    def recv(self, frames: Any, source: int, tag: int) -> Any:
-        return self.recv_from(frames, self.members[source], tag)
+    def _channel(self, member: int, deadline: float) -> tuple[Outbox, Inbox, Operation]:
+        """Both directions between this rank and another member, and the operation that expects its next message."""
+        if (member, deadline) not in self._channels:
+            what = f"values for ranks {list(self.members)}"
+            inbox = self.parent.inbox((member, self._own, what), 0, deadline)
+            outbox = self.parent.outbox((self._own, member, what), _UNLIMITED, 0, deadline)
+            self._channels[member, deadline] = outbox, inbox, inbox.expect(0)
+        return self._channels[member, deadline]
+
+    def connect_collectives(self, deadline: float) -> ThreadCollectives:
+        return ThreadCollectives(self, deadline)
+
+
+@dataclass(frozen=True)
+class ThreadCollectives:
+    """Collectives of virtual ranks under the names of a process group; each has completed when its call returns."""
+
+    group: ThreadSubgroup
+    deadline: float
+
+    @torch.no_grad()
+    def allreduce(self, tensors: Sequence[Tensor]) -> ThreadCollectives:
+        """Sum a tensor over the ranks, in their order."""
+        (tensor,) = tensors
+        first, *others = self.group.gather(self.group.rank, "all-reduce", tensor, self.deadline)
+        total = sum(others, start=first.clone())
+        self.group.gather(self.group.rank, "all-reduced", None, self.deadline)  # no rank overwrites a term that another has yet to read
+        tensor.copy_(total)
+        return self
+
+    @torch.no_grad()
+    def broadcast(self, tensors: Sequence[Tensor]) -> ThreadCollectives:
+        """Copy the tensor of the first rank."""
+        (tensor,) = tensors
+        first = self.group.gather(self.group.rank, "broadcast", tensor, self.deadline)[0]
+        if first is not tensor:
+            tensor.copy_(first)
+        self.group.gather(self.group.rank, "broadcast done", None, self.deadline)  # the first may change it from here on
+        return self
+
+    def wait(self, timeout: Any = None) -> None:
+        """Return at once: the collective is complete."""

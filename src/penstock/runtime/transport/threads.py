@@ -1,8 +1,8 @@
 """The ranks of a pipeline in one process: threads that pass a baton.
 
-One rank runs at a time and lets go only where it waits for another, so that a run is the same every time, and all ranks
-waiting is a deadlock that is known at once. Random state, and whatever torch keeps for a thread (gradient mode, autocast),
-belongs to the rank. `parallel=True` drops the baton and those guarantees: ranks then run at the same time.
+One rank runs at a time and passes the baton only when it waits for another. So every run is the same, and a deadlock is known at
+once, when all ranks wait. Random state and torch's settings of a thread (grad mode, autocast) belong to the rank.
+`parallel=True` drops the baton and those guarantees: ranks then run at the same time.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from penstock.errors import PipelineError
-from penstock.runtime.batch.result import Share
-from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.device import device
-from penstock.runtime.transport.activity import Activity, clock
-from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route, runs_another
+from penstock.runtime.device.rng import get_rng_state, set_rng_state
+from penstock.runtime.device.streams import record_event, record_use, wait_event
+from penstock.runtime.device.timing import clock
+from penstock.runtime.transport.activity import Activity
+from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route, describe_other_program
 
 
 @dataclass
-class Channel:
-    """One way from a rank to another: messages that were sent, and the cells of receives that were posted, each in order."""
+class ThreadChannel:
+    """The messages that were sent along one route, and the cells of the receives that were posted for them, each in order."""
 
     messages: deque[tuple[int, Any]] = field(default_factory=deque)
-    """Which program each is of, and its value."""
+    """Each message's program and value."""
     posted: deque[int] = field(default_factory=deque)
     sent: deque[Any] = field(default_factory=deque)
-    """When each of the messages was; on a device, the place in the sender's stream to wait for."""
+    """When each message was sent; on a GPU, the event in the sender's stream to wait for."""
 
     def has_room(self, slots: int) -> bool:
-        """Whether a message can be sent: one for which a receive is posted takes no slot."""
+        """Whether a message can be sent. A message whose receive is posted takes no slot."""
         return len(self.messages) - len(self.posted) < slots
 
 
@@ -44,7 +44,7 @@ class _Waiting(NamedTuple):
 
 @dataclass
 class _Failure:
-    """The first failure. Every rank raises it once; the group is whole again when all have, unless a rank was lost to it."""
+    """The first failure. Every rank raises it once. The group works again when all have, unless it is fatal."""
 
     error: BaseException
     fatal: bool
@@ -52,18 +52,18 @@ class _Failure:
 
 
 @dataclass
-class _Board:
-    """What ranks put together: the name and the value of each, and how many have read them."""
+class _Gathering:
+    """One all-gather: the name and the value of each rank, and how many ranks have read them."""
 
     names: dict[int, str] = field(default_factory=dict)
     values: dict[int, Any] = field(default_factory=dict)
-    places: dict[int, Any] = field(default_factory=dict)
-    """Where in its stream each put its value."""
+    events: dict[int, Any] = field(default_factory=dict)
+    """The event in each rank's stream after which its value is there."""
     read: int = 0
 
 
 class VirtualGroup(Group):
-    """The virtual ranks of one `launch`: the channels between them, what they share, and whose turn it is."""
+    """The virtual ranks of one `launch`: the channels between them, their failures, and whose turn it is."""
 
     shares_memory = True
 
@@ -71,8 +71,8 @@ class VirtualGroup(Group):
         self.ranks = ranks
         self.parallel = parallel
         self.failure: _Failure | None = None
-        self._channels: dict[Route, Channel] = {}
-        self._boards: dict[int, _Board] = {}
+        self._channels: dict[Route, ThreadChannel] = {}
+        self._gatherings: dict[int, _Gathering] = {}
         self._gathered = [0] * ranks
         self._gates = [threading.Semaphore(0) for _ in range(ranks)]
         self._change = threading.Condition(threading.RLock())
@@ -80,28 +80,28 @@ class VirtualGroup(Group):
         self._ended: set[int] = set()
         self._activities = [Activity() for _ in range(ranks)]
         self._pipelines = [0] * ranks
-        self._told: set[int] = set()
-        """Ranks on their way out of a failure that another has told them of."""
+        self._leaving: set[int] = set()
+        """Ranks that have raised the group's failure and not entered again."""
 
     # Taking turns -----------------------------------------------------------------------------------------------------
 
     def begin(self, rank: int) -> None:
-        """Wait for the first turn; rank 0 has it."""
+        """Wait for this rank's first turn; rank 0 begins."""
         if not self.parallel and rank != 0:
             self._gates[rank].acquire()
 
     def end(self, rank: int) -> None:
-        """Leave for good."""
+        """Leave for good: the rank's function has returned."""
         with self._change:
             self._ended.add(rank)
             if self.parallel:
-                self._look_for_deadlock()
+                self._check_deadlock()
                 self._change.notify_all()
         if not self.parallel:
             self._pass_on(rank)
 
     def wait(self, rank: int, ready: Callable[[], bool], what: str, deadline: float) -> None:
-        """Let others run until `ready`; raises where another rank failed, all of them wait, or the deadline is over."""
+        """Let others run until `ready()`. Raises if another rank fails, all ranks wait, or the deadline passes."""
         if ready():
             return
         activity = self._activities[rank]
@@ -109,7 +109,7 @@ class VirtualGroup(Group):
             activity.since, activity.waits = clock(), what
             self._waiting[rank] = _Waiting(ready, what)
             if self.parallel:
-                self._look_for_deadlock()
+                self._check_deadlock()
         try:
             if not self._sleep(rank, lambda: ready() or self.failure is not None, deadline):
                 self.fail(rank, PipelineError(f"rank {rank} waited {deadline:g} s for {what}\n{self.report()}"), fatal=True)
@@ -121,35 +121,35 @@ class VirtualGroup(Group):
             self._raise(rank)
 
     def _sleep(self, rank: int, done: Callable[[], bool], deadline: float) -> bool:
-        """Let the others run; False where the deadline was over first."""
+        """Let the others run until `done()`, or until the next turn; False if the deadline passed first."""
         if self.parallel:
             with self._change:
                 return self._change.wait_for(done, deadline)
-        state = device.random_state()
+        state = get_rng_state()
         self._pass_on(rank)
         in_time = self._gates[rank].acquire(timeout=deadline)
-        device.set_random_state(state)
+        set_rng_state(state)
         return in_time
 
     def _pass_on(self, rank: int) -> None:
-        """Give the turn to the next rank that can use it; where none can, all wait for each other."""
-        self._look_for_deadlock()
+        """Give the turn to the next rank that can go on. If none can, all wait for each other, which is a deadlock."""
+        self._check_deadlock()
         order = [(rank + step) % self.ranks for step in range(1, self.ranks + 1)]
-        able = next((other for other in order if other not in self._ended and self._is_able(other)), None)
-        if able is not None:
-            self._gates[able].release()
+        next_rank = next((other for other in order if other not in self._ended and self._can_go_on(other)), None)
+        if next_rank is not None:
+            self._gates[next_rank].release()
 
-    def _is_able(self, rank: int) -> bool:
+    def _can_go_on(self, rank: int) -> bool:
         waits = self._waiting.get(rank)
         return self.failure is not None or waits is None or waits.ready()
 
-    def _look_for_deadlock(self) -> None:
+    def _check_deadlock(self) -> None:
         alive = [rank for rank in range(self.ranks) if rank not in self._ended]
-        if alive and not any(map(self._is_able, alive)):
+        if alive and not any(map(self._can_go_on, alive)):
             self.fail(None, PipelineError(f"no rank can go on: each waits for another\n{self.report()}"))
 
-    def changed(self) -> None:
-        """Something that ranks may wait for has changed; only parallel ranks need to be told."""
+    def notify(self) -> None:
+        """Wake ranks that wait for something that has changed. Only parallel ranks need it."""
         if self.parallel:
             with self._change:
                 self._change.notify_all()
@@ -158,7 +158,7 @@ class VirtualGroup(Group):
 
     def fail(self, rank: int | None, error: BaseException, *, fatal: bool = False) -> None:
         with self._change:
-            if rank in self._told and not fatal:  # this is the failure that it was told of, which the others may have got over
+            if rank in self._leaving and not fatal:  # it reports the failure that it raised before, which may be over for the others
                 return
             if self.failure is None:
                 self.failure = _Failure(error, fatal)
@@ -170,14 +170,14 @@ class VirtualGroup(Group):
     def _raise(self, rank: int) -> NoReturn:
         assert self.failure is not None
         self.failure.raised.add(rank)
-        self._told.add(rank)
+        self._leaving.add(rank)
         error = self.failure.error
         if isinstance(error, PipelineError):
             raise PipelineError(*error.args) from error.__cause__
         raise PipelineError(f"rank {rank} stopped because another rank failed: {error!r}") from error
 
     def enter(self, rank: int, deadline: float) -> None:
-        self._told.discard(rank)
+        self._leaving.discard(rank)
         failure = self.failure
         if failure is None:
             return
@@ -185,25 +185,25 @@ class VirtualGroup(Group):
             self._raise(rank)
         until = time.monotonic() + deadline
         while not self._recovered():
-            if self.failure is not failure or failure.fatal:  # the others have begun again, and failed again
+            if self.failure is not failure or failure.fatal:  # the others have started again, and failed again
                 self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
             self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
 
     def _recovered(self) -> bool:
-        """Once every rank that is left has come out of what failed, nothing of it is left."""
+        """Whether the failure is over: once every remaining rank has raised it, everything of the failed step is removed."""
         with self._change:
             if self.failure is None:
                 return True
             if self.failure.fatal or len(self.failure.raised | self._ended) < self.ranks:
                 return False
             self.failure = None
-            for channel in self._channels.values():  # emptied, not dropped: executors hold on to them
+            for channel in self._channels.values():  # emptied, not replaced: executors refer to them
                 channel.messages.clear()
                 channel.posted.clear()
                 channel.sent.clear()
-            self._boards.clear()
+            self._gatherings.clear()
             self._gathered = [0] * self.ranks
             return True
 
@@ -214,14 +214,14 @@ class VirtualGroup(Group):
         return error
 
     def report(self) -> str:
-        """What each rank does."""
-        said = ["has ended" if rank in self._ended else each.describe() for rank, each in enumerate(self._activities)]
-        return "\n".join(f"  rank {rank} {line}" for rank, line in enumerate(said))
+        """One line per rank: what it is doing."""
+        activities = enumerate(self._activities)
+        return "\n".join(f"  rank {rank} {'has ended' if rank in self._ended else activity.describe()}" for rank, activity in activities)
 
     def activity(self, rank: int) -> Activity:
         return self._activities[rank]
 
-    def count(self, rank: int) -> int:
+    def number_pipeline(self, rank: int) -> int:
         self._pipelines[rank] += 1
         return self._pipelines[rank]
 
@@ -230,9 +230,9 @@ class VirtualGroup(Group):
 
     # Messages ---------------------------------------------------------------------------------------------------------
 
-    def channel(self, route: Route) -> Channel:
-        """The one channel of this route."""
-        return self._channels.setdefault(route, Channel())
+    def channel(self, route: Route) -> ThreadChannel:
+        """The channel of a route, which all programs share."""
+        return self._channels.setdefault(route, ThreadChannel())
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
         return _Outbox(self, route, slots, program, deadline)
@@ -245,29 +245,29 @@ class VirtualGroup(Group):
         with self._change:
             number = self._gathered[rank]
             self._gathered[rank] += 1
-            board = self._boards.setdefault(number, _Board())
-            board.names[rank], board.values[rank], board.places[rank] = name, value, device.mark()
+            gathering = self._gatherings.setdefault(number, _Gathering())
+            gathering.names[rank], gathering.values[rank], gathering.events[rank] = name, value, record_event()
             self._change.notify_all()
-        self._refuse_others(rank, name, board)
-        self.wait(rank, lambda: len(board.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
-        values = [board.values[other] for other in range(self.ranks)]
-        for place in board.places.values():
-            device.follow(place)
-        device.adopt([vars(value) if isinstance(value, Share) else value for value in values])
+        self._check_names(rank, name, gathering)
+        self.wait(rank, lambda: len(gathering.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
+        values = [gathering.values[other] for other in range(self.ranks)]
+        for event in gathering.events.values():
+            wait_event(event)
+        record_use(values)
         with self._change:
-            board.read += 1
-            if board.read == self.ranks:
-                del self._boards[number]
+            gathering.read += 1
+            if gathering.read == self.ranks:
+                del self._gatherings[number]
         return values
 
-    def _refuse_others(self, rank: int, name: str, board: _Board) -> None:
-        for other, theirs in list(board.names.items()):
-            if theirs != name:
+    def _check_names(self, rank: int, name: str, gathering: _Gathering) -> None:
+        for other, their_name in list(gathering.names.items()):
+            if their_name != name:
                 error = PipelineError(
-                    f"rank {rank} is at {name!r}, but rank {other} at {theirs!r}: every rank must make the same calls in the same order"
+                    f"rank {rank} is at {name!r}, but rank {other} at {their_name!r}: every rank must make the same calls in the same order"
                 )
                 self.fail(rank, error)
-                self._told.add(rank)
+                self._leaving.add(rank)
                 raise error
 
 
@@ -281,15 +281,15 @@ class _Outbox(Outbox):
         if len(channel.messages) >= slots and not channel.has_room(slots):
             rank, target, what = self.route
             self.group.wait(rank, lambda: channel.has_room(slots), f"rank {target} to take {what}", self.deadline)
-            self.group.activity(rank).began = clock()  # what came before was waiting
-        channel.sent.append(device.mark() or clock())
+            self.group.activity(rank).began = clock()  # the time before was spent waiting
+        channel.sent.append(record_event() or clock())
         channel.messages.append((self.program, value))
         if self.group.parallel:
-            self.group.changed()
+            self.group.notify()
 
 
 class _Inbox(Inbox):
-    """Messages go to the cells that receives were posted for, in order."""
+    """Puts messages into the cells for which receives were posted, in order."""
 
     def __init__(self, group: VirtualGroup, route: Route, program: int, deadline: float) -> None:
         super().__init__()
@@ -305,7 +305,7 @@ class _Inbox(Inbox):
         def post() -> None:
             posted.append(cell)
             if parallel:
-                group.changed()
+                group.notify()
 
         return post
 
@@ -320,18 +320,18 @@ class _Inbox(Inbox):
                 self.group.wait(self.rank, lambda: bool(messages), self.name, self.deadline)
             (program, value), sent = messages.popleft(), self.channel.sent.popleft()
             if program != self.program:
-                raise self.group.report_failure(self.rank, runs_another(self.group, self.source, self.rank))
-            self.times[self.count] = (sent, asked, clock()) if type(sent) is int else self._followed(sent, value)
+                raise self.group.report_failure(self.rank, describe_other_program(self.group, self.source, self.rank))
+            self.times[self.count] = (sent, asked, clock()) if type(sent) is int else self._wait_for_sender(sent, value)
             self.count += 1
             cells[posted.popleft()] = value
         return cells[cell]
 
-    def _followed(self, sent: Any, value: Any) -> tuple[Any, Any, Any]:
-        """Have this rank's stream wait for the sender's; the places where it was sent, asked for and there."""
-        asked = device.mark() if self.group.activity(self.rank).watch is not None else sent
-        device.follow(sent)
-        device.adopt(value)
-        return sent, asked, device.mark() if asked is not sent else sent
+    def _wait_for_sender(self, sent: Any, value: Any) -> tuple[Any, Any, Any]:
+        """Let this rank's stream wait for the sender's; returns the events when the message was sent, needed and there."""
+        asked = record_event() if self.group.activity(self.rank).watch is not None else sent
+        wait_event(sent)
+        record_use(value)
+        return sent, asked, record_event() if asked is not sent else sent
 
     def clear(self) -> None:
         self.channel.posted.clear()

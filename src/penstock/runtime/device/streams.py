@@ -1,0 +1,116 @@
+"""CUDA streams: one per virtual rank, two for a rank that overlaps work, and the order between them.
+
+Without a GPU every function here does nothing, because the host's work is in order by itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from penstock.errors import ScheduleError
+from penstock.runtime.device.gpu import cuda, is_initialized
+
+
+class _SideStream(threading.local):
+    """The second stream that this thread runs work on, if any."""
+
+    stream: Any = None
+
+
+_side = _SideStream()
+
+
+def create_streams(ranks: int, sms: int | None = None) -> list[Any]:
+    """One stream per virtual rank, each on `sms` multiprocessors of its own if given; None for each rank without a GPU."""
+    if not cuda.is_available():
+        if sms is not None:
+            raise ScheduleError(f"sms={sms}: there is no GPU to split")
+        return [None] * ranks
+    if sms is None:
+        return [cuda.Stream() for _ in range(ranks)] if ranks > 1 else [cuda.current_stream()]
+    from penstock.runtime.device.multiprocessors import split_multiprocessors
+
+    cuda.init()
+    return [cuda.ExternalStream(stream) for stream in split_multiprocessors(ranks, sms, cuda.current_device())]
+
+
+def current_stream() -> Any:
+    """The stream that this thread's work goes to; None without a GPU."""
+    return cuda.current_stream() if is_initialized() else None
+
+
+def use_stream(stream: Any) -> None:
+    """Send this thread's work to a stream from now on."""
+    if stream is not None:
+        cuda.set_stream(stream)
+
+
+def record_event() -> Any:
+    """Mark the present point of this thread's stream, for other streams to wait for; None without a GPU."""
+    if not is_initialized():
+        return None
+    event = cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def wait_event(event: Any) -> None:
+    """Let this thread's stream continue only after a recorded event."""
+    if event is not None:
+        event.wait()
+
+
+def record_use(value: Any) -> None:
+    """Keep the memory of tensors that another stream made until this thread's streams have used them."""
+    if not is_initialized():
+        return
+    streams = [cuda.current_stream(), *([] if _side.stream is None else [_side.stream])]
+    for tensor in _cuda_tensors(value):
+        for stream in streams:
+            tensor.record_stream(stream)
+
+
+def _cuda_tensors(value: Any) -> Iterable[Tensor]:
+    """The GPU's tensors in a tree, and in the fields of dataclasses that stand in it."""
+    for leaf in pytree.tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            if leaf.is_cuda:
+                yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _cuda_tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+
+
+class StreamPair:
+    """Two streams of one rank: its own, and a second one beside it. Without a GPU all work runs in order on the host."""
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = [None, None]
+        if cuda.is_available():
+            self.streams = [cuda.current_stream(), cuda.Stream()]
+            _side.stream = self.streams[1]
+            quiet = getattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch", None)
+            if quiet is not None:  # one parameter's gradients are added up from both streams, and autograd orders that
+                quiet(False)
+
+    def on(self, number: int, work: Callable[[], None]) -> None:
+        """Run work on stream 0 or 1."""
+        stream = self.streams[number]
+        if stream is None:
+            work()
+            return
+        with cuda.stream(stream):
+            work()
+
+    def join(self) -> None:
+        """Let whatever follows on either stream wait for everything on both."""
+        own, side = self.streams
+        if own is not None:
+            own.wait_stream(side)
+            side.wait_stream(own)
