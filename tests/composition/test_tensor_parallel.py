@@ -18,7 +18,7 @@ from penstock.errors import PipelineError
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.split_backward.deferral import Deferral, _Batch
+from penstock.runtime.split_backward.deferral import Deferral, GradientAdder
 from runtime.models import by_batch
 
 WIDTH, LENGTH = 8, 4
@@ -242,7 +242,7 @@ def test_gradients_that_autograd_and_the_split_backward_lay_out_differently(work
         mesh = mesh_of(tp=2)
         weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
         weight.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()])
-        batch = _Batch()
+        batch = GradientAdder()
         with torch.no_grad():
             batch.add(weight, distribute_tensor(torch.full((4, 2), 3.0), mesh, [Shard(0)]))
             batch.flush()

@@ -23,8 +23,8 @@ from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import Share, StepResult, check_same
-from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
+from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
+from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput
 from penstock.runtime.device import device
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
@@ -32,18 +32,18 @@ from penstock.runtime.execution.overlap import overlap_of
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
 from penstock.runtime.measure.parity import Batch, Parity, parity
 from penstock.runtime.measure.recorder import Record, offsets, timeline
-from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
-from penstock.runtime.model.hugging_face import HuggingFace, recognised
-from penstock.runtime.model.partition import Partition, partition, planned_split
-from penstock.runtime.model.random_streams import kept_random_state, streamed
-from penstock.runtime.model.recompute import Recompute, recomputing
-from penstock.runtime.model.running_statistics import RunningStatistics, write
+from penstock.runtime.model.compiled import Compile, MergedBackward, compile_stages, predict_merged_backward
+from penstock.runtime.model.hugging_face import HuggingFace, recognise_model
+from penstock.runtime.model.partition import Partition, apply_plan_split, partition
+from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
+from penstock.runtime.model.recompute import Recompute, recompute_stages
+from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.model.tied_parameters import Shared, Ties
-from penstock.runtime.parallel.data_parallel import Data
-from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
-from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
-from penstock.runtime.parallel.mesh import group_of
+from penstock.runtime.model.tied_parameters import SharedParameters, Ties
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
+from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
+from penstock.runtime.parallel.mesh import find_group
 from penstock.runtime.transport.activity import in_words
 from penstock.runtime.transport.failures import describe
 from penstock.runtime.transport.group import Group
@@ -115,7 +115,7 @@ class Pipeline:
     - `deadline`: seconds that a rank waits for another at most;
     - `group`: the process group, or device mesh of one dimension, whose ranks are the pipeline's, where they are not all;
     - `mesh`: a device mesh with named dimensions of which `pp` is the pipeline, and `dp`, or `dp_replicate` and `dp_shard`, hold the
-      same stages and get a part of the batch each, see `Grid`. Stages that `fully_shard` was applied to stay in shards, all others
+      same stages and get a part of the batch each, see `PipelineMesh`. Stages that `fully_shard` was applied to stay in shards, all others
       are copies; `shard=True` applies it to every layer, and `shard=partial(fully_shard, ...)` does so with options;
     - `lookahead`, `residency`: when stages in shards are gathered, and how many a rank has in full at once, see `Shard`;
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
@@ -167,11 +167,11 @@ class Pipeline:
     ) -> None:
         self.deadline = _checked_deadline(deadline)
         self.group: Group
-        self.group, self.rank, self.grid = group_of(group, mesh, transport)
+        self.group, self.rank, self.grid = find_group(group, mesh, transport)
         self.number = self.group.count(self.rank)
         self.table = find_table(plan if schedule is None else schedule, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
-        split, loss_fn, weight = recognised(model, split, loss_fn, weight)
+        split, loss_fn, weight = recognise_model(model, split, loss_fn, weight)
         self.loss = Loss(loss_fn, loss_reduction)
         if weight is None:
             self.loss.check_own_reduction()
@@ -179,18 +179,18 @@ class Pipeline:
         self.record, self.graphs = record, graphs
         self._clocks: tuple[int, list[int]] | None = None
         dims, counts = (batch_dims, target_dims, kwarg_dims), (self.table.stages, self.microbatches)
-        self.batches = Batches(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
+        self.batches = BatchSplitter(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
         plan = plan if schedule is None else schedule
-        model, split = planned_split(unwrapped(model, self.grid), plan, split)
+        model, split = apply_plan_split(unwrap_ddp(model, self.grid), plan, split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
         give_weights(weights, model, cut, mine)
         tied = shard_stages(cut, mine, self.grid, shard)
-        cut = compiled(cut if seed is None else streamed(cut), compile)
-        self.partition: Partition = recomputing(cut, plan, recompute)
+        cut = compile_stages(cut if seed is None else add_layer_streams(cut), compile)
+        self.partition: Partition = recompute_stages(cut, plan, recompute)
         self.stages = self._stages(fused=_checked_accumulate(accumulate) == "fused")
         self.scaler: Any = None
         """What scales the losses before their backward, see `GradScaler`."""
-        self._hooked = HookedWeights()
+        self._hooked = HookGuard()
         self._steps = 0
         self._calls = 0
         """How many batches this rank was given, those that it refused included."""
@@ -199,16 +199,16 @@ class Pipeline:
         self._plan: Any = plan
         self._whole: dict[int, str] = {}
         """The stages that turned out to need their backward whole, see `Stage.whole`."""
-        self.merged: Merged | None = merged(self.table, self.unsplit, plan)
+        self.merged: MergedBackward | None = predict_merged_backward(self.table, self.unsplit, plan)
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
-        self.data = Data(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
+        self.data = DataParallel(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
         self._names: set[str] | None = None
         """This rank's parameters by name, once the ranks have agreed on them."""
-        self.shared = Shared.find(self, [*ties, *tied])
+        self.shared = SharedParameters.find(self, [*ties, *tied])
         self._names = set(self.shared.place)
         self.statistics = RunningStatistics(self)
-        self._buffers = Buffers()
+        self._buffers = BufferBackup()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
         if graphs:
@@ -381,17 +381,19 @@ class Pipeline:
         return self._run(feed, training=False).outputs
 
     @told
-    def _feed(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+    def _feed(
+        self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
+    ) -> StepInput:
         self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
     @told
-    def _ready(self, *given: Any) -> Feed:
+    def _ready(self, *given: Any) -> StepInput:
         self._calls += 1
         return self.batches.ready(*given)
 
     @told
-    def _prepared(self, feed: Feed, training: bool) -> Executor:
+    def _prepared(self, feed: StepInput, training: bool) -> Executor:
         """Everything for which a step can be refused before it runs."""
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
@@ -404,12 +406,12 @@ class Pipeline:
             self.group.agree(executor.number, self._looks(feed), self.deadline)
         return executor
 
-    def _run(self, feed: Feed, training: bool) -> StepResult:
+    def _run(self, feed: StepInput, training: bool) -> StepResult:
         executor = self._prepared(feed, training)
         if self.seed is not None:
             feed.seed, feed.first = f"{self.seed}/{self._steps}", self.data.rank * len(feed.args)
         try:
-            with nullcontext() if feed.seed is None else kept_random_state():
+            with nullcontext() if feed.seed is None else preserve_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
         except PipelineError as error:
             self.group.fail(self.rank, error)
@@ -422,19 +424,19 @@ class Pipeline:
         finally:
             self.group.activity(self.rank).stop()
         recorded = self._recorded(executor) if self.record else None
-        result = StepResult(shares, partial(mb.merge, dim=self.batches.out_dim), recorded)
+        result = StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
             result.loss = self.data.summed({"loss": result.loss})["loss"]
         return result
 
-    def _looks(self, feed: Feed) -> list[str]:
+    def _looks(self, feed: StepInput) -> list[str]:
         """All that the forms of this rank's messages can depend on."""
         kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
         trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
         leaves = pytree.tree_leaves((feed.args, kwargs, trained, torch.is_autocast_enabled("cpu")))
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
-    def _train(self, executor: Executor, feed: Feed) -> list[Share]:
+    def _train(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
         for index, stage in self.stages.items():
             stage.refresh()
             part = self.partition.parts[index]
@@ -443,7 +445,7 @@ class Pipeline:
         # Of modules that ranks share without meeting at the step's beginning, another may have changed a part already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
         self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = Backup.take(parameter for _, parameter in self.local_parameters())
+        backup = GradientBackup.take(parameter for _, parameter in self.local_parameters())
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
         self._hooked.begin(self.local_parameters(), alone=alone)
@@ -458,7 +460,7 @@ class Pipeline:
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._meet("step", share)
             self._look_for_whole(shares)
-            write(folded)
+            write_statistics(folded)
         except BaseException:
             self.statistics.reset()
             self.data.reset()
@@ -469,15 +471,15 @@ class Pipeline:
         self._steps += 1
         return shares
 
-    def _look_for_whole(self, shares: Sequence[Share]) -> None:
+    def _look_for_whole(self, shares: Sequence[ResultShare]) -> None:
         """Say what it costs if more stages than before turned out to need their backward whole."""
         whole = {stage: reason for share in shares for stage, reason in share.whole.items()}
         if whole.keys() > self._whole.keys():
-            self._whole, self.merged = whole, merged(self.table, self.unsplit, self._plan, whole)
+            self._whole, self.merged = whole, predict_merged_backward(self.table, self.unsplit, self._plan, whole)
             if self.merged is not None and self.rank == 0:
                 logger.warning("%s", self.merged)
 
-    def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
+    def _evaluate(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         if self._shares_modules:
             self.gather("modes", None)  # nobody changes a module's mode that another has yet to note
@@ -495,10 +497,10 @@ class Pipeline:
             for module, mode in modes:
                 module.training = mode
 
-    def _meet(self, name: str, share: Share) -> list[Share]:
+    def _meet(self, name: str, share: ResultShare) -> list[ResultShare]:
         """Everyone's share of a result, if all ran the same step."""
         shares = self.gather(name, share)
-        check_same(shares, self.group.called)
+        check_same_step(shares, self.group.called)
         return shares
 
     def _recorded(self, executor: Executor) -> Callable[[], Timeline]:

@@ -31,7 +31,7 @@ from penstock.ir.program import Program
 from penstock.passes.deepspeed import Stream
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.model.partition import partition
-from penstock.runtime.parallel.gradients import Backup
+from penstock.runtime.parallel.gradients import GradientBackup
 
 logger = logging.getLogger(__name__)
 
@@ -231,7 +231,7 @@ class PipelineEngine(Interpreter):
         mine: Any = self._results if reduce_output is None else self._replicas.average("loss of replicas", _mean(self._results))
         shared = self._share(mine if compute_loss and bcast_loss else None)
         result = shared if compute_loss and bcast_loss else mine if self.is_last_stage() else None
-        return (result, mb.merge(self._outputs, 0) if self.is_last_stage() else None) if return_logits else result
+        return (result, mb.merge_outputs(self._outputs, 0) if self.is_last_stage() else None) if return_logits else result
 
     def _share(self, value: Any) -> Any:
         """The last stage's value, on every rank."""
@@ -242,7 +242,7 @@ class PipelineEngine(Interpreter):
         commands, buffers, everyone = self._transport.together(lambda: self._meet(make), lambda: "making the schedule")
         mail = self._prepare(commands, count, everyone, training, compute_loss and self.loss_fn is not None)
         self._reset(buffers, training=training, compute_loss=compute_loss, keep_outputs=keep_outputs)
-        backup = Backup.take(parameter for _, parameter in self._part.parameters)
+        backup = GradientBackup.take(parameter for _, parameter in self._part.parameters)
         try:
             if training:
                 self._transport.together(self._ties.begin, lambda: self._at)

@@ -21,7 +21,7 @@ from penstock.compat.torch._debug import map_debug_info, stage_log
 from penstock.compat.torch._halves import Aside, Grads, Halves, data_parallel, reduce_replicas
 from penstock.compat.torch._utils import flatten_args
 from penstock.errors import StageCallError
-from penstock.runtime.tensors.dtensor import arrived
+from penstock.runtime.tensors.dtensor import wait_for_collective
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -236,7 +236,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
 
 def _arrived_ops(ops: list[Any]) -> list[Any]:
     for op in ops:
-        op.tensor = arrived(op.tensor)
+        op.tensor = wait_for_collective(op.tensor)
     return ops
 
 

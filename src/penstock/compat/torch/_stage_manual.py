@@ -26,7 +26,7 @@ from penstock.compat.torch._utils import (
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
-from penstock.runtime.tensors.dtensor import arrived, is_gathering
+from penstock.runtime.tensors.dtensor import is_async_collective, wait_for_collective
 
 
 class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
@@ -240,9 +240,9 @@ def _or_zeros(grads: Grads, wanted: Sequence[Tensor | None]) -> list[Tensor | No
 
 def _waited_for(tensor: Tensor | None) -> Tensor | None:
     """The tensor, once the collective that makes it is done; it says as before whether it wants a gradient."""
-    if tensor is None or type(tensor) is Tensor or not is_gathering(tensor):
+    if tensor is None or type(tensor) is Tensor or not is_async_collective(tensor):
         return tensor
-    whole: Tensor = arrived(tensor)
+    whole: Tensor = wait_for_collective(tensor)
     return whole.detach().requires_grad_(tensor.requires_grad)
 
 

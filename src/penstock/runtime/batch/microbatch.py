@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.boundary import FIXED, hides_tensor, how_to_register, is_array
+from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, explain_registration, hides_tensor, is_array
 
 Dims = Any
 """The batch dimension of everything (an int), or a tree like the value's: an int for what is split, None for what stays whole.
@@ -27,7 +27,7 @@ def batch_size(value: Any, dims: Dims) -> int | None:
     return next(iter(sizes))[0] if sizes else None
 
 
-def sizes_of(total: int, count: int) -> list[int]:
+def microbatch_sizes(total: int, count: int) -> list[int]:
     """How many elements each microbatch gets: as even as can be, the larger ones first."""
     if total < count:
         raise ScheduleError(f"a batch of {total} cannot be cut into {count} microbatches: ask for at most {total}")
@@ -35,7 +35,7 @@ def sizes_of(total: int, count: int) -> list[int]:
     return [each + (index < more) for index in range(count)]
 
 
-def split(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
+def split_batch(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     """The value of each microbatch: tensors along their batch dimension, everything else as it is."""
     columns: list[Sequence[Any]] = []
     seen: dict[tuple[int, int], list[Tensor]] = {}
@@ -63,7 +63,7 @@ def _slices(leaf: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
     return list(parts) if leaf.requires_grad else [part.data for part in parts]
 
 
-def merge(values: Sequence[Any], dim: int) -> Any:
+def merge_outputs(values: Sequence[Any], dim: int) -> Any:
     """One batch again: tensors joined along the dimension, scalars stacked, anything else as a list."""
     flat = [pytree.tree_flatten(value) for value in values]
     if any(spec != flat[0][1] for _, spec in flat):
@@ -87,7 +87,7 @@ def _fit(parts: Sequence[Tensor], dim: int) -> bool:
     return len({(part.dim(), *(size for axis, size in enumerate(part.shape) if axis != dim % dims)) for part in parts}) == 1
 
 
-def unsplit(values: Sequence[Any], dims: Dims) -> tuple[Any] | None:
+def join_microbatches(values: Sequence[Any], dims: Dims) -> tuple[Any] | None:
     """What `split` would give these values for, in a tuple of one; None where nothing would."""
     flat = [pytree.tree_flatten(value) for value in values]
     if any(spec != flat[0][1] for _, spec in flat):
@@ -125,7 +125,7 @@ def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:
 
 def _check_leaf(leaf: Any) -> None:
     """Refuse what holds rows that could not be told apart, so that every microbatch would get all of them."""
-    if type(leaf) in FIXED:
+    if type(leaf) in IMMUTABLE_TYPES:
         return
     kind = type(leaf)
     if is_array(leaf):
@@ -136,7 +136,7 @@ def _check_leaf(leaf: Any) -> None:
     if hides_tensor(leaf):
         raise ScheduleError(
             f"the batch has an object of the class {kind.__name__} that holds a tensor, but is no pytree, so it cannot be cut into "
-            f"microbatches: {how_to_register(kind)}; or say None for it in batch_dims, target_dims or kwarg_dims to give every microbatch "
+            f"microbatches: {explain_registration(kind)}; or say None for it in batch_dims, target_dims or kwarg_dims to give every microbatch "
             "all of it"
         )
 

@@ -22,7 +22,9 @@ class StepResult:
     Every rank has every rank's share of them; they are put together when they are first asked for.
     """
 
-    def __init__(self, shares: Sequence[Share], merge: Callable[[list[Any]], Any], timeline: Callable[[], Timeline] | None = None) -> None:
+    def __init__(
+        self, shares: Sequence[ResultShare], merge: Callable[[list[Any]], Any], timeline: Callable[[], Timeline] | None = None
+    ) -> None:
         self._shares, self._merge, self._timeline = shares, merge, timeline
 
     @cached_property
@@ -68,7 +70,7 @@ class StepResult:
 
 
 @dataclass
-class Share:
+class ResultShare:
     """What one rank adds to the result: values by microbatch."""
 
     microbatches: int = 0
@@ -117,7 +119,7 @@ _SAME: dict[str, tuple[Callable[[Any], str], str]] = {
 """What of a share must be the same on all ranks, how to say it, and what to do where it is not."""
 
 
-def check_same(shares: Sequence[Share], called: Callable[[int], str]) -> None:
+def check_same_step(shares: Sequence[ResultShare], called: Callable[[int], str]) -> None:
     """Refuse a step that was not the same on all ranks: its result would be of parts that do not belong together."""
     for name, (say, advice) in _SAME.items():
         known = [(rank, value) for rank, share in enumerate(shares) if (value := getattr(share, name)) is not None]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass
-class Extras:
+class SideOutputs:
     """What one forward of one stage made beside its output."""
 
     losses: list[Tensor] = field(default_factory=list)
@@ -28,11 +28,11 @@ class StageOutput:
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
-class _Here(threading.local):
-    extras: Extras | None = None
+class _ThreadState(threading.local):
+    extras: SideOutputs | None = None
 
 
-_here = _Here()
+_here = _ThreadState()
 
 
 def add_loss(loss: Tensor) -> None:
@@ -50,15 +50,15 @@ def add_metric(name: str, value: Tensor | float) -> None:
 class collect:  # noqa: N801 - used like a function
     """Collect what forwards make on the side: `with collect() as extras: model(x)`."""
 
-    def __enter__(self) -> Extras:
-        self.before, _here.extras = _here.extras, Extras()
+    def __enter__(self) -> SideOutputs:
+        self.before, _here.extras = _here.extras, SideOutputs()
         return _here.extras
 
     def __exit__(self, *exc: object) -> None:
         _here.extras = self.before
 
 
-def unwrap(made: Any) -> Any:
+def unwrap_stage_output(made: Any) -> Any:
     """A stage's plain output, once its extras are collected."""
     if not isinstance(made, StageOutput):
         return made

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import Share
-from penstock.runtime.model.hugging_face import opened
-from penstock.runtime.tensors.boundary import share_memory
+from penstock.runtime.batch.result import ResultShare
+from penstock.runtime.model.hugging_face import open_batch
+from penstock.runtime.tensors.boundary import memory_overlaps
 
 
 class _Empty:
@@ -34,7 +34,7 @@ EMPTY = _Empty()
 
 
 @dataclass
-class Feed:
+class StepInput:
     """What one step is fed with: inputs, keyword arguments and targets by microbatch, and how much each counts."""
 
     args: list[tuple[Any, ...]]
@@ -52,7 +52,7 @@ class Feed:
     """The number of the first microbatch among those of all data ranks: streams are by that."""
     outputs: bool = False
     losses: bool = True
-    share: Share = field(default_factory=Share)
+    share: ResultShare = field(default_factory=ResultShare)
     guards: list[list[tuple[Tensor, int, str]]] = field(default_factory=list)
     """For each microbatch the tensors that no stage may change in place, each with its version and the reason; empty if there are none."""
 
@@ -83,7 +83,7 @@ class Feed:
         self.scales = [each / total for each in self.weights]
 
 
-NOTHING = Feed([], {}, None, [])
+NO_INPUT = StepInput([], {}, None, [])
 
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
@@ -100,7 +100,7 @@ ABSENT: Any = _Absent()
 
 
 @dataclass(frozen=True)
-class Batches:
+class BatchSplitter:
     """How batches become microbatches, and what these count."""
 
     inputs: mb.Dims
@@ -114,10 +114,12 @@ class Batches:
     named: bool
     """Whether arguments have names, as Hugging Face's models take them, the labels among them."""
 
-    def split(self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool) -> Feed:
+    def split(
+        self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
+    ) -> StepInput:
         """A batch, cut along its batch dimension."""
         if self.named:
-            args, target = opened(args, target, ABSENT, self.loss.paired)
+            args, target = open_batch(args, target, ABSENT, self.loss.paired)
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
@@ -126,22 +128,22 @@ class Batches:
         dims = self.dims_of(args)
         everything = (args, given, *kwargs.values())
         total = mb.batch_size(everything, (dims, self.targets, *[self.kwargs] * len(kwargs)))
-        sizes = mb.sizes_of(total, count) if total is not None else [1] * count
-        feed = Feed(
-            mb.split(args, dims, sizes),
-            {stage: mb.split(each, self.kwargs, sizes) for stage, each in kwargs.items()},
-            None if target is ABSENT else mb.split(given, self.targets, sizes),
+        sizes = mb.microbatch_sizes(total, count) if total is not None else [1] * count
+        feed = StepInput(
+            mb.split_batch(args, dims, sizes),
+            {stage: mb.split_batch(each, self.kwargs, sizes) for stage, each in kwargs.items()},
+            None if target is ABSENT else mb.split_batch(given, self.targets, sizes),
             [],
             outputs=outputs,
         )
         feed.guards = _guards(feed)
         return self._weighed(feed, sizes if total is not None else None)
 
-    def ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> Feed:
+    def ready(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> StepInput:
         """Microbatches as they are given."""
         kwargs = {stage: [dict(each) for each in given] for stage, given in (stage_kwargs or {}).items()}
         if self.named and inputs:
-            pairs = [opened(each if isinstance(each, tuple) else (each,), ABSENT, ABSENT, self.loss.paired) for each in inputs]
+            pairs = [open_batch(each if isinstance(each, tuple) else (each,), ABSENT, ABSENT, self.loss.paired) for each in inputs]
             inputs = [args for args, _ in pairs]
             targets = [label for _, label in pairs] if targets is None and pairs[0][1] is not ABSENT else targets
         counts = {len(each) for each in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
@@ -152,7 +154,7 @@ class Batches:
         pieces = [each if isinstance(each, tuple) else (each,) for each in inputs]
         sizes = [self._size(piece, None if targets is None else targets[k]) for k, piece in enumerate(pieces)]
         known = [size for size in sizes if size is not None]
-        feed = Feed(pieces, kwargs, None if targets is None else list(targets), [], outputs=outputs)
+        feed = StepInput(pieces, kwargs, None if targets is None else list(targets), [], outputs=outputs)
         feed.guards = _guards(feed)
         return self._weighed(feed, known if len(known) == len(sizes) else None)
 
@@ -168,7 +170,7 @@ class Batches:
         """The batch dimension of what comes out."""
         return self.inputs if isinstance(self.inputs, int) else 0
 
-    def _weighed(self, feed: Feed, sizes: Sequence[int] | None) -> Feed:
+    def _weighed(self, feed: StepInput, sizes: Sequence[int] | None) -> StepInput:
         wrong = [stage for stage in feed.kwargs if stage not in range(self.stages)]
         if wrong:
             raise ScheduleError(f"stage_kwargs for stage {wrong[0]!r}: there are stages 0 to {self.stages - 1}")
@@ -178,7 +180,7 @@ class Batches:
         feed.weights = self.loss.weights(self.weight, sizes, feed.targets, len(feed.args))
         return feed
 
-    def check_target(self, feed: Feed) -> None:
+    def check_target(self, feed: StepInput) -> None:
         """Training needs a target, unless the loss does without."""
         if feed.targets is None and not (self.loss.alone and self.weight is None):
             if self.named:
@@ -191,7 +193,7 @@ class Batches:
 Guards = list[tuple[Tensor, int, str]]
 
 
-def _guards(feed: Feed) -> list[Guards]:
+def _guards(feed: StepInput) -> list[Guards]:
     """The tensors of each microbatch whose change in place would be seen elsewhere too: by other microbatches, the loss or other stages."""
     count = len(feed.args)
     columns: list[list[Any]] = [list(feed.args), *map(list, feed.kwargs.values())]
@@ -206,7 +208,7 @@ def _guards(feed: Feed) -> list[Guards]:
             for tensor in part:
                 if uses[id(tensor)] > 1:
                     guards.append((tensor, tensor._version, "other microbatches get too"))
-                elif any(share_memory(tensor, other) for other in others):
+                elif any(memory_overlaps(tensor, other) for other in others):
                     guards.append((tensor, tensor._version, "the target or another stage's arguments have too"))
         found.append(guards)
     return found if any(found) else []

@@ -26,7 +26,7 @@ from penstock.runtime.checkpoint.optimizer_state import (
     optimizer_state,
     unwrapped,
 )
-from penstock.runtime.model.random_streams import random_state, set_random_state
+from penstock.runtime.model.random_streams import capture_random_state, set_random_state
 from penstock.runtime.pipeline import Pipeline
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Training:
         names = {ident: first.get(name, name) for ident, name in held.parameters().items()}
         optimizer, same = optimizer_state(self.optimizer, names)
         state: dict[str, Any] = {"model": values, "optimizer": optimizer}
-        state[f"random.{rank}"] = (random_state(),)
+        state[f"random.{rank}"] = (capture_random_state(),)
         if rank == 0:
             state |= {key: (each.state_dict(),) for key, each in self.others().items()}
             state["training"] = ({"step": step, **self._streams()},)

@@ -21,12 +21,12 @@ from penstock.ir.kind import Kind
 from penstock.runtime.batch.side_outputs import StageOutput, collect
 from penstock.runtime.batch.step_input import EMPTY
 from penstock.runtime.device import device
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import cut
+from penstock.runtime.tensors.boundary import detach_as_leaves
 from penstock.runtime.transport.group import Operation, nothing
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Place:
         self.made: Any = None
         self.grad: Any = None
         self.back: Tensor | None = None
-        with grads.aside(), kept_random_state(), _kept_buffers(stage):
+        with grads.aside(), preserve_random_state(), _kept_buffers(stage):
             device.warm(self._try)
         self.made = self.deferral = None  # nothing of the try is to be met again
         grads.put()
@@ -295,7 +295,7 @@ class Graphs:
             cells[context] = _Running(place, None, (), ())
             made = place.made.detach().clone().requires_grad_()
             for reader in readers:
-                cells[reader] = cut(made)
+                cells[reader] = detach_as_leaves(made)
 
         return forward
 

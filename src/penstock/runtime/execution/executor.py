@@ -21,9 +21,9 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import Share
-from penstock.runtime.batch.side_outputs import Extras, collect
-from penstock.runtime.batch.step_input import EMPTY, NOTHING, Feed
+from penstock.runtime.batch.result import ResultShare
+from penstock.runtime.batch.side_outputs import SideOutputs, collect
+from penstock.runtime.batch.step_input import EMPTY, NO_INPUT, StepInput
 from penstock.runtime.device import device
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.operations import Computing
@@ -31,8 +31,8 @@ from penstock.runtime.execution.overlap import HOOK, Overlap, TwoStreams, hook_o
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import Data
-from penstock.runtime.split_backward.deferrable import in_place
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.split_backward.deferrable import keep_wrappers
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Group, Operation, Outbox, Route
 
@@ -54,7 +54,7 @@ class Executor(Computing):
         loss: Loss,
         group: Group,
         deadline: float,
-        data: Data,
+        data: DataParallel,
         statistics: RunningStatistics | None = None,
         overlap: Overlap | None = None,
         number: int = 0,
@@ -83,7 +83,7 @@ class Executor(Computing):
 
     # Running ----------------------------------------------------------------------------------------------------------
 
-    def run(self, feed: Feed, observe: Callable[[int], None] | None = None) -> Share:
+    def run(self, feed: StepInput, observe: Callable[[int], None] | None = None) -> ResultShare:
         """Walk the list once."""
         self.feed, self._failed_part = feed, None
         feed.share.microbatches = self.program.microbatches
@@ -99,7 +99,7 @@ class Executor(Computing):
             for inbox in self.inboxes.values():
                 inbox.begin()
             # A device's backward on this thread: handing it to another and waiting takes longer than a small layer.
-            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False), in_place(bool(self._split)):
+            with collect() as self.extras, torch.autograd.set_multithreading_enabled(False), keep_wrappers(bool(self._split)):
                 for at, operation in enumerate(self._profiled() if _is_profiled() else self.operations):
                     activity.at = at
                     activity.began = clock()
@@ -151,7 +151,7 @@ class Executor(Computing):
     def clear(self) -> None:
         """Let go of everything a step held."""
         self.cells[:] = self._blank
-        self.feed, self.extras = NOTHING, Extras()
+        self.feed, self.extras = NO_INPUT, SideOutputs()
         for inbox in self.inboxes.values():
             inbox.clear()
 

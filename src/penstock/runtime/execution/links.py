@@ -14,13 +14,15 @@ from penstock.runtime.transport.activity import Activity, clock
 from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
 
 if TYPE_CHECKING:
-    from penstock.runtime.tensors.dtensor_messages import Pieces
+    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
 
 class Wires:
     """The cells of one rank's program, each with a name while the program is made, and its sends and receives."""
 
-    def __init__(self, program: Program, rank: int, group: Group, deadline: float, number: int, *, pieces: Pieces | None = None) -> None:
+    def __init__(
+        self, program: Program, rank: int, group: Group, deadline: float, number: int, *, pieces: DTensorPacker | None = None
+    ) -> None:
         self.pieces = pieces
         """What takes tensors in parts apart to send them, where there is a mesh that they can lie over."""
         self.program, self.rank, self.group, self.deadline = program, rank, group, deadline

@@ -13,23 +13,23 @@ from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.side_outputs import Extras, unwrap
-from penstock.runtime.batch.step_input import EMPTY, NOTHING
+from penstock.runtime.batch.side_outputs import SideOutputs, unwrap_stage_output
+from penstock.runtime.batch.step_input import EMPTY, NO_INPUT
 from penstock.runtime.execution.links import Wires
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
 from penstock.runtime.model.random_streams import draw_from
-from penstock.runtime.model.recompute import Ended, Recomputed
+from penstock.runtime.model.recompute import OutputAndLoss, Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward, without_gradients_of
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import Watch, add_grads, check_output, detached, hand_on, roots
-from penstock.runtime.tensors.dtensor import complete
+from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable, make_message
+from penstock.runtime.tensors.dtensor import gather_full
 from penstock.runtime.transport.group import Group, Operation
 
 if TYPE_CHECKING:
     from penstock.runtime.model.running_statistics import RunningStatistics
-    from penstock.runtime.tensors.dtensor_messages import Pieces
+    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
 
 Computed = tuple[Any, list[Tensor], list[Tensor | None] | None]
@@ -50,13 +50,13 @@ class Computing(Wires):
         group: Group,
         deadline: float,
         number: int,
-        pieces: Pieces | None,
+        pieces: DTensorPacker | None,
         statistics: RunningStatistics | None = None,
     ) -> None:
         super().__init__(program, rank, group, deadline, number, pieces=pieces)
         self.stages, self.loss = stages, loss
-        self.feed = NOTHING
-        self.extras = Extras()
+        self.feed = NO_INPUT
+        self.extras = SideOutputs()
         self.beside: Backward | None = None
         """The backward that a hook is to run now."""
         self.actions = program[rank]
@@ -89,7 +89,7 @@ class Computing(Wires):
     def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
         """Run the stage's module: on the microbatch's own arguments at the front, on what came in elsewhere.
 
-        Until it is known whether the module changes its inputs in place, it is free to, see `Watch`.
+        Until it is known whether the module changes its inputs in place, it is free to, see `WatchedInputs`.
         """
         part, others = self.stages[stage], self._fellow_readers(stage)
         if stage in self.scattered and self.statistics is not None:
@@ -110,7 +110,7 @@ class Computing(Wires):
             else:
                 free = part.changes_input[training] is not False
                 watched = free or bool(others) or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
-                watch = Watch(leaves, borrowed, free=free) if watched else None
+                watch = WatchedInputs(leaves, borrowed, free=free) if watched else None
                 inputs = leaves if watch is None else watch.inputs
                 try:
                     plain = single and kwargs is None and type(inputs[0]) is Tensor
@@ -124,7 +124,7 @@ class Computing(Wires):
             if feed.guards:
                 feed.check_unchanged(stage, microbatch, part.changed_copies)
                 part.passing = part.passing | feed.guarded(microbatch)
-            return made if type(made) is Tensor else unwrap(made)
+            return made if type(made) is Tensor else unwrap_stage_output(made)
 
         return apply
 
@@ -143,11 +143,13 @@ class Computing(Wires):
             if last is not None:
                 last.loss = self._loss_of(microbatch)
             made = apply(leaves)
-            return made, *((roots(made), None) if readers else self._finish(made, microbatch))
+            return made, *((find_differentiable(made), None) if readers else self._finish(made, microbatch))
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
-            wanting = [roots(value) for value in leaves]  # before the module may say otherwise, with requires_grad_() or detach_()
+            wanting = [
+                find_differentiable(value) for value in leaves
+            ]  # before the module may say otherwise, with requires_grad_() or detach_()
             if part.tied:
                 with without_gradients_of(part.tied):
                     run(leaves, wanting)
@@ -160,14 +162,14 @@ class Computing(Wires):
             deferral = None
             if never or part.whole is not None or (deferrable is None and part.tried):
                 made = apply(leaves)
-                ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                ends, grads = (find_differentiable(made), None) if readers else self._finish(made, microbatch)
             elif deferrable is not None and part.tried:
                 deferral = Deferral()
                 deferral.beside = call is not None and self.beside is not None
                 try:
                     with deferrable.forward(deferral):
                         made = apply(leaves)
-                        ends, grads = (roots(made), None) if readers else self._finish(made, microbatch)
+                        ends, grads = (find_differentiable(made), None) if readers else self._finish(made, microbatch)
                 except WholeBackwardNeeded as need:
                     raise part.refuse_split(need, "earlier forwards did not do so") from need
             else:
@@ -177,7 +179,7 @@ class Computing(Wires):
             side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
             cells[context] = (wanting, ends, grads, side, deferral)
             for reader in readers:
-                cells[reader] = hand_on(made, part, mesh)
+                cells[reader] = make_message(made, part, mesh)
 
         return forward
 
@@ -237,15 +239,15 @@ class Computing(Wires):
     def _finish(self, made: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """The loss of a microbatch, and where its backward starts; one that counts for nothing has no backward."""
         feed = self.feed
-        output, loss = (made.output, made.loss) if isinstance(made, Ended) else (made, None)
+        output, loss = (made.output, made.loss) if isinstance(made, OutputAndLoss) else (made, None)
         if feed.outputs:
             check_output(output)
-            feed.share.outputs[microbatch] = complete(detached(output))
+            feed.share.outputs[microbatch] = gather_full(detach_tree(output))
         if not feed.losses or not (self.program.training or self.loss.fits(output)):
             return [], []
         loss = self.loss(made, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
-        kept = complete(loss.detach())
+        kept = gather_full(loss.detach())
         if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps room for all of them
             kept = kept.clone()
         feed.share.losses[microbatch] = kept, scale
@@ -259,9 +261,9 @@ class Computing(Wires):
         share, scale = self.feed.share, self.feed.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
-            share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
+            share.side[stage, microbatch] = torch.stack([gather_full(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
-            share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
+            share.metrics.setdefault(name, {})[stage, microbatch] = gather_full(value)
         extras.losses, extras.metrics = [], {}
         factor = self.feed.factor
         return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
@@ -279,7 +281,7 @@ class Computing(Wires):
             if self.extras.losses or self.extras.metrics:
                 self._extras(stage, microbatch)
             for reader in readers:
-                cells[reader] = hand_on(made, part, mesh)
+                cells[reader] = make_message(made, part, mesh)
 
         return infer
 

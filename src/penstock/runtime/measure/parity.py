@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.batch.side_outputs import collect, unwrap
-from penstock.runtime.batch.step_input import ABSENT, Feed
+from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
+from penstock.runtime.batch.step_input import ABSENT, StepInput
 from penstock.runtime.device import device
-from penstock.runtime.model.hugging_face import opened
+from penstock.runtime.model.hugging_face import open_batch
 from penstock.runtime.model.module_state import ModuleState, is_same_value
 from penstock.runtime.model.partition import Part
-from penstock.runtime.model.random_streams import draw_from, kept_random_state
+from penstock.runtime.model.random_streams import draw_from, preserve_random_state
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.tensors.boundary import copy_tensor
@@ -133,7 +133,7 @@ _RandomState = tuple[Tensor, Tensor | None]
 """That of the host and that of the device."""
 
 
-def parity(pipeline: Pipeline, feed: Feed, batch: Batch) -> Parity:
+def parity(pipeline: Pipeline, feed: StepInput, batch: Batch) -> Parity:
     """Run a step and both references on copies of the model; gradients, state and random streams are put back afterwards.
 
     The references run the pipeline's own stages one after the other, without recomputing any, on the batch as it was given. They
@@ -146,7 +146,9 @@ def parity(pipeline: Pipeline, feed: Feed, batch: Batch) -> Parity:
     if pipeline.data.scattered:
         raise ScheduleError("parity runs a copy of the whole model, but of some parameters ranks hold a part only: compare before sharding")
     if pipeline.batches.named:
-        batch = replace(batch, **dict(zip(("args", "target"), opened(batch.args, batch.target, ABSENT, pipeline.loss.paired), strict=True)))
+        batch = replace(
+            batch, **dict(zip(("args", "target"), open_batch(batch.args, batch.target, ABSENT, pipeline.loss.paired), strict=True))
+        )
     pieces = _cut(pipeline, batch, len(feed.args))
     wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
     with _kept(pipeline):
@@ -202,7 +204,7 @@ def _part(pipeline: Pipeline, stage: int) -> Part:
     return part
 
 
-def _step(pipeline: Pipeline, feed: Feed) -> _Found:
+def _step(pipeline: Pipeline, feed: StepInput) -> _Found:
     """Run a step from no gradients at all, and note what it leaves."""
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
@@ -240,7 +242,7 @@ def _state(part: Part) -> dict[str, Any]:
 # The batch --------------------------------------------------------------------------------------------------------------
 
 
-def _cut(pipeline: Pipeline, batch: Batch, count: int) -> Feed:
+def _cut(pipeline: Pipeline, batch: Batch, count: int) -> StepInput:
     """The microbatches of a batch, cut without the code that a step uses."""
     batches, batch = pipeline.batches, batch.copy()
     dims, target = batches.dims_of(batch.args), None if batch.target is ABSENT else batch.target
@@ -259,7 +261,7 @@ def _cut(pipeline: Pipeline, batch: Batch, count: int) -> Feed:
         return [pytree.tree_unflatten([piece(leaf, dim, number) for leaf, dim in leaves], spec) for number in range(count)]
 
     kwargs = {stage: pieces(each, batches.kwargs) for stage, each in batch.stage_kwargs.items()}
-    return Feed(pieces(batch.args, dims), kwargs, None if batch.target is ABSENT else pieces(target, batches.targets), [])
+    return StepInput(pieces(batch.args, dims), kwargs, None if batch.target is ABSENT else pieces(target, batches.targets), [])
 
 
 def _leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
@@ -270,7 +272,7 @@ def _leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
     return [each for part, dim in pairs for each in _leaves(part, dim)]
 
 
-def _is_same_piece(feed: Feed, pieces: Feed, number: int) -> bool:
+def _is_same_piece(feed: StepInput, pieces: StepInput, number: int) -> bool:
     """Whether a step's microbatch is that of the reference."""
     one, other = (
         (each.args[number], {stage: given[number] for stage, given in each.kwargs.items()}, each.targets and each.targets[number])
@@ -289,13 +291,13 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
     return one.layout is not torch.strided or is_same_value(one.detach(), other.detach())
 
 
-def _whole(pipeline: Pipeline, batch: Batch, feed: Feed) -> Feed:
+def _whole(pipeline: Pipeline, batch: Batch, feed: StepInput) -> StepInput:
     """The batch in one piece."""
     batch = batch.copy()
     kwargs = {stage: [dict(each)] for stage, each in batch.stage_kwargs.items()}
     alone = pipeline.data.ranks == 1 or feed.weights is None
     targets = None if batch.target is ABSENT else [batch.target]
-    return Feed([batch.args], kwargs, targets, [1.0 if alone else sum(feed.scales)])
+    return StepInput([batch.args], kwargs, targets, [1.0 if alone else sum(feed.scales)])
 
 
 # The reference ----------------------------------------------------------------------------------------------------------
@@ -347,13 +349,13 @@ def _has_history(value: Any) -> bool:
 class _Reference:
     """Forward and backward of the stages one after the other, a microbatch at a time, and what is left of them."""
 
-    def __init__(self, pipeline: Pipeline, parts: Sequence[Part], feed: Feed) -> None:
+    def __init__(self, pipeline: Pipeline, parts: Sequence[Part], feed: StepInput) -> None:
         self.pipeline, self.parts, self.feed = pipeline, parts, feed
         self.draws: set[int] = set()
         """The stages that draw random numbers."""
         for part in parts:
             part.module.zero_grad(set_to_none=True)
-        with kept_random_state(), torch.enable_grad():
+        with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = device.random_state()
         grads = {name: parameter.grad for part in parts for name, parameter in part.parameters}
@@ -392,7 +394,7 @@ class _Reference:
             if feed.seed is not None:
                 draw_from(feed.seed, staged.stream, feed.first + microbatch)
             with self._watched(stage):
-                made[stage] = unwrap(staged.run(inputs, given) if inputs else part.module(*feed.args[microbatch], **given))
+                made[stage] = unwrap_stage_output(staged.run(inputs, given) if inputs else part.module(*feed.args[microbatch], **given))
         return made[len(self.parts) - 1]
 
     @contextmanager

@@ -18,14 +18,14 @@ from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.device import device as device_calls
 from penstock.runtime.measure import memory as holdings
-from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
+from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
 from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.partition import Layers, partition
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import cut, detached, roots
+from penstock.runtime.tensors.boundary import detach_as_leaves, detach_tree, find_differentiable
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -97,10 +97,10 @@ def mb_args(value: Any, size: int) -> Any:
 
 def _opened(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> tuple[Any, Any, Any, Any]:
     """A model of transformers' is known by itself, and has its own loss where there are labels."""
-    own, loss, _ = recognised(model, split, loss_fn, None)
+    own, loss, _ = recognise_model(model, split, loss_fn, None)
     if not isinstance(own, HuggingFace):
         return split, sample, loss_fn, target
-    args, labels = opened((sample,), target, None)
+    args, labels = open_batch((sample,), target, None)
     return own, args, None if labels is None and loss_fn is None else loss, labels
 
 
@@ -250,14 +250,14 @@ class _One:
                 return self._run_forward(leaves, Deferral())
             except WholeBackwardNeeded as need:
                 self.stage.whole = need.reason
-                leaves = cut(self.given)
+                leaves = detach_as_leaves(self.given)
         return self._run_forward(leaves, None)
 
     def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Run:
         with nullcontext() if deferral is None else self._deferrable.forward(deferral):
             made = self.stage.run([leaves], {})
             loss = None if self.loss is None else self.loss(made, None if self.target is None else [self.target], 0)
-        ends = roots(made if loss is None else loss)
+        ends = find_differentiable(made if loss is None else loss)
         return _Run(leaves, made, ends, deferral or Deferral())
 
     def _backward(self, run: _Run, grads: list[Tensor | None]) -> None:
@@ -270,7 +270,7 @@ class _One:
 
     def _run_once(self) -> tuple[float, float, float]:
         """How long F, I and W take; what a layer is given, its input and the gradients of its output, is made outside of these."""
-        leaves = cut(self.given)
+        leaves = detach_as_leaves(self.given)
         watch = device_calls.Stopwatch(self.given)
         run = self._forward(leaves)
         watch.mark()
@@ -288,11 +288,11 @@ class _One:
         if not device_calls.is_running():
             return 0
         peak = device_calls.Peak()
-        run = self._forward(cut(self.given))
+        run = self._forward(detach_as_leaves(self.given))
         grads = run.ones()
         beyond = [peak.bytes() - held - (sum(holdings.sizes(run.made).values()) if self.loss is None else 0)]
         beyond += [_beyond(lambda: self._backward(run, grads)), _beyond(lambda: self.stage.backward_weights(run.deferral))]
-        whole = self._forward(cut(self.given), split=False)
+        whole = self._forward(detach_as_leaves(self.given), split=False)
         whole_grads = whole.ones()
         return max(0, *beyond, _beyond(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
@@ -300,13 +300,13 @@ class _One:
         """What is held from F to I, and from I to W, and the output."""
         own = holdings.of_module(self.stage.module)
         with holdings.saved() as seen:
-            run = self._forward(cut(self.given))
+            run = self._forward(detach_as_leaves(self.given))
             held = {**seen, **holdings.sizes(run.leaves)}
             if self.loss is None:  # counted with who reads it: the next layer, or the message
                 held = {key: size for key, size in held.items() if key not in holdings.sizes(run.made)}
             self._backward(run, run.ones())
         stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
-        made = detached(run.made)
+        made = detach_tree(run.made)
         self.stage.backward_weights(run.deferral)
         return holdings.total(held, own), holdings.total(stash, own), made
 
@@ -325,7 +325,7 @@ def _kept(modules: Sequence[nn.Module]) -> Iterator[None]:
     for parameter, _ in grads:
         parameter.grad = None
     try:
-        with torch.enable_grad(), kept_random_state():
+        with torch.enable_grad(), preserve_random_state():
             yield
     finally:
         for parameter, grad in grads:

@@ -25,7 +25,7 @@ Compile = bool | Mapping[str, Any] | Callable[[nn.Module], Any] | None
 """Whether to compile a stage: as `torch.compile` does, with these options of its, or by a function of one's own."""
 
 
-def compiled(partition: Partition, given: Any) -> Partition:
+def compile_stages(partition: Partition, given: Any) -> Partition:
     """The partition with its stages compiled; a sequence says it for each stage."""
     each = given if isinstance(given, Sequence) else [given] * len(partition)
     if len(each) != len(partition) or not all(_is_known(how) for how in each):
@@ -50,7 +50,7 @@ def _compiled(part: Part | None, how: Compile) -> Part | None:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedBackward:
     """Stages that cannot split their backward: they run I and W as one B, and the whole is timed anew."""
 
     stages: tuple[int, ...]
@@ -76,7 +76,9 @@ class Merged:
         )
 
 
-def merged(table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mapping[int, str] | None = None) -> Merged | None:
+def predict_merged_backward(
+    table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mapping[int, str] | None = None
+) -> MergedBackward | None:
     """What becomes of a schedule where these stages cannot split their backward; None where it does not ask them to.
 
     `whole` adds stages that are not compiled, each with what it does that needs its backward whole.
@@ -92,7 +94,7 @@ def merged(table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mappin
     start = Program.start(table)
     joined = MergeBackward(stages, apart=True).apply(start)
     before, after = (simulate(each if each.lowered else lower(each.schedule()), costs) for each in (start, joined))
-    lost = Merged(stages, before, after, isinstance(own, Costs))
+    lost = MergedBackward(stages, before, after, isinstance(own, Costs))
     if not whole:
         return lost
     reasons = [

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.batch.side_outputs import Extras
-from penstock.runtime.model.random_streams import random_state, set_random_state
-from penstock.runtime.tensors.dtensor import in_parts, like_part, local
+from penstock.runtime.batch.side_outputs import SideOutputs
+from penstock.runtime.model.random_streams import capture_random_state, set_random_state
+from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, to_local
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes that torch keeps in every module: parameters, buffers, submodules and hooks."""
@@ -178,7 +178,7 @@ class ModuleVersions:
         return ModuleState([], replaced), in_place
 
 
-def running_statistics(module: nn.Module) -> list[str]:
+def running_statistics_names(module: nn.Module) -> list[str]:
     """The dotted names of the running statistics that a forward of the module would change now."""
     return [
         f"{prefix}.{name}" if prefix else name
@@ -358,19 +358,19 @@ def _copy_tensor(value: Any) -> Tensor | None:
         return None
     if value.is_meta or value.is_nested or value.layout is not torch.strided:
         return None
-    return local(value.detach()).clone()
+    return to_local(value.detach()).clone()
 
 
 def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
     """A tensor of its own with these contents; one that is part of an autograd graph stays itself."""
     if value.requires_grad:
         return value
-    return like_part(value, contents) if in_parts(value) else contents.clone()
+    return from_local_like(value, contents) if is_dtensor(value) else contents.clone()
 
 
 def _restore_tensor(value: Tensor, copy: Tensor) -> None:
     # Through `data`, past autograd: batch norm saves its buffers for the backward, which would refuse them as changed in place.
-    mine = local(value.detach())
+    mine = to_local(value.detach())
     if mine.shape != copy.shape or mine.dtype != copy.dtype or mine.device != copy.device:
         value.data = copy.clone()
     elif not _is_equal(mine, copy):
@@ -382,7 +382,7 @@ def _is_same(now: Any, value: Any, copy: Any) -> bool:
     if isinstance(copy, _Contents):
         return type(now) is type(value) and copy.is_same(now)
     if copy is not None:
-        return isinstance(now, Tensor) and _is_equal(local(now.detach()), copy)
+        return isinstance(now, Tensor) and _is_equal(to_local(now.detach()), copy)
     if now is value:
         return True
     if type(now) is not type(value) or not isinstance(now, _PLAIN):
@@ -408,17 +408,17 @@ class ForwardState:
     modules: list[ModuleState]
     inputs: TensorState
     random: dict[str, Any]
-    extras: Extras
-    before: Extras
+    extras: SideOutputs
+    before: SideOutputs
     versions: list[tuple[nn.Parameter, int]]
     """How often each parameter had been changed in place: there is no copy to put those back from."""
 
     @classmethod
-    def capture(cls, modules: Sequence[nn.Module], inputs: Any, extras: Extras) -> ForwardState:
+    def capture(cls, modules: Sequence[nn.Module], inputs: Any, extras: SideOutputs) -> ForwardState:
         states = [ModuleState.capture(module) for module in modules]
         versions = [(parameter, parameter._version) for module in modules for parameter in module.parameters()]
-        before = Extras(list(extras.losses), dict(extras.metrics))
-        return cls(states, TensorState.capture(inputs), random_state(), extras, before, versions)
+        before = SideOutputs(list(extras.losses), dict(extras.metrics))
+        return cls(states, TensorState.capture(inputs), capture_random_state(), extras, before, versions)
 
     @property
     def restorable(self) -> bool:

@@ -55,7 +55,7 @@ class Part:
         return sum(parameter.numel() for parameter in {id(p): p for _, p in self.parameters}.values())
 
 
-class Run(nn.Module):
+class LayerSequence(nn.Module):
     """Layers one after the other, each given what the one before returned; a keyword argument goes to every layer that has it."""
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
@@ -135,7 +135,7 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
         raise PlacementError(f"a model is a module, a list of modules or a map of them by stage, got {type(model).__name__}")
     names, layers = _layers(model, split)
     wanted = split.sizes if isinstance(split, Layers) else split
-    sizes = balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
+    sizes = balance_layers([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
     if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
         raise PlacementError(
             f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
@@ -187,7 +187,7 @@ def _find(model: nn.Module, name: str) -> nn.Module:
 
 
 def _part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool = False) -> Part:
-    return Part(layers[0] if len(layers) == 1 else Run(layers), tuple(names), tuple(layers), unpack)
+    return Part(layers[0] if len(layers) == 1 else LayerSequence(layers), tuple(names), tuple(layers), unpack)
 
 
 def _weight(layer: nn.Module) -> int:
@@ -195,7 +195,7 @@ def _weight(layer: nn.Module) -> int:
     return sum(parameter.numel() for parameter in layer.parameters()) + 1
 
 
-def balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
+def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
     """Contiguous runs whose largest sum is as small as can be; the number of layers of each."""
     count = len(weights)
     if count < stages:
@@ -251,7 +251,7 @@ def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
     return Partition(tuple(_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))
 
 
-def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
+def apply_plan_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
     """The model and its split, as the plan cuts it unless a split says otherwise. A list with one module a layer is cut too."""
     sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # a text has a method of that name
     if sizes is None or isinstance(model, Mapping):

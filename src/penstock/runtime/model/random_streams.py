@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from penstock.runtime.device import device
-from penstock.runtime.model.partition import Part, Partition, Run
+from penstock.runtime.model.partition import LayerSequence, Part, Partition
 
 
 def draw_from(*key: object) -> None:
@@ -30,7 +30,7 @@ def draw_from(*key: object) -> None:
 
 
 @contextmanager
-def kept_random_state() -> Iterator[None]:
+def preserve_random_state() -> Iterator[None]:
     """Leave torch's random state as it was."""
     state = device.random_state()
     try:
@@ -39,7 +39,7 @@ def kept_random_state() -> Iterator[None]:
         device.set_random_state(state)
 
 
-def random_state() -> dict[str, Any]:
+def capture_random_state() -> dict[str, Any]:
     """The states of torch's, NumPy's and Python's streams."""
     host, on_device = device.random_state()
     return {"torch": host, "cuda": on_device, "numpy": np.random.get_state(), "python": random.getstate()}
@@ -51,7 +51,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     random.setstate(state["python"])
 
 
-class Streamed(Run):
+class StreamedLayers(LayerSequence):
     """A run of layers, each of which draws from a stream of the one that it begins with and the layer's name.
 
     What the run begins with is part of torch's random state, so that a checkpointed run that is recomputed draws the same again.
@@ -68,16 +68,16 @@ class Streamed(Run):
             yield layer
 
 
-def streamed(partition: Partition) -> Partition:
+def add_layer_streams(partition: Partition) -> Partition:
     """The partition with a stream for each layer; modules that were written as stages have one a stage already."""
     return Partition(tuple(part if part is None or part.unpack else _streamed(part) for part in partition.parts))
 
 
 def _streamed(part: Part) -> Part:
     own = getattr(part.module, "streamed", None)
-    return replace(part, module=Streamed(part.modules, part.layers) if own is None else own())
+    return replace(part, module=StreamedLayers(part.modules, part.layers) if own is None else own())
 
 
 def draws_by_layer(module: nn.Module) -> bool:
     """Whether a stage's module takes care of its streams."""
-    return any(isinstance(each, Streamed) or getattr(each, "draws", False) is True for each in module.modules())
+    return any(isinstance(each, StreamedLayers) or getattr(each, "draws", False) is True for each in module.modules())

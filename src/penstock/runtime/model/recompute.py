@@ -15,16 +15,16 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ScheduleError
-from penstock.runtime.batch.side_outputs import collect, unwrap
-from penstock.runtime.model.module_state import ModuleState, ModuleVersions, running_statistics
+from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
+from penstock.runtime.model.module_state import ModuleState, ModuleVersions, running_statistics_names
 from penstock.runtime.model.partition import Partition
-from penstock.runtime.tensors.boundary import copy_tensor, detached, share_memory
+from penstock.runtime.tensors.boundary import copy_tensor, detach_tree, memory_overlaps
 
 Recompute = bool | Sequence[bool] | None
 """Which stages: all, none, one word each, or as the plan says."""
 
 
-def recomputing(partition: Partition, plan: Any, given: Recompute = None) -> Partition:
+def recompute_stages(partition: Partition, plan: Any, given: Recompute = None) -> Partition:
     """The partition with the stages that are recomputed: those that were given, else the plan's."""
     flags = getattr(plan, "recompute", None) if given is None else given
     each = [flags] * len(partition) if isinstance(flags, bool) else list(flags or [False] * len(partition))
@@ -38,7 +38,7 @@ def recomputing(partition: Partition, plan: Any, given: Recompute = None) -> Par
 
 
 @dataclass(frozen=True)
-class Ended:
+class OutputAndLoss:
     """The output of a last stage that is recomputed, without its history, and the loss that it came to."""
 
     output: Any
@@ -100,7 +100,7 @@ class _Inputs:
         self.changed = changed | (self.changed or set())
         self.originals = {id(tensors[number]) for number in changed}
         for number in changed:
-            if any(other is not tensors[number] and share_memory(tensors[number], other) for other in tensors.values()):
+            if any(other is not tensors[number] and memory_overlaps(tensors[number], other) for other in tensors.values()):
                 raise ScheduleError(
                     "a recomputed stage changes in place a tensor that shares memory with another of its inputs, and would be run again "
                     "from copies that do not: clone it before changing it"
@@ -129,7 +129,7 @@ class _State:
         if self.watched is None:
             self.others = ModuleVersions.capture(self.module)
             return ModuleState.capture(self.module)
-        names = self.watched | set(running_statistics(self.module))
+        names = self.watched | set(running_statistics_names(self.module))
         self.others = ModuleVersions.capture(self.module, skip=names)
         return ModuleState.capture_only(self.module, names)
 
@@ -154,9 +154,9 @@ class _State:
             )
 
 
-def _ended(module: nn.Module, loss: Callable[[Any], Tensor], *args: Any, **kwargs: Any) -> Ended:
-    made = unwrap(module(*args, **kwargs))
-    return Ended(detached(made), loss(made))
+def _ended(module: nn.Module, loss: Callable[[Any], Tensor], *args: Any, **kwargs: Any) -> OutputAndLoss:
+    made = unwrap_stage_output(module(*args, **kwargs))
+    return OutputAndLoss(detach_tree(made), loss(made))
 
 
 class _Again:

@@ -37,7 +37,7 @@ _Buffers = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
-class Record:
+class ForwardStatistics:
     """What one forward made of statistics that began with zero."""
 
     microbatch: int
@@ -66,7 +66,7 @@ class RunningStatistics:
         if len(placement.copies) > 1:
             mine = any(self._norms[stage] for stage in self._several)
             self.gathers = any(pipeline.gather("norm layers", mine))
-        self._records: dict[Key, dict[int, Record]] = {}
+        self._records: dict[Key, dict[int, ForwardStatistics]] = {}
         """By microbatch: a forward that is run again for a whole backward counts once."""
         self._seen: set[int] = set()
         """The stages whose first forward was looked at closely."""
@@ -104,7 +104,7 @@ class RunningStatistics:
             self._seen.add(stage)
             for name, part in active.items():
                 mean, variance, count = fresh[name]
-                record = Record(microbatch, mean, variance, None if isinstance(part, _InstanceNorm) else count)
+                record = ForwardStatistics(microbatch, mean, variance, None if isinstance(part, _InstanceNorm) else count)
                 self._records.setdefault((stage, name), {})[microbatch] = record
             return made
 
@@ -116,7 +116,7 @@ class RunningStatistics:
     def fold(self, pipeline: Pipeline) -> list[tuple[Tensor, Tensor]]:
         """The statistics that a step has led to, the same on all ranks: each buffer with its new value."""
         mine, self._records = self._records, {}
-        found: dict[Key, list[Record]] = {}
+        found: dict[Key, list[ForwardStatistics]] = {}
         for theirs in pipeline.gather("running statistics", mine) if self.gathers else [mine]:
             for key, records in theirs.items():
                 found.setdefault(key, []).extend(records.values())
@@ -132,13 +132,13 @@ class RunningStatistics:
 
 
 @torch.no_grad()
-def write(folded: Sequence[tuple[Tensor, Tensor]]) -> None:
+def write_statistics(folded: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Give buffers their new values."""
     for buffer, value in folded:
         buffer.copy_(value)
 
 
-def _fold(part: _NormBase, records: Sequence[Record]) -> Iterator[tuple[Tensor, Tensor]]:
+def _fold(part: _NormBase, records: Sequence[ForwardStatistics]) -> Iterator[tuple[Tensor, Tensor]]:
     """One layer's statistics after the forwards, in this order."""
     assert part.running_mean is not None
     assert part.running_var is not None

@@ -12,8 +12,8 @@ from penstock.runtime.model.random_streams import draws_by_layer
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.split_backward.deferrable import Deferrable
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import Watch
-from penstock.runtime.tensors.dtensor import in_parts
+from penstock.runtime.tensors.boundary import WatchedInputs
+from penstock.runtime.tensors.dtensor import is_dtensor
 
 
 class Stage:
@@ -69,7 +69,7 @@ class Stage:
             self.changes_input[True] = True
             error.add_note(f"stage {self.index} has changed its input in place for the first time, which the next step will allow")
 
-    def look_for_changes(self, watch: Watch, others: list[int], training: bool) -> None:
+    def look_for_changes(self, watch: WatchedInputs, others: list[int], training: bool) -> None:
         """See whether the module has changed its input in place; refuse what something else in the model would have seen."""
         changed, reason = watch.changed(self.changed_copies)
         self.changes_input[training] = changed or bool(self.changes_input[training])
@@ -93,7 +93,7 @@ class Stage:
         if self._memory is None:
             module = self.module.module if isinstance(self.module, Recomputed) else self.module
             named = [("parameter", *each) for each in module.named_parameters()] + [("buffer", *each) for each in module.named_buffers()]
-            self._memory = {t.untyped_storage().data_ptr(): f"{sort} {name!r}" for sort, name, t in named if not in_parts(t)}
+            self._memory = {t.untyped_storage().data_ptr(): f"{sort} {name!r}" for sort, name, t in named if not is_dtensor(t)}
         return self._memory
 
     def refuse_split(self, need: WholeBackwardNeeded, why: str) -> SplitError:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, ScheduleError, nearest
-from penstock.runtime.tensors.dtensor import in_parts, laid_as, like_part, local, part_of
-from penstock.runtime.tensors.layout import add, round_to
+from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, redistribute_like, shard_coordinates, to_local
+from penstock.runtime.tensors.layout import add_gradients, round_gradient
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -36,7 +36,7 @@ class _Held:
 
 
 @dataclass
-class Shared:
+class SharedParameters:
     """What every rank knows of the parameters of all.
 
     A parameter of which there are several copies has their gradients summed once at the end of a step, and starts from the
@@ -59,10 +59,13 @@ class Shared:
     before: dict[Place, list[Tensor | None]] = field(default_factory=dict)
 
     @classmethod
-    def find(cls, pipeline: Pipeline, ties: Ties) -> Shared:
+    def find(cls, pipeline: Pipeline, ties: Ties) -> SharedParameters:
         parts = pipeline.partition.parts
         known = {name: (stage, k) for stage, part in enumerate(parts) if part for k, (name, _) in enumerate(part.parameters)}
-        mine = {name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape), part_of(p)) for name, p in pipeline.local_parameters()}
+        mine = {
+            name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape), shard_coordinates(p))
+            for name, p in pipeline.local_parameters()
+        }
         tied = [[name for _, name, _ in holders] for holders in pipeline.partition.tied()]
         everyone = pipeline.gather("parameters", (mine, known, tied, pipeline.data.dtype is not None))
         groups = dict.fromkeys(tuple(group) for _, _, tied, _ in everyone for group in tied)
@@ -104,11 +107,11 @@ class Shared:
         if not self.active:
             return
         mine = self._held(pipeline)
-        everyone = pipeline.gather("copies", {place: local(held[0].detach()) for place, held in mine.items()})
+        everyone = pipeline.gather("copies", {place: to_local(held[0].detach()) for place, held in mine.items()})
         for place, held in mine.items():
             first = next(theirs[place] for theirs in everyone if place in theirs)
             for parameter in held:
-                own = local(parameter.detach())
+                own = to_local(parameter.detach())
                 if own.data_ptr() != first.data_ptr():
                     own.copy_(first)
         pipeline.gather("copied", None)
@@ -141,8 +144,10 @@ class Shared:
                 if total is None:
                     parameter.grad = before
                     continue
-                grad = like_part(parameter, total.to(parameter.dtype)) if in_parts(parameter) else round_to(total, parameter)
-                parameter.grad = grad if before is None else add(before, grad) if grad.is_sparse or in_parts(grad) else grad.add_(before)
+                grad = from_local_like(parameter, total.to(parameter.dtype)) if is_dtensor(parameter) else round_gradient(total, parameter)
+                parameter.grad = (
+                    grad if before is None else add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
+                )
         self.before = {}
 
     @staticmethod
@@ -152,16 +157,16 @@ class Shared:
         for parameter in held:
             total = pipeline.data.take_sum(parameter)
             if total is not None:
-                terms[pipeline.group.ident(parameter), pipeline.rank] = local(laid_as(total, parameter))
+                terms[pipeline.group.ident(parameter), pipeline.rank] = to_local(redistribute_like(total, parameter))
             elif parameter.grad is not None:
-                terms[pipeline.group.ident(parameter)] = local(laid_as(parameter.grad, parameter))
+                terms[pipeline.group.ident(parameter)] = to_local(redistribute_like(parameter.grad, parameter))
         return list(terms.items())
 
 
 def _start_buffers_equal(pipeline: Pipeline) -> None:
     """The buffers of all copies of a stage begin with the values of the first."""
     mine = {index: dict(stage.module.named_buffers()) for index, stage in pipeline.stages.items()}
-    plain = {index: {name: local(buffer) for name, buffer in held.items() if not is_lazy(buffer)} for index, held in mine.items()}
+    plain = {index: {name: to_local(buffer) for name, buffer in held.items() if not is_lazy(buffer)} for index, held in mine.items()}
     everyone = pipeline.gather("buffers", plain)
     for index, held in plain.items():
         first = next(theirs[index] for theirs in everyone if index in theirs)
@@ -178,7 +183,7 @@ def _sum(terms: Iterable[_Term]) -> Tensor | None:
     total: Tensor | None = None
     for key, grad in terms:
         if key not in seen:
-            total = grad if total is None else add(total, grad)
+            total = grad if total is None else add_gradients(total, grad)
         seen.add(key)
     return total
 

@@ -22,41 +22,45 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.passes.shard import Shard
-from penstock.runtime.batch.step_input import Feed
+from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.mesh import Grid
-from penstock.runtime.parallel.replicas import Replicas
-from penstock.runtime.tensors.dtensor import in_parts, local
+from penstock.runtime.parallel.mesh import PipelineMesh
+from penstock.runtime.parallel.replicas import ReplicaGradients
+from penstock.runtime.tensors.dtensor import is_dtensor, to_local
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.group import Operation, nothing
 from penstock.runtime.transport.subgroup import Slice
 
 if TYPE_CHECKING:
-    from penstock.runtime.parallel.fsdp import Sharded
-    from penstock.runtime.tensors.dtensor_messages import Pieces
+    from penstock.runtime.parallel.fsdp import ShardedStage
+    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
 
-class Data:
+class DataParallel:
     """What this rank's stages have to do with the other data ranks, if there are any."""
 
-    def __init__(self, grid: Grid | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float) -> None:
+    def __init__(
+        self, grid: PipelineMesh | None, stages: Mapping[int, Stage], *, shard: Shard, dtype: torch.dtype | None, deadline: float
+    ) -> None:
         self.grid, self.stages, self.deadline = grid, stages, deadline
         self.group: Slice | None = None if grid is None or grid.data.ranks == 1 else grid.data
         self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank, self.group.ranks)
         self.sharded = _sharded(stages, deadline)
-        self.replicas = Replicas(dtype) if self.group is not None or dtype is not None else None
+        self.replicas = ReplicaGradients(dtype) if self.group is not None or dtype is not None else None
         self.dtype = dtype
         self._check(dtype)
-        mine = bool(self.sharded), any(in_parts(p) for stage in stages.values() for p in stage.module.parameters())
+        mine = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
         found = [mine] if grid is None else grid.whole.gather(grid.whole.rank, "shards", mine, deadline)
         self.shard = shard if any(sharded for sharded, _ in found) else None
         """The pass that says when parameters are in full, if any rank keeps them in shards."""
         self.scattered = any(scattered for _, scattered in found)
         """Whether any rank has parameters of which it holds a part only."""
         self._broken = False
-        self.copies = Copies({index: stage.module for index, stage in stages.items()}, {index: self._managed(index) for index in stages})
+        self.copies = ReplicatedTensors(
+            {index: stage.module for index, stage in stages.items()}, {index: self._managed(index) for index in stages}
+        )
         if self.group is not None:
             self.group.gather(self.group.rank, "start", None, deadline)
             self.copies.copy(self._connection, self.copies.everything())
@@ -72,14 +76,14 @@ class Data:
             if index in self.sharded and dtype is not None:
                 self.sharded[index].check_precision(dtype)
 
-    def _check_shards(self, grid: Grid, index: int, module: nn.Module) -> None:
+    def _check_shards(self, grid: PipelineMesh, index: int, module: nn.Module) -> None:
         """Whatever is in shards over data ranks must be so over all of them, and gathered by this stage."""
         ranks = [int(grid.mesh.mesh.flatten()[place]) for place in grid.data.members]
         if index in self.sharded:
             self.sharded[index].check(ranks, grid.data_dims)
         known, others = self._managed(index), set(ranks) - {int(grid.mesh.mesh.flatten()[grid.whole.rank])}
         for name, parameter in module.named_parameters():
-            if in_parts(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
+            if is_dtensor(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
                 raise PlacementError(
                     f"{name!r} of stage {index} is sharded with a module that is not inside the stage: apply fully_shard to each layer, "
                     "or let the pipeline do it with shard=True"
@@ -97,7 +101,7 @@ class Data:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def agree(self, feed: Feed, name: str) -> None:
+    def agree(self, feed: StepInput, name: str) -> None:
         """How much each microbatch counts, out of those of all data ranks, which must run as many each."""
         if self._broken:
             raise PipelineError(
@@ -184,13 +188,13 @@ class Data:
         return total
 
     @property
-    def pieces(self) -> Pieces | None:
+    def pieces(self) -> DTensorPacker | None:
         """What takes tensors apart that lie over the mesh, to send them."""
         if self.grid is None:
             return None
-        from penstock.runtime.tensors.dtensor_messages import Pieces
+        from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
-        return Pieces(self.grid.mesh)
+        return DTensorPacker(self.grid.mesh)
 
     # Actions of the program -------------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class Data:
 
         return summed
 
-    def _around_sharded(self, kind: Kind, stage: int, sharded: Sharded, operation: Operation) -> Operation:
+    def _around_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
         assert self.grid is not None
         refresh, watch, activity = self.stages[stage].refresh, self._watch(stage), self.grid.whole.mine
         deferred = kind is Kind.W
@@ -288,18 +292,18 @@ class Data:
             sharded.reduce(shards)
 
 
-def _sharded(stages: Mapping[int, Stage], deadline: float) -> dict[int, Sharded]:
+def _sharded(stages: Mapping[int, Stage], deadline: float) -> dict[int, ShardedStage]:
     """The stages that `fully_shard` was applied to, if its module was ever imported: that takes long."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     found = [index for index, stage in stages.items() if fsdp and any(isinstance(part, fsdp.FSDPModule) for part in stage.module.modules())]
     if not found:
         return {}
-    from penstock.runtime.parallel.fsdp import Sharded
+    from penstock.runtime.parallel.fsdp import ShardedStage
 
-    return {index: Sharded(index, stages[index].module, deadline) for index in found}
+    return {index: ShardedStage(index, stages[index].module, deadline) for index in found}
 
 
-class Copies:
+class ReplicatedTensors:
     """The modules of a rank with parameters or buffers that are not kept in shards; `managed` are the parameters that are."""
 
     def __init__(self, modules: Mapping[int, nn.Module], managed: Mapping[int, set[int]]) -> None:
@@ -335,7 +339,7 @@ class Copies:
     def copy(self, connection: Any, tensors: Sequence[Tensor]) -> None:
         """Give the tensors the values that the first data rank has."""
         buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in map(local, tensors):
+        for tensor in map(to_local, tensors):
             if tensor.device.type != "meta":
                 buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for held in buckets.values():

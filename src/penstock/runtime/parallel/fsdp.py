@@ -22,13 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.model.partition import Partition
-from penstock.runtime.parallel.mesh import Grid
+from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.transport.activity import clock
 
 _SPIN, _PAUSE = 200, 0.0002
 
 
-class Sharded:
+class ShardedStage:
     """The modules of one stage that `fully_shard` was applied to, or `replicate`, which has the same machinery."""
 
     def __init__(self, stage: int, module: nn.Module, deadline: float) -> None:
@@ -202,7 +202,7 @@ Sharding = bool | Callable[..., Any]
 """Whether the pipeline shards its stages, or how: called with each layer and `mesh=`, as `fully_shard` is."""
 
 
-def unwrapped(model: Any, grid: Grid | None) -> Any:
+def unwrap_ddp(model: Any, grid: PipelineMesh | None) -> Any:
     """The model without `DistributedDataParallel`, whose work is done by the program's REDUCE_GRAD."""
     if isinstance(model, Mapping):
         return {stage: _unwrapped(module, grid) for stage, module in model.items()}
@@ -211,7 +211,7 @@ def unwrapped(model: Any, grid: Grid | None) -> Any:
     return _unwrapped(model, grid)
 
 
-def _unwrapped(module: Any, grid: Grid | None) -> Any:
+def _unwrapped(module: Any, grid: PipelineMesh | None) -> Any:
     if not isinstance(module, DistributedDataParallel):
         return module
     if grid is None:
@@ -226,7 +226,7 @@ def _unwrapped(module: Any, grid: Grid | None) -> Any:
     return module.module
 
 
-def shard_stages(partition: Partition, stages: Iterable[int], grid: Grid | None, sharding: Sharding) -> list[list[str]]:
+def shard_stages(partition: Partition, stages: Iterable[int], grid: PipelineMesh | None, sharding: Sharding) -> list[list[str]]:
     """Shard the layers of these stages over the data ranks; the groups of names that were one parameter before."""
     tied = [[name for _, name, _ in holders] for holders in partition.tied()]
     if not sharding:

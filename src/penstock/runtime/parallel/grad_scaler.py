@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import local
+from penstock.runtime.tensors.dtensor import to_local
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
@@ -62,7 +62,7 @@ class GradScaler(torch.amp.GradScaler):
                     raise ScheduleError("gradients of float16 parameters cannot be unscaled: keep the parameters in float32, with autocast")
                 if grad.is_sparse:
                     parameter.grad = grad = grad.coalesce()
-                held = grad._values() if grad.is_sparse else local(grad)
+                held = grad._values() if grad.is_sparse else to_local(grad)
                 grads[held.device, held.dtype].append(held)
         found = [torch.zeros_like(found_inf)]
         for (device, _), held in grads.items():

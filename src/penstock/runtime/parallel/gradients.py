@@ -12,20 +12,20 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime.tensors.dtensor import local, part_of, whole_parts
+from penstock.runtime.tensors.dtensor import reduce_partial, shard_coordinates, to_local
 
 if TYPE_CHECKING:
     from penstock.runtime.pipeline import Pipeline
 
 
 @dataclass
-class Backup:
+class GradientBackup:
     """The gradients before a step."""
 
     saved: list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
 
     @classmethod
-    def take(cls, parameters: Iterable[nn.Parameter]) -> Backup:
+    def take(cls, parameters: Iterable[nn.Parameter]) -> GradientBackup:
         """Only gradients that are there are copied, as when they are accumulated over steps."""
         return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters])
 
@@ -37,7 +37,7 @@ class Backup:
             parameter.grad = grad
 
 
-class Buffers:
+class BufferBackup:
     """The buffers of modules before a step, to be put back if it fails.
 
     One that a step has left as it was is not copied again while nobody changes it, so that tables and masks cost nothing. Norm layers
@@ -74,7 +74,7 @@ class Buffers:
         self._copies = []
 
 
-class HookedWeights:
+class HookGuard:
     """Parameters with hooks that run when a gradient is complete, in a step in which they must not change the weights.
 
     An optimizer in such a hook updates a weight after the backward of each microbatch. Forwards of later microbatches have run by then,
@@ -94,8 +94,8 @@ class HookedWeights:
         `alone` says that the step is one microbatch of weights that no other rank has.
         """
         hooked = [] if alone else [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks]
-        self._marks = [(name, p, p._version, local(p.detach()).data_ptr()) for name, p in hooked]
-        self._copies = {id(p): local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
+        self._marks = [(name, p, p._version, to_local(p.detach()).data_ptr()) for name, p in hooked]
+        self._copies = {id(p): to_local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -121,7 +121,7 @@ class HookedWeights:
         copies, self._copies = self._copies, {}
         for _, parameter in changed:
             if id(parameter) in copies:
-                local(parameter.detach()).copy_(copies[id(parameter)])
+                to_local(parameter.detach()).copy_(copies[id(parameter)])
         return all(id(parameter) in copies for _, parameter in changed)
 
     def _refuse(self, changed: Sequence[tuple[str, nn.Parameter]], cause: Exception | None) -> None:
@@ -136,7 +136,7 @@ class HookedWeights:
         ) from cause
 
     def _has_changed(self, parameter: nn.Parameter, version: int, address: int) -> bool:
-        value = local(parameter.detach())
+        value = to_local(parameter.detach())
         if parameter._version != version or value.data_ptr() != address:
             return True
         copy = self._copies.get(id(parameter))
@@ -152,8 +152,8 @@ def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> Ten
     norms: dict[Key, Tensor] = {}
     for name, parameter in pipeline.local_parameters():
         if parameter.grad is not None:
-            grad = whole_parts(parameter.grad)
-            norms[pipeline.shared.place[name], part_of(grad)] = torch.linalg.vector_norm(local(grad), norm_type)
+            grad = reduce_partial(parameter.grad)
+            norms[pipeline.shared.place[name], shard_coordinates(grad)] = torch.linalg.vector_norm(to_local(grad), norm_type)
     if pipeline.grid is not None and pipeline.data.scattered:
         for group in (pipeline.grid.data, pipeline.grid.tensor):
             norms = _merged(group.gather(group.rank, "clip_grad_norm_", norms, pipeline.deadline))
@@ -163,7 +163,7 @@ def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> Ten
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for _, parameter in pipeline.named_parameters():
         if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+            to_local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
     if pipeline.shared.one_object:
         pipeline.gather("clipped", None)  # nobody goes on with a gradient that its owner has yet to scale
     return total

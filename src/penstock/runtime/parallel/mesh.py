@@ -50,7 +50,7 @@ def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
     return tuple(processes // known if size == -1 else size for size in sizes.values())
 
 
-class Grid:
+class PipelineMesh:
     """A device mesh by the names of its dimensions, in any order.
 
     `pp` is the pipeline (one rank where there is none), `dp` or `dp_replicate` and `dp_shard` hold the same stages and split the
@@ -112,11 +112,11 @@ def _check_names(names: Sequence[str]) -> None:
         raise ScheduleError(f"the device mesh has the data dimensions {data}: one is wanted, or dp_replicate before dp_shard")
 
 
-def group_of(within: Any, mesh: Any, transport: str) -> tuple[Any, int, Grid | None]:
+def find_group(within: Any, mesh: Any, transport: str) -> tuple[Any, int, PipelineMesh | None]:
     """The pipeline's group, this process's rank in it, and the mesh that it is a part of."""
     if mesh is None:
         return *here.current(within, transport), None
     if within is not None:
         raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
-    grid = Grid(mesh, transport)
+    grid = PipelineMesh(mesh, transport)
     return grid.pipe, grid.pipe.rank, grid

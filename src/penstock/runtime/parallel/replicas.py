@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import is_laid_as, laid_as, local
-from penstock.runtime.tensors.layout import add, round_to
+from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like, to_local
+from penstock.runtime.tensors.layout import add_gradients, round_gradient
 from penstock.runtime.transport.activity import clock
 
 
-class Replicas:
+class ReplicaGradients:
     """The parameters of a rank that are the same on every data rank, during one step.
 
     What was accumulated in earlier steps is set aside, so that only this step's gradients are summed, once, and added to it.
@@ -48,7 +48,7 @@ class Replicas:
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
                 elif total.is_sparse:
-                    self._sums[id(parameter)] = add(total, grad.to(self.dtype))
+                    self._sums[id(parameter)] = add_gradients(total, grad.to(self.dtype))
                 else:
                     total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
@@ -94,10 +94,12 @@ class Replicas:
                 continue
             grad, total = parameter.grad, self._sums.pop(id(parameter), None)
             if total is not None and total.is_sparse:
-                grad = round_to(total, parameter)
+                grad = round_gradient(total, parameter)
             elif total is not None:
-                grad = torch.zeros_like(parameter, requires_grad=False) if grad is None or not is_laid_as(grad, parameter) else grad
-                local(grad).copy_(local(laid_as(total, parameter)))
+                grad = (
+                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
+                )
+                to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
             parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
         self._before, self._due = [], []
 
@@ -115,17 +117,17 @@ class Replicas:
 
 def _add_to(before: Tensor, grad: Tensor) -> Tensor:
     """The sum, in the memory of the first where that can hold it."""
-    return add(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)
+    return add_gradients(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)
 
 
 def _summing(
     connection: Any, parameters: list[nn.Parameter], totals: list[Tensor | None], dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
     """Begin one sum over all of these; the work, and each parameter's part of it."""
-    shapes = [local(parameter.detach()).shape for parameter in parameters]
+    shapes = [to_local(parameter.detach()).shape for parameter in parameters]
     flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
     parts = [piece.view(shape) for piece, shape in zip(torch.split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
     for part, parameter, total in zip(parts, parameters, totals, strict=True):
         if total is not None:
-            part.copy_(local(laid_as(total, parameter)))
+            part.copy_(to_local(redistribute_like(total, parameter)))
     return connection.allreduce([flat]), list(zip(parameters, parts, strict=True))

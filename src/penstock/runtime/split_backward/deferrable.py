@@ -21,14 +21,14 @@ from penstock.runtime.split_backward.deferral import (
     Deferral,
     Observation,
     activate,
+    autograd_request,
     check_request,
     observe,
-    requested,
-    running,
-    tie_weights,
+    running_backwards,
+    set_tied_weights,
 )
 from penstock.runtime.split_backward.operators import FUNCTIONAL, WATCHED
-from penstock.runtime.tensors.dtensor import in_parts
+from penstock.runtime.tensors.dtensor import is_dtensor
 
 _PLAIN = (
     *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention),
@@ -53,7 +53,7 @@ class Deferrable:
         self.parameters = [p for p in every if _can_wait(p)]
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Vectors are found beside their matrix; watching them would only make every normalisation slower.
-        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not in_parts(p)]
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not is_dtensor(p)]
         self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
@@ -65,7 +65,7 @@ class Deferrable:
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
         deferral.backward = True
-        running.append(deferral)
+        running_backwards.append(deferral)
         try:
             with _Recording(deferral, self.watched):  # a checkpoint runs its part of the forward again
                 if self.hooked:
@@ -74,7 +74,7 @@ class Deferrable:
                 else:
                     run_backward(roots, grads)
         finally:
-            running.remove(deferral)
+            running_backwards.remove(deferral)
 
     @contextmanager
     def observed(self, *, beside: bool = False) -> Iterator[Observation]:
@@ -92,24 +92,24 @@ class Deferrable:
     def backward(self, deferral: Deferral) -> Iterator[None]:
         """A context in which a backward for the input may be run by whatever means."""
         deferral.backward = True
-        running.append(deferral)
+        running_backwards.append(deferral)
         try:
             with _Recording(deferral, self.watched), _HeldBack(deferral):
                 yield
         finally:
-            running.remove(deferral)
+            running_backwards.remove(deferral)
 
 
 @contextmanager
 def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
     """A context in which asking autograd for the gradients of these weights, by their ids, is refused."""
-    before = tie_weights(tied)
+    before = set_tied_weights(tied)
     _wrappers.enter()
     try:
         yield
     finally:
         _wrappers.exit()
-        tie_weights(before)
+        set_tied_weights(before)
 
 
 _engine = Variable._execution_engine
@@ -122,7 +122,7 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 
 def _can_wait(parameter: nn.Parameter) -> bool:
     """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
-    known = type(parameter) in (nn.Parameter, _Watched) or in_parts(parameter)
+    known = type(parameter) in (nn.Parameter, _Watched) or is_dtensor(parameter)
     return known and parameter.is_floating_point() and not parameter._backward_hooks
 
 
@@ -185,7 +185,7 @@ def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         check_request(inputs, create_graph)
-        with requested(inputs):
+        with autograd_request(inputs):
             return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     return run
@@ -201,13 +201,13 @@ def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
         several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
         asked = () if inputs is None else inputs if several else (inputs,)
         check_request(asked, bool(named.get("create_graph", False)))
-        with requested(asked):
+        with autograd_request(asked):
             return original(*args, **kwargs)
 
     return run
 
 
-def autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
+def wrap_autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
     """Of `torch.autograd`: the functions that ask for gradients, each with its wrapper."""
     engine = getattr(autograd, "_engine_run_backward", None)
     if engine is not None:
@@ -221,7 +221,7 @@ class _Wrappers:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), autograd_calls())]
+        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), wrap_autograd_calls())]
         self.wrappers = [(place, {name: wrapper for name, (_, wrapper) in pairs.items()}) for place, pairs in places]
         self.originals = [(place, {name: original for name, (original, _) in pairs.items()}) for place, pairs in places]
 
@@ -244,7 +244,7 @@ _wrappers = _Wrappers()
 
 
 @contextmanager
-def in_place(wanted: bool) -> Iterator[None]:
+def keep_wrappers(wanted: bool) -> Iterator[None]:
     """The wrappers stay in place meanwhile, if wanted: whoever records in it need not put them there each time."""
     if not wanted:
         yield

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
-from penstock.runtime.tensors.dtensor import is_laid_as, laid_as
+from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
 from penstock.runtime.tensors.layout import match_layout
 
 T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
-Compute = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
+ComputeGrads = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
 """The gradients of weight and bias, from the output's gradient, the input, the weight and the bias (None for one that is not wanted),
 and what else the operator was given."""
 Fuse = Callable[[Tensor, Tensor, Tensor], None]
@@ -38,7 +38,7 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 """What makes a tap's output want a gradient where the operator's input does not; it never gets one itself."""
 
 
-class _Here(threading.local):
+class _ThreadState(threading.local):
     """What this thread does for a split backward, if anything."""
 
     deferral: Deferral | None = None
@@ -49,8 +49,8 @@ class _Here(threading.local):
     """The weights, by id, that stages use which are not run here."""
 
 
-_here = _Here()
-running: list[Deferral] = []
+_here = _ThreadState()
+running_backwards: list[Deferral] = []
 """Those whose backward for the input runs now: torch runs a device's on a thread of its own."""
 
 # Asked at every operator, so that looking them up counts.
@@ -60,7 +60,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Record:
+class DeferredOperator:
     """One operator of one forward: what it was applied to, and the gradient of its output once the backward has been there.
 
     It is itself the hook that the backward calls.
@@ -69,7 +69,15 @@ class Record:
     __slots__ = ("bias", "compute", "deferral", "extra", "fuse", "grad", "packed", "value", "version", "weight")
 
     def __init__(
-        self, deferral: Deferral, value: Tensor, weight: Any, bias: Any, compute: Compute, *, extra: Any = None, fuse: Fuse | None = None
+        self,
+        deferral: Deferral,
+        value: Tensor,
+        weight: Any,
+        bias: Any,
+        compute: ComputeGrads,
+        *,
+        extra: Any = None,
+        fuse: Fuse | None = None,
     ) -> None:
         self.deferral: Deferral | None = deferral
         self.value: Tensor | None = value
@@ -155,7 +163,7 @@ class Deferral:
     def __init__(self) -> None:
         self.beside = False
         """Whether the forward runs another stage's backward by the way."""
-        self.records: list[Record] = []
+        self.records: list[DeferredOperator] = []
         """Those that a gradient has reached, in the order of the backward."""
         self.stand_ins: dict[int, Tensor] = {}
         self.hooked: dict[int, nn.Parameter] = {}
@@ -171,8 +179,8 @@ class Deferral:
         `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own,
         for sums of some tens of terms in float32 within 1e-6 of the largest gradient.
         """
-        batch = _Batch()
-        sums = _Sums(self.records, batch.add)
+        batch = GradientAdder()
+        sums = _RepeatedUses(self.records, batch.add)
         add = sums.add if sums.left else batch.add
         for record in self.records:
             grad, value = record.take()
@@ -204,7 +212,7 @@ class Observation:
     """What it does that a split forward could not."""
 
 
-class _Batch:
+class GradientAdder:
     """Adds to parameters' gradients, as autograd does, but those of small ones many at a time: for a device that is one launch."""
 
     __slots__ = ("found", "totals")
@@ -222,8 +230,8 @@ class _Batch:
             target.grad = found if found.is_contiguous() and target.is_contiguous() else match_layout(found, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = found + total
-        elif type(total) is not Tensor and not is_laid_as(total, target):  # a sum over processes that autograd has left open
-            target.grad = laid_as(total, target) + laid_as(found, target)
+        elif type(total) is not Tensor and not has_same_placements(total, target):  # a sum over processes that autograd has left open
+            target.grad = redistribute_like(total, target) + redistribute_like(found, target)
         elif found.is_cpu or found.numel() > self.LARGEST or found.dtype != total.dtype:  # on a CPU one by one is quicker
             total.add_(found)
         else:
@@ -242,12 +250,12 @@ class _Batch:
 _NONE_LEFT: Counter[int] = Counter()
 
 
-class _Sums:
+class _RepeatedUses:
     """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
 
     __slots__ = ("add_to", "left", "sums", "targets")
 
-    def __init__(self, records: Sequence[Record], add: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def __init__(self, records: Sequence[DeferredOperator], add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self.add_to = add
         self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
         self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else _NONE_LEFT
@@ -271,7 +279,7 @@ class _Sums:
             self.add_to(target, found)
 
 
-def tie(out: Tensor, record: Record) -> Tensor:
+def attach(out: Tensor, record: DeferredOperator) -> Tensor:
     """Tie a record to its operator's output, which must not be a view; the output to go on with."""
     if not out.requires_grad:
         return _tapped(out, record)
@@ -279,7 +287,7 @@ def tie(out: Tensor, record: Record) -> Tensor:
     return out
 
 
-def tie_inner(out: Any, record: Record) -> Tensor:
+def attach_inner(out: Any, record: DeferredOperator) -> Tensor:
     """The same for an output that only views of are handed on, so that no one else has hooks on it: at half the price."""
     if not out.requires_grad:
         return _tapped(out, record)
@@ -288,7 +296,7 @@ def tie_inner(out: Any, record: Record) -> Tensor:
     return out  # type: ignore[no-any-return]
 
 
-def _tapped(out: Tensor, record: Record) -> Tensor:
+def _tapped(out: Tensor, record: DeferredOperator) -> Tensor:
     tapped: Tensor = _Tap.apply(out, record, _ANCHOR)  # type: ignore[no-untyped-call]
     return tapped
 
@@ -297,7 +305,7 @@ class _Tap(torch.autograd.Function):
     """The identity, where an operator's output has no history yet, with the record filled on the way back."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, record: Record, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, out: Tensor, record: DeferredOperator, anchor: Tensor) -> Tensor:
         ctx.record = record
         if record.packed is not None:  # who packs what is saved may keep the output too, and wants it unchanged
             return out.clone()
@@ -322,12 +330,12 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def active(weight: Any) -> Deferral | None:
+def active_deferral(weight: Any) -> Deferral | None:
     """The deferral that an operator on this weight is to be recorded into; none inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None
-    if _here.deferral is None and running and torch._C._current_graph_task_id() != -1:
-        return next((deferral for deferral in running if id(weight) in deferral.stand_ins), None)
+    if _here.deferral is None and running_backwards and torch._C._current_graph_task_id() != -1:
+        return next((deferral for deferral in running_backwards if id(weight) in deferral.stand_ins), None)
     return _here.deferral
 
 
@@ -343,7 +351,7 @@ def observe(observation: Observation | None) -> Observation | None:
     return before
 
 
-def tie_weights(tied: Collection[int]) -> Collection[int]:
+def set_tied_weights(tied: Collection[int]) -> Collection[int]:
     """Have this thread's calls of autograd not ask for these weights, by their ids, from now on; those before."""
     before, _here.tied = _here.tied, tied
     return before
@@ -374,7 +382,7 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
 
 
 @contextmanager
-def requested(inputs: Sequence[Any]) -> Iterator[None]:
+def autograd_request(inputs: Sequence[Any]) -> Iterator[None]:
     """A context for a call of autograd for the gradients of these inputs, or of everything if there are none.
 
     A forward that is run again inside a backward asks again for the gradients of its inputs. That is no part of the backward, so records

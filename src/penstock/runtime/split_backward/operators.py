@@ -18,15 +18,15 @@ from torch.nn import functional
 
 from penstock.runtime.split_backward.deferral import (
     Deferral,
+    DeferredOperator,
     Grads,
-    Record,
-    active,
+    active_deferral,
+    attach,
+    attach_inner,
     changed_in_place,
     has_saved_tensor_hooks,
-    tie,
-    tie_inner,
 )
-from penstock.runtime.tensors.dtensor import laid_as
+from penstock.runtime.tensors.dtensor import redistribute_like
 
 _linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
 _layer_norm, _group_norm, _rms_norm = functional.layer_norm, functional.group_norm, functional.rms_norm
@@ -38,7 +38,7 @@ _HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm")
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
     """What to record into and what to put in a weight's place, if it can wait now; weights in parts do so in linear maps alone."""
-    deferral = active(weight)
+    deferral = active_deferral(weight)
     found = None if deferral is None else deferral.stand_ins.get(id(weight))
     return deferral, found if type(found) is Tensor else None
 
@@ -54,7 +54,7 @@ def _is_autocast(value: Tensor) -> bool:
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral = active(weight)
+    deferral = active_deferral(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 1 or input.is_nested:
@@ -63,19 +63,21 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
     if type(stand_in) is not Tensor:
         out = _linear(input, stand_in, added)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _grads_in_parts))
+        return attach(out, DeferredOperator(deferral, _kept(input, out), weight, wanted, _grads_in_parts))
     if dims == 2:
         out = _linear(input, stand_in, added)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        return attach(out, DeferredOperator(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
     # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
     whole = added is not None and input.is_contiguous()
     if whole and input.requires_grad:
         out = _linear(input, stand_in, added)  # a view of the product
-        tie_inner(out._base, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        attach_inner(out._base, DeferredOperator(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
+    out = attach_inner(
+        out, DeferredOperator(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear)
+    )
     shape = [*input.shape[:-1], out.shape[-1]]
     if whole or bias is None:
         return out.view(shape)
@@ -96,8 +98,8 @@ def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: An
 def _grads_in_parts(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     """Over tensor-parallel ranks: each gradient laid out as its parameter is."""
     rows = grad.flatten(0, -2)
-    of_weight = None if weight is None else laid_as(rows.t().mm(value.flatten(0, -2)), weight)
-    return of_weight, None if bias is None else laid_as(rows.sum(0), bias)
+    of_weight = None if weight is None else redistribute_like(rows.t().mm(value.flatten(0, -2)), weight)
+    return of_weight, None if bias is None else redistribute_like(rows.sum(0), bias)
 
 
 def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:
@@ -123,7 +125,7 @@ def embedding(  # noqa: PLR0917 - the operator's own signature
     out = _embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
     rows = weight.shape[0]
     extra = (rows, -1 if padding_idx is None else padding_idx % rows, scale_grad_by_freq)
-    return tie(out, Record(deferral, input, weight, None, _embedding_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input, weight, None, _embedding_grads, extra=extra))
 
 
 def _embedding_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -162,7 +164,7 @@ def embedding_bag(  # noqa: PLR0917 - the operator's own signature
         stand_in, indices, offsets, scale_grad_by_freq, _MODES[mode], False, None, include_last_offset, padding
     )
     extra = (offsets, *bags, rows, scale_grad_by_freq, _MODES[mode], False, None, padding)
-    return tie(out, Record(deferral, indices, weight, None, _embedding_bag_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, indices, weight, None, _embedding_bag_grads, extra=extra))
 
 
 def _embedding_bag_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -190,7 +192,7 @@ def _convolution(name: str) -> Callable[..., Tensor]:
         spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation)]
         wanted, none = None if bias_in is None else bias, [0] * (weight.dim() - 2)
         extra = (stand_in, *spread, False, none, groups)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+        return attach(out, DeferredOperator(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
 
@@ -217,7 +219,7 @@ def _transposed_convolution(name: str) -> Callable[..., Tensor]:
         spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation, output_padding)]
         wanted = None if bias_in is None else bias
         extra = (stand_in, *spread[:3], True, spread[3], groups)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+        return attach(out, DeferredOperator(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
 
@@ -243,7 +245,7 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     first, second = (each.reshape(-1, each.shape[-1]) for each in (input1, input2))
     out = _aten._trilinear(first, stand_in, second, [1, 3], [0], [1, 2], [2, 3])
     other = second.detach()
-    out = tie_inner(out, Record(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
+    out = attach_inner(out, DeferredOperator(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
     out = out.view(*input1.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias  # as torch adds it: an operator of its own, left to autograd
 
@@ -267,13 +269,13 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(value, weight)
         if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
             out = original(value, stand_in)
-            return tie(out, Record(deferral, _kept(value, out), weight, None, _batched_grads))
+            return attach(out, DeferredOperator(deferral, _kept(value, out), weight, None, _batched_grads))
         if weight.dim() != 2 or value.dim() < 2:
             return original(value, weight)
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
-        record = Record(deferral, _kept(rows, out), weight, None, _product_grads)
-        return tie(out, record) if value.dim() == 2 else tie_inner(out, record).view(*value.shape[:-1], out.shape[-1])
+        record = DeferredOperator(deferral, _kept(rows, out), weight, None, _product_grads)
+        return attach(out, record) if value.dim() == 2 else attach_inner(out, record).view(*value.shape[:-1], out.shape[-1])
 
     return product
 
@@ -301,7 +303,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(bias, value, weight)
         bias_in = deferral.stand_ins.get(id(bias))
         out = original(bias if bias_in is None else bias_in, value, stand_in)
-        return tie(out, Record(deferral, _kept(value, out), weight, None if bias_in is None else bias, _product_grads))
+        return attach(out, DeferredOperator(deferral, _kept(value, out), weight, None if bias_in is None else bias, _product_grads))
 
     return sum_product
 
@@ -340,7 +342,7 @@ def layer_norm(
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     out, mean, deviation = torch.native_layer_norm(input, normalized_shape, stand_in, added, eps)
     extra = normalized_shape, mean, deviation, stand_in, None if wanted is None else added
-    return tie(out, Record(deferral, input.detach(), weight, wanted, _layer_norm_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input.detach(), weight, wanted, _layer_norm_grads, extra=extra))
 
 
 def _layer_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -364,7 +366,7 @@ def group_norm(
     sizes = rows, channels, input.numel() // (rows * channels), num_groups
     out, mean, deviation = torch.native_group_norm(input, stand_in, added, *sizes, eps)
     extra = mean, deviation, stand_in, *sizes
-    return tie(out, Record(deferral, input.detach(), weight, wanted, _group_norm_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input.detach(), weight, wanted, _group_norm_grads, extra=extra))
 
 
 def _group_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -385,11 +387,11 @@ def rms_norm(
     if input.is_cuda and _HAS_FUSED_RMS_NORM:
         out, deviation = _aten._fused_rms_norm(input, normalized_shape, stand_in, eps)
         extra = normalized_shape, deviation, stand_in
-        return tie(out, Record(deferral, input.detach(), weight, None, _fused_rms_norm_grads, extra=extra))
+        return attach(out, DeferredOperator(deferral, input.detach(), weight, None, _fused_rms_norm_grads, extra=extra))
     if not input.is_cpu or input.dtype not in (torch.float32, torch.float64):  # computed in float32 to the end, and rounded once
         return _rms_norm(input, normalized_shape, weight, eps)
     normal = _rms_norm(input, normalized_shape, None, eps)
-    return tie(normal * stand_in, Record(deferral, normal.detach(), weight, None, _scale_grads))
+    return attach(normal * stand_in, DeferredOperator(deferral, normal.detach(), weight, None, _scale_grads))
 
 
 def _fused_rms_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import arrived, in_parts, is_gathering
+from penstock.runtime.tensors.dtensor import is_async_collective, is_dtensor, wait_for_collective
 from penstock.runtime.tensors.layout import is_dense
 from penstock.runtime.transport.failures import serializer
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _unsafe_view = torch.ops.aten._unsafe_view.default
 _strided = torch.strided
 
-FIXED = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
+IMMUTABLE_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
 """Plain values that nothing can change, and that are the same if they are written the same."""
 
 _LINE = 64
@@ -45,7 +45,7 @@ def hides_tensor(value: Any, seen: set[int] | None = None) -> bool:
     """Whether an object that is a leaf to pytree has a tensor somewhere inside, which nothing would cut or follow."""
     if isinstance(value, Tensor):
         return True
-    if type(value) in FIXED or isinstance(value, (type, types.ModuleType, enum.Enum)):
+    if type(value) in IMMUTABLE_TYPES or isinstance(value, (type, types.ModuleType, enum.Enum)):
         return False
     seen = set() if seen is None else seen
     if id(value) in seen:
@@ -85,7 +85,7 @@ def is_array(value: Any) -> bool:
     return type(value).__module__ == "numpy" and type(value).__name__ in ("ndarray", "memmap", "matrix", "recarray")
 
 
-def how_to_register(kind: type) -> str:
+def explain_registration(kind: type) -> str:
     """The end of a message about a class that pytree does not know."""
     return (
         f"register the class on every rank, with torch.utils._pytree.register_pytree_node({kind.__name__}, flatten, unflatten) or "
@@ -105,10 +105,10 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def check_tensor(tensor: Tensor, mesh: bool = False) -> None:
     """Refuse a tensor that would arrive as less than it is. With a mesh, tensors in parts may pass."""
-    if _is_plain(tensor) or (mesh and in_parts(tensor)):
+    if _is_plain(tensor) or (mesh and is_dtensor(tensor)):
         return
     attributes = [name for name in tensor.__dict__ if not name.startswith("_dynamo")]
-    if in_parts(tensor):
+    if is_dtensor(tensor):
         sort, way_out = "a DTensor", "give the pipeline mesh=, which it lies over"
     elif tensor.is_nested:
         sort, way_out = "a nested tensor", "pass on its values and offsets as tensors of their own"
@@ -132,11 +132,11 @@ def check_output(value: Any) -> None:
 
 
 def _check_leaf(leaf: Any, who: str) -> None:
-    if type(leaf) not in FIXED and hides_tensor(leaf):
+    if type(leaf) not in IMMUTABLE_TYPES and hides_tensor(leaf):
         kind = type(leaf)
         raise ScheduleError(
             f"{who} returns an object of the class {kind.__name__} that holds a tensor, but is no pytree, so no gradient would find its "
-            f"way through it: {how_to_register(kind)}"
+            f"way through it: {explain_registration(kind)}"
         )
 
 
@@ -158,7 +158,7 @@ def _copied(values: list[Any], stage: int) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Guarded:
+class GuardedMessage:
     """A message some of whose tensors its reader must not change in place: their places among the leaves, and why."""
 
     value: Any
@@ -166,14 +166,14 @@ class Guarded:
 
 
 pytree.register_pytree_node(
-    Guarded,
+    GuardedMessage,
     lambda guarded: ([guarded.value], guarded.reasons),
-    lambda children, reasons: Guarded(next(iter(children)), reasons),
+    lambda children, reasons: GuardedMessage(next(iter(children)), reasons),
     serialized_type_name="penstock.runtime.tensors.boundary.Guarded",
 )
 
 
-def cut(value: Any) -> Any:
+def detach_as_leaves(value: Any) -> Any:
     """The value as a new beginning for autograd: tensors that want a gradient become leaves that do.
 
     A tensor that stands in several places of a tree stays one tensor.
@@ -197,25 +197,25 @@ def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     return pytree.tree_map(once, value)
 
 
-def hand_on(value: Any, stage: Stage, mesh: bool = False) -> Any:
+def make_message(value: Any, stage: Stage, mesh: bool = False) -> Any:
     """A stage's output as the next one may have it, cut off from this one's graph; refused if it cannot be had right."""
     if type(value) is Tensor and value.requires_grad and not stage.passing and _is_plain(value):
         return value.detach().requires_grad_()
     leaves, spec = pytree.tree_flatten(value)
     others = []
     for place, leaf in enumerate(leaves):
-        if is_gathering(leaf):
-            leaves[place] = arrived(leaf.detach()).requires_grad_(leaf.requires_grad)
+        if is_async_collective(leaf):
+            leaves[place] = wait_for_collective(leaf.detach()).requires_grad_(leaf.requires_grad)
         elif isinstance(leaf, Tensor):
             check_tensor(leaf, mesh)
-        elif type(leaf) not in FIXED:
+        elif type(leaf) not in IMMUTABLE_TYPES:
             others.append(place)
     if others:
         for place, copy in zip(others, _copied([leaves[place] for place in others], stage.index), strict=True):
             leaves[place] = copy
-    message = cut(pytree.tree_unflatten(leaves, spec))
+    message = detach_as_leaves(pytree.tree_unflatten(leaves, spec))
     reasons = (*_shared_memory(leaves), *_own_memory(leaves, stage), *_passed_on(leaves, stage.passing))
-    return Guarded(message, reasons) if reasons else message
+    return GuardedMessage(message, reasons) if reasons else message
 
 
 def _own_memory(leaves: Sequence[Any], stage: Stage) -> Iterator[tuple[int, str]]:
@@ -243,18 +243,18 @@ def _shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
     for places in by_storage.values():
         for place in places if len(places) > 1 else ():
             mine = leaves[place]
-            if any(leaves[other] is not mine and overlap(mine, leaves[other]) for other in places):
+            if any(leaves[other] is not mine and storage_overlaps(mine, leaves[other]) for other in places):
                 yield place, "a tensor that shares memory with another tensor of the same message"
 
 
-def share_memory(one: Tensor, other: Tensor) -> bool:
+def memory_overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors have a number in common."""
     if not (type(one) is type(other) is Tensor and one.layout is other.layout is _strided and one.numel() and other.numel()):
         return False
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and overlap(one, other)
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and storage_overlaps(one, other)
 
 
-def overlap(one: Tensor, other: Tensor) -> bool:
+def storage_overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have a number in common; also yes if that is not easily told."""
     start, end = int(one.storage_offset()), int(other.storage_offset())
     if start + _extent(one) <= end or end + _extent(other) <= start:
@@ -294,7 +294,7 @@ def copy_tensor(tensor: Tensor) -> Tensor:
 # Changes in place -----------------------------------------------------------------------------------------------------
 
 
-class Watch:
+class WatchedInputs:
     """What a stage is given, and whether it has changed any of it in place.
 
     A borrowed input lies in memory of its sender. If the stage is `free` to change its inputs it gets stand-ins: copies of what is
@@ -313,7 +313,7 @@ class Watch:
 
     def _open(self, value: Any, copies: bool, free: bool) -> Any:
         reasons: dict[int, str] = {}
-        if type(value) is Guarded:
+        if type(value) is GuardedMessage:
             leaves = pytree.tree_leaves(value.value)
             reasons = {id(leaves[place]): reason for place, reason in value.reasons}
             value = value.value
@@ -354,14 +354,14 @@ class Watch:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-def detached(value: Any) -> Any:
+def detach_tree(value: Any) -> Any:
     """The value without its history."""
     if type(value) is Tensor:
         return value.detach()
     return pytree.tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, value)
 
 
-def roots(value: Any) -> list[Tensor]:
+def find_differentiable(value: Any) -> list[Tensor]:
     """The tensors of a value that gradients can flow into, in the order of the tree, each once."""
     if type(value) is Tensor:
         return [value] if value.requires_grad else []

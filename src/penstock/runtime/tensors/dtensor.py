@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def in_parts(value: object) -> TypeGuard[DTensor]:
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether this is a tensor in parts."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
+def to_local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor."""
-    return tensor.to_local() if in_parts(tensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def is_gathering(value: object) -> bool:
+def is_async_collective(value: object) -> bool:
     """Whether this is a tensor that torch is still gathering."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(value, module.AsyncCollectiveTensor)
 
 
-def arrived(value: Any) -> Any:
+def wait_for_collective(value: Any) -> Any:
     """The value, waited for if it is a tensor that torch is still gathering."""
-    return value.wait() if is_gathering(value) else value
+    return value.wait() if is_async_collective(value) else value
 
 
-def complete(value: Any) -> Any:
+def gather_full(value: Any) -> Any:
     """The value with every tensor in parts put together in full, on each process."""
     if type(value) is Tensor:
         return value
-    return pytree.tree_map(lambda leaf: leaf.full_tensor() if in_parts(leaf) else arrived(leaf), value)
+    return pytree.tree_map(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else wait_for_collective(leaf), value)
 
 
-def part_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
+def shard_coordinates(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     """Which part of a tensor this process holds: its number along each dimension of the mesh that splits it."""
-    if not in_parts(tensor):
+    if not is_dtensor(tensor):
         return ()
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     names = mesh.mesh_dim_names or tuple(f"dimension {dim}" for dim in range(mesh.ndim))
@@ -55,28 +55,28 @@ def part_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     return tuple((names[dim], coordinate[dim]) for dim, split in enumerate(splits) if split)
 
 
-def whole_parts(tensor: Tensor) -> Tensor:
+def reduce_partial(tensor: Tensor) -> Tensor:
     """The tensor, summed over processes where each holds a term of a sum only."""
-    if in_parts(tensor) and any(placement.is_partial() for placement in tensor.placements):
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
         from torch.distributed.tensor import Replicate
 
         return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
     return tensor
 
 
-def is_laid_as(tensor: Tensor, parameter: Tensor) -> bool:
+def has_same_placements(tensor: Tensor, parameter: Tensor) -> bool:
     """Whether a gradient lies over processes as its parameter does."""
-    return not in_parts(tensor) or not in_parts(parameter) or tensor.placements == parameter.placements
+    return not is_dtensor(tensor) or not is_dtensor(parameter) or tensor.placements == parameter.placements
 
 
-def laid_as(tensor: Tensor, parameter: Tensor) -> Tensor:
+def redistribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
     """A gradient laid out over processes as its parameter is."""
-    if in_parts(tensor) and in_parts(parameter) and tensor.placements != parameter.placements:
+    if is_dtensor(tensor) and is_dtensor(parameter) and tensor.placements != parameter.placements:
         return tensor.redistribute(placements=parameter.placements)
     return tensor
 
 
-def like_part(parameter: DTensor, part: Tensor) -> DTensor:
+def from_local_like(parameter: DTensor, part: Tensor) -> DTensor:
     """A tensor of the parameter's form, of which this process holds this part."""
     from torch.distributed.tensor import DTensor
 

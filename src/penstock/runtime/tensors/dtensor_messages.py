@@ -10,11 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import arrived, local
+from penstock.runtime.tensors.dtensor import to_local, wait_for_collective
 
 
 @dataclass(frozen=True)
-class Layout:
+class DTensorLayout:
     """How a tensor lies over the processes of a mesh, which is named by its dimensions and so the same in every stage."""
 
     names: tuple[str, ...]
@@ -25,22 +25,22 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Piece:
+class DTensorPart:
     """One process's part of a tensor."""
 
     part: Any
-    layout: Layout
+    layout: DTensorLayout
 
 
 pytree.register_pytree_node(
-    Piece,
+    DTensorPart,
     lambda piece: ([piece.part], piece.layout),
-    lambda children, layout: Piece(next(iter(children)), layout),
+    lambda children, layout: DTensorPart(next(iter(children)), layout),
     serialized_type_name="penstock.runtime.tensors.dtensor_messages.Piece",
 )
 
 
-class Pieces:
+class DTensorPacker:
     """Takes tensors apart and puts them together again on the pipeline's mesh."""
 
     def __init__(self, mesh: Any) -> None:
@@ -53,17 +53,19 @@ class Pieces:
 
     def together(self, value: Any) -> Any:
         """The reverse, on this process's own part of the mesh."""
-        return value if type(value) is Tensor else pytree.tree_map(self._together, value, is_leaf=lambda leaf: isinstance(leaf, Piece))
+        return (
+            value if type(value) is Tensor else pytree.tree_map(self._together, value, is_leaf=lambda leaf: isinstance(leaf, DTensorPart))
+        )
 
     def _apart(self, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             names = self._names(leaf)
-            layout = Layout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
-            return Piece(arrived(local(leaf.detach())), layout)
-        return arrived(leaf)
+            layout = DTensorLayout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
+            return DTensorPart(wait_for_collective(to_local(leaf.detach())), layout)
+        return wait_for_collective(leaf)
 
     def _together(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Piece):
+        if not isinstance(leaf, DTensorPart):
             return leaf
         at, form = leaf.layout, self._submesh(leaf.layout.names)
         whole = DTensor.from_local(leaf.part, form, at.placements, run_check=False, shape=at.shape, stride=at.stride)  # type: ignore[arg-type]

@@ -28,12 +28,12 @@ def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
     return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
 
 
-def add(one: Tensor, other: Tensor) -> Tensor:
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
     """The sum of two gradients, sparse only if both are: torch adds a sparse tensor to a dense one, but not the other way round."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-def round_to(total: Tensor, parameter: Tensor) -> Tensor:
+def round_gradient(total: Tensor, parameter: Tensor) -> Tensor:
     """A new tensor with the parameter's precision and the layout that autograd gives its gradient.
 
     That is the parameter's own layout if its memory has no gaps, and rows one after the other otherwise.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.batch.step_input import EMPTY
-from penstock.runtime.tensors.boundary import detached
+from penstock.runtime.tensors.boundary import detach_tree
 from penstock.runtime.transport.activity import clock
 from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
 from penstock.runtime.transport.group import Inbox, Operation, Outbox, Route
@@ -71,7 +71,7 @@ class DirectOutbox(Outbox):
             self.ahead.put(form.plain(value))
         try:
             connection, peer = self.group.data(self.route, self.route[1])
-            for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
+            for leaf, part in zip(form.leaves, form.parts(detach_tree(value)), strict=True):
                 if type(leaf) is Leaf:
                     sent = part.resolve_conj().resolve_neg().contiguous()
                     self.flight.append((connection.send([sent], peer, 0), sent))

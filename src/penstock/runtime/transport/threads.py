@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn
 
 from penstock.errors import PipelineError
-from penstock.runtime.batch.result import Share
+from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.batch.step_input import EMPTY
 from penstock.runtime.device import device
 from penstock.runtime.transport.activity import Activity, clock
@@ -253,7 +253,7 @@ class VirtualGroup(Group):
         values = [board.values[other] for other in range(self.ranks)]
         for place in board.places.values():
             device.follow(place)
-        device.adopt([vars(value) if isinstance(value, Share) else value for value in values])
+        device.adopt([vars(value) if isinstance(value, ResultShare) else value for value in values])
         with self._change:
             board.read += 1
             if board.read == self.ranks:

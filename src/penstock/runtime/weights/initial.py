@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsError
-from penstock.runtime.model.random_streams import draw_from, kept_random_state
+from penstock.runtime.model.random_streams import draw_from, preserve_random_state
 from penstock.runtime.weights.source import Owned, drop, move, put
 
 
@@ -33,7 +33,7 @@ class Initial:
     def __call__(self, model: nn.Module | Owned) -> None:
         owned = Owned.of(model)
         done: set[int] = set()
-        with kept_random_state(), torch.no_grad():
+        with preserve_random_state(), torch.no_grad():
             for name, module in _inside_out(owned):
                 self._unit(name, module, owned.tensors, done)
         for _, tensor in owned.named():
@@ -138,7 +138,7 @@ class Built:
     def __call__(self, model: nn.Module | Owned) -> None:
         owned = Owned.of(model)
         done: set[int] = set()
-        with kept_random_state():
+        with preserve_random_state():
             for name, build in self.builders.items():
                 layer = owned.get(name)
                 wanted = {key: each for key, each in _all(layer) if id(each) in owned.tensors and id(each) not in done}

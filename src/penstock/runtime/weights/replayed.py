@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import WeightsError
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 from penstock.runtime.weights.source import Owned, put, tensors_of
 
 _AT_ONCE = 8
@@ -46,7 +46,7 @@ class Replayed:
         if set(owned.modules) != {""}:
             raise WeightsError("Replayed builds a whole model: give the pipeline one, rather than one module a stage")
         wanted = {name for names in owned.names().values() for name in names}
-        with kept_random_state(), torch.no_grad():
+        with preserve_random_state(), torch.no_grad():
             names = self._names()
             torch.manual_seed(self.seed)
             absent = _Absent(names, wanted)

@@ -16,7 +16,7 @@ _REMEDY = 'give split=Layers("blocks", head=[...], tail=[...]) or a list with on
 
 
 @dataclass(frozen=True)
-class Anatomy:
+class ModelStructure:
     """Where a model has its layers, and what stands around them. Names are paths in `model`."""
 
     model: Any
@@ -61,7 +61,7 @@ class Anatomy:
         return f"{self.prefix}{path}"
 
 
-def is_known(model: Any) -> bool:
+def is_transformers_model(model: Any) -> bool:
     """Whether this is a model of transformers', or one that PEFT has wrapped."""
     inner = _unwrapped(model)
     return isinstance(inner, nn.Module) and hasattr(inner, "base_model_prefix") and hasattr(getattr(inner, "config", None), "to_dict")
@@ -71,9 +71,9 @@ def _unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model
 
 
-def dissect(given: Any) -> Anatomy:
+def find_structure(given: Any) -> ModelStructure:
     """Find the parts of a model."""
-    if not is_known(given):
+    if not is_transformers_model(given):
         raise PlacementError(f"a {type(given).__name__} is no model of transformers': {_REMEDY}")
     model = _unwrapped(given)
     _check_adapter(given)
@@ -84,7 +84,7 @@ def dissect(given: Any) -> Anatomy:
     layers = f"{base}.{_layer_list(core)}"
     around = _around(model, layers)
     prefix = next(name for name, each in given.named_modules() if each is model)
-    return Anatomy(model, f"{prefix}." if prefix else "", base, layers, around)
+    return ModelStructure(model, f"{prefix}." if prefix else "", base, layers, around)
 
 
 def _is_headless(model: Any) -> bool:
@@ -139,7 +139,7 @@ def _check_on_path(module: nn.Module, path: str) -> None:
         raise PlacementError(f"the forward of {what} was replaced, as device_map= does: load the model without it")
 
 
-def path_of(model: nn.Module, layers: str) -> Sequence[nn.Module]:
+def modules_on_path(model: nn.Module, layers: str) -> Sequence[nn.Module]:
     """The modules from the model down to what holds its layers."""
     found = [model]
     for step in layers.split(".")[:-1]:
@@ -147,7 +147,7 @@ def path_of(model: nn.Module, layers: str) -> Sequence[nn.Module]:
     return found
 
 
-def check_skipping(path: Sequence[nn.Module]) -> None:
+def check_layerdrop(path: Sequence[nn.Module]) -> None:
     """Layers that are left out at random while training would be others on each stage."""
     for each in path:
         rate = getattr(each, "layerdrop", 0)
@@ -158,7 +158,7 @@ def check_skipping(path: Sequence[nn.Module]) -> None:
             )
 
 
-def twin(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = "") -> nn.Module:
+def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = "") -> nn.Module:
     """A module that runs as this one does, with others in place of some of its own. The original stays as it is."""
     if path in replaced:
         return replaced[path]
@@ -166,6 +166,7 @@ def twin(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = "") -
         return module
     made = copy.copy(module)
     made.__dict__["_modules"] = {
-        name: child if child is None else twin(child, replaced, f"{path}.{name}".lstrip(".")) for name, child in module._modules.items()
+        name: child if child is None else copy_with(child, replaced, f"{path}.{name}".lstrip("."))
+        for name, child in module._modules.items()
     }
     return made

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from penstock.errors import PlacementError
-from penstock.runtime.model.hugging_face.anatomy import Anatomy
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.hugging_face.anatomy import ModelStructure
+from penstock.runtime.model.random_streams import preserve_random_state
 
-Sums = tuple[Tensor, Tensor, Any]
+RouterSums = tuple[Tensor, Tensor, Any]
 """How often each expert was chosen, its probabilities, and how many tokens and layers these are of."""
 
 
 @dataclass(frozen=True)
-class Balance:
+class RouterLoss:
     """How a model's routers are to be balanced."""
 
     experts: int
@@ -50,7 +50,7 @@ class Balance:
             for handle in handles:
                 handle.remove()
 
-    def add(self, sums: Sums | None, logits: Sequence[Tensor], mask: Tensor | None) -> Sums | None:
+    def add(self, sums: RouterSums | None, logits: Sequence[Tensor], mask: Tensor | None) -> RouterSums | None:
         """The sums with those of further layers."""
         for each in logits:
             probabilities = functional.softmax(each, dim=-1)
@@ -67,7 +67,7 @@ class Balance:
                 sums = counts + more, weights + (probabilities * flat.unsqueeze(-1)).sum(dim=0), rows + flat.sum()
         return sums
 
-    def loss(self, sums: Sums | None) -> Tensor | None:
+    def loss(self, sums: RouterSums | None) -> Tensor | None:
         """The side loss of one microbatch."""
         if sums is None:
             return None
@@ -75,7 +75,7 @@ class Balance:
         return self.coefficient * (torch.sum(counts / rows * (weights / rows).unsqueeze(0)) * self.experts)
 
 
-def balance_of(anatomy: Anatomy) -> Balance | None:
+def find_router_loss(anatomy: ModelStructure) -> RouterLoss | None:
     """How the model balances its routers; None where it does not. One that is computed in a way of its own is refused."""
     model: Any = anatomy.model
     own = getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
@@ -88,7 +88,7 @@ def balance_of(anatomy: Anatomy) -> Balance | None:
     experts, chosen, coefficient = (getattr(model, name, getattr(anatomy.config, name, None)) for name in names)
     if own is None or router is None or experts is None or chosen is None or coefficient is None:
         raise _unknown(model)
-    found = Balance(experts, chosen, coefficient, router, index)
+    found = RouterLoss(experts, chosen, coefficient, router, index)
     if not _agrees(found, own):
         raise _unknown(model)
     return found
@@ -101,9 +101,9 @@ def _unknown(model: Any) -> PlacementError:
     )
 
 
-def _agrees(found: Balance, own: Any) -> bool:
+def _agrees(found: RouterLoss, own: Any) -> bool:
     """Whether the model's own function computes the same, tried on two layers of made-up tokens with and without a mask."""
-    with torch.no_grad(), kept_random_state():
+    with torch.no_grad(), preserve_random_state():
         logits = tuple(torch.randn(6, found.experts) for _ in range(2))
         for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
             mine = found.loss(found.add(found.add(None, logits[:1], mask), logits[1:], mask))

@@ -15,19 +15,19 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
 from penstock.runtime.batch.side_outputs import add_loss
-from penstock.runtime.model.hugging_face.anatomy import Anatomy, check_skipping, path_of, twin
-from penstock.runtime.model.hugging_face.balance import Balance, Sums
-from penstock.runtime.model.hugging_face.probe import Order
-from penstock.runtime.model.hugging_face.sites import Blank, Site, Slot, Twice
+from penstock.runtime.model.hugging_face.anatomy import ModelStructure, check_layerdrop, copy_with, modules_on_path
+from penstock.runtime.model.hugging_face.balance import RouterLoss, RouterSums
+from penstock.runtime.model.hugging_face.probe import RunOrder
+from penstock.runtime.model.hugging_face.sites import BeforeAndAfter, EmptySlot, LayerSlot, StageState
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
-class Portion(nn.Module):
+class HuggingFaceStage(nn.Module):
     """Some of a model's parts: all before the layers, some layers, all after them."""
 
-    def __init__(self, anatomy: Anatomy, order: Order, units: range, balance: Balance | None) -> None:
+    def __init__(self, anatomy: ModelStructure, order: RunOrder, units: range, balance: RouterLoss | None) -> None:
         super().__init__()
         last = anatomy.count + 1
         self.first, self.last, self.balance = 0 in units, last in units, balance
@@ -35,18 +35,18 @@ class Portion(nn.Module):
         first, *others = dict.fromkeys([*(order.head if self.first else ()), *layers, *(order.tail if self.last else ())])
         self.names = (first, *order.tables, *others)
         self.parts = nn.ModuleList(anatomy.model.get_submodule(name) for name in self.names)
-        self.slot, self.draws = Slot(), False
+        self.slot, self.draws = StageState(), False
         replaced = self._replaced(anatomy, order, units)
-        whole = twin(anatomy.model, replaced)
+        whole = copy_with(anatomy.model, replaced)
         # In a tuple, so that the parameters are those of the parts alone, each once and in their order.
         self._own = (whole if self.last else whole.get_submodule(anatomy.base),)
-        self._twins = tuple(path_of(whole, anatomy.layers))
+        self._twins = tuple(modules_on_path(whole, anatomy.layers))
         self._options = anatomy.options
 
-    def _replaced(self, anatomy: Anatomy, order: Order, units: range) -> dict[str, nn.Module]:
+    def _replaced(self, anatomy: ModelStructure, order: RunOrder, units: range) -> dict[str, nn.Module]:
         slot, count = self.slot, anatomy.count
         sites = [
-            Site(block, slot, block if number + 1 in units else None, f"{anatomy.layers}.{number}")
+            LayerSlot(block, slot, block if number + 1 in units else None, f"{anatomy.layers}.{number}")
             for number, block in enumerate(anatomy.blocks)
         ]
         for site in sites:
@@ -56,18 +56,18 @@ class Portion(nn.Module):
         replaced: dict[str, nn.Module] = {anatomy.layers: nn.ModuleList(sites)}
         for path in order.head:
             like = anatomy.around[path]
-            replaced[path] = Site(like, slot, like, path) if self.first else Blank(like, slot)
+            replaced[path] = LayerSlot(like, slot, like, path) if self.first else EmptySlot(like, slot)
         after = []
         for path in order.tail:
             like, again = anatomy.around[path], path in replaced
-            site = Site(like, slot, like if self.last else None, f"{path} after" if again else path)
-            replaced[path] = Twice(slot, replaced[path], site) if again else site
+            site = LayerSlot(like, slot, like if self.last else None, f"{path} after" if again else path)
+            replaced[path] = BeforeAndAfter(slot, replaced[path], site) if again else site
             after.append(site)
         if not self.last:
             [*sites, *after][units[-1]].leaves = True
         return replaced
 
-    def streamed(self) -> Portion:
+    def streamed(self) -> HuggingFaceStage:
         """With a random stream for each layer."""
         self.draws = True
         return self
@@ -99,9 +99,9 @@ class Portion(nn.Module):
         training = any(part.training for part in self.parts)  # as the model's own now is, whose parts these are
         for each in self._twins:
             each.training = training
-        check_skipping(self._twins)
+        check_layerdrop(self._twins)
 
-    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any], Sums | None]:
+    def _inputs(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Tensor | None, dict[str, Any], RouterSums | None]:
         """The hidden states that came in, the model's other inputs, and the sums of the routers so far."""
         if len(args) != 1:
             raise ScheduleError(f"{len(args)} arguments: give a model of transformers' its tokens, or one dict of its inputs by name")
@@ -117,7 +117,7 @@ class Portion(nn.Module):
             raise ScheduleError("output_router_logits as an input: set it in the model's config before the pipeline is made")
         return inputs.pop(_HIDDEN, None), inputs, inputs.pop(_ROUTERS, None)
 
-    def _handed_on(self, made: Any, carried: dict[str, Any], sums: Sums | None) -> Any:
+    def _handed_on(self, made: Any, carried: dict[str, Any], sums: RouterSums | None) -> Any:
         if self.last:
             loss = None if self.balance is None else self.balance.loss(sums)
             if loss is not None:

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError
-from penstock.runtime.model.hugging_face.anatomy import Anatomy, check_skipping, path_of, twin
-from penstock.runtime.model.hugging_face.sites import hidden_of, is_embedding, of_module, take_after
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.hugging_face.anatomy import ModelStructure, check_layerdrop, copy_with, modules_on_path
+from penstock.runtime.model.hugging_face.sites import copy_attributes, find_hidden, get_attribute, is_embedding
+from penstock.runtime.model.random_streams import preserve_random_state
 
 _TOKENS = 1, 2
 
 
 @dataclass(frozen=True)
-class Order:
+class RunOrder:
     """In which order the parts of a model run."""
 
     head: tuple[str, ...]
@@ -55,10 +55,10 @@ class _Layer(nn.Module):
     def __init__(self, like: nn.Module, seen: _Seen, number: int) -> None:
         super().__init__()
         self.seen, self.number = seen, number
-        take_after(self, like)
+        copy_attributes(self, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        seen, given = self.seen, hidden_of(args, kwargs)
+        seen, given = self.seen, find_hidden(args, kwargs)
         if seen.layers != self.number:
             seen.blame(f"its layers run in another order: layer {self.number} comes where layer {seen.layers} should")
         if self.number and given is not seen.hidden:
@@ -78,7 +78,7 @@ class _Other(nn.Module):
 
     def __init__(self, like: nn.Module, seen: _Seen, path: str) -> None:
         super().__init__()
-        self.like, self.seen, self.path = present(like), seen, path
+        self.like, self.seen, self.path = on_host(like), seen, path
         self.holds = next(like.parameters(), None) is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -86,22 +86,22 @@ class _Other(nn.Module):
         if 0 < seen.layers < seen.count:
             seen.blame(f"{self.path} runs between its layers")
         (seen.after if seen.layers else seen.before).append(self.path)
-        if len(seen.after) == 1 and hidden_of(args, kwargs) is not seen.hidden:
+        if len(seen.after) == 1 and find_hidden(args, kwargs) is not seen.hidden:
             seen.blame(f"hidden states are changed between its last layer and {self.path}")
         if not self.holds:
             return self.like(*args, **kwargs)
-        given = hidden_of(args, kwargs)
+        given = find_hidden(args, kwargs)
         if is_embedding(self) or not given.is_floating_point():
             return torch.zeros(*_TOKENS, seen.width, device=given.device).requires_grad_()
         return given
 
     def __getattr__(self, name: str) -> Any:
-        return of_module(self, name, "like")
+        return get_attribute(self, name, "like")
 
 
-def watch(anatomy: Anatomy) -> Order:
+def find_run_order(anatomy: ModelStructure) -> RunOrder:
     """The order in which the parts run, or what cannot be cut about them."""
-    check_skipping(path_of(anatomy.model, anatomy.layers))
+    check_layerdrop(modules_on_path(anatomy.model, anatomy.layers))
     faults = []
     for tuples in (False, True):
         seen = _Seen(tuples, anatomy.count, anatomy.config.hidden_size)
@@ -120,7 +120,7 @@ def watch(anatomy: Anatomy) -> Order:
     )
 
 
-def present(module: nn.Module) -> nn.Module:
+def on_host(module: nn.Module) -> nn.Module:
     """The module, or where it has buffers on the meta device and nothing else, a copy of it that has some on the host."""
     absent = [each for each in module.buffers() if each.is_meta]
     if not absent or next(module.parameters(), None) is not None:
@@ -131,16 +131,16 @@ def present(module: nn.Module) -> nn.Module:
     return made
 
 
-def _run(anatomy: Anatomy, seen: _Seen) -> None:
+def _run(anatomy: ModelStructure, seen: _Seen) -> None:
     """The whole forward on two tokens."""
     replaced: dict[str, nn.Module] = {path: _Other(each, seen, path) for path, each in anatomy.around.items()}
     replaced[anatomy.layers] = nn.ModuleList(_Layer(each, seen, number) for number, each in enumerate(anatomy.blocks))
-    model = twin(anatomy.model, replaced)
-    with torch.enable_grad(), kept_random_state():
+    model = copy_with(anatomy.model, replaced)
+    with torch.enable_grad(), preserve_random_state():
         model(input_ids=torch.zeros(*_TOKENS, dtype=torch.long, device=anatomy.device), **anatomy.options)
 
 
-def _ordered(anatomy: Anatomy, seen: _Seen) -> Order:
+def _ordered(anatomy: ModelStructure, seen: _Seen) -> RunOrder:
     holding = {path for path, each in anatomy.around.items() if next(each.parameters(), None) is not None}
     head, tail = list(dict.fromkeys(seen.before)), list(dict.fromkeys(seen.after))
     unused = [path for path in holding if path not in head and path not in tail]
@@ -149,7 +149,7 @@ def _ordered(anatomy: Anatomy, seen: _Seen) -> Order:
         path, what = (unused[0], "does not run on tokens alone") if unused else (both[0], "runs both before and after its layers")
         raise PlacementError(f"{path} of {type(anatomy.model).__name__} {what}: write its stages yourself and give a list of them")
     tables = tuple(path for path in anatomy.around if path not in holding and path not in tail and not _is_drop(anatomy, path))
-    return Order(
+    return RunOrder(
         tuple(path for path in head if path not in tables),
         tuple(path for path in tail if path not in tables),
         tables,
@@ -157,5 +157,5 @@ def _ordered(anatomy: Anatomy, seen: _Seen) -> Order:
     )
 
 
-def _is_drop(anatomy: Anatomy, path: str) -> bool:
+def _is_drop(anatomy: ModelStructure, path: str) -> bool:
     return isinstance(anatomy.around[path], nn.Dropout)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError
-from penstock.runtime.model.hugging_face.anatomy import Anatomy, path_of, twin
-from penstock.runtime.model.hugging_face.portion import Portion
-from penstock.runtime.model.hugging_face.probe import Order, present
-from penstock.runtime.model.hugging_face.sites import hidden_of, is_embedding, of_module, take_after
+from penstock.runtime.model.hugging_face.anatomy import ModelStructure, copy_with, modules_on_path
+from penstock.runtime.model.hugging_face.portion import HuggingFaceStage
+from penstock.runtime.model.hugging_face.probe import RunOrder, on_host
+from penstock.runtime.model.hugging_face.sites import copy_attributes, find_hidden, get_attribute, is_embedding
 
 _ROWS, _LENGTH = 2, 5
 
@@ -33,24 +33,24 @@ class _Cheap(nn.Module):
         self.like, self.number, self.width, self.training = like, number, width, False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given = hidden_of(args, kwargs)
+        given = find_hidden(args, kwargs)
         if is_embedding(self) or not given.is_floating_point():
             steps = torch.arange(self.width, device=given.device) * (self.number + 1)
             return torch.cos(given.unsqueeze(-1).float() + steps)
         return torch.sin(given * 1.3 + self.number)
 
     def __getattr__(self, name: str) -> Any:
-        return of_module(self, name, "like")
+        return get_attribute(self, name, "like")
 
 
 class _CheapLayer(_Cheap):
     def __init__(self, like: nn.Module, number: int, width: int, tuples: bool) -> None:
         super().__init__(like, number, width)
         self.tuples = tuples
-        take_after(self, like)
+        copy_attributes(self, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        hidden = hidden_of(args, kwargs)
+        hidden = find_hidden(args, kwargs)
         others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf is not hidden]
         made = torch.sin(hidden * 1.3 + self.number) + sum(map(_digest, others))
         return (made,) if self.tuples else made
@@ -62,10 +62,10 @@ def _digest(value: Tensor) -> Tensor:
     return (torch.atan(flat) * torch.cos(torch.arange(len(flat), device=flat.device))).mean()
 
 
-def rehearse(anatomy: Anatomy, order: Order, cuts: Sequence[range]) -> None:
+def rehearse(anatomy: ModelStructure, order: RunOrder, cuts: Sequence[range]) -> None:
     """Refuse a model whose stages, of these units each, do not give what it gives as a whole."""
     cheap = _cheap(anatomy, order)
-    stages = [Portion(cheap, order, units, None) for units in cuts]
+    stages = [HuggingFaceStage(cheap, order, units, None) for units in cuts]
     for inputs in _inputs(anatomy):
         with torch.no_grad():
             try:
@@ -79,28 +79,28 @@ def rehearse(anatomy: Anatomy, order: Order, cuts: Sequence[range]) -> None:
             raise _refusal(anatomy, f"with {' and '.join(inputs)} they give another output than the whole model")
 
 
-def _refusal(anatomy: Anatomy, seen: str) -> PlacementError:
+def _refusal(anatomy: ModelStructure, seen: str) -> PlacementError:
     return PlacementError(
         f"{type(anatomy.model).__name__} was tried in stages, and {seen}: its forward does more around its layers than "
         "stages of it do; write its stages yourself and give a list with one module a stage"
     )
 
 
-def _cheap(anatomy: Anatomy, order: Order) -> Anatomy:
+def _cheap(anatomy: ModelStructure, order: RunOrder) -> ModelStructure:
     """The same model without parameters, and without anything random."""
     width = anatomy.config.hidden_size
     around: dict[str, nn.Module] = {}
     for number, (path, module) in enumerate(anatomy.around.items()):
         holds = next(module.parameters(), None) is not None
-        around[path] = _Cheap(module, number, width) if holds else copy.deepcopy(present(module)).eval()
+        around[path] = _Cheap(module, number, width) if holds else copy.deepcopy(on_host(module)).eval()
     layers = nn.ModuleList(_CheapLayer(each, number, width, order.tuples) for number, each in enumerate(anatomy.blocks))
-    model = twin(anatomy.model, {**around, anatomy.layers: layers})
-    for each in path_of(model, anatomy.layers):
+    model = copy_with(anatomy.model, {**around, anatomy.layers: layers})
+    for each in modules_on_path(model, anatomy.layers):
         each.training = False
     return replace(anatomy, model=model, around=around)
 
 
-def _inputs(anatomy: Anatomy) -> list[dict[str, Tensor]]:
+def _inputs(anatomy: ModelStructure) -> list[dict[str, Tensor]]:
     """A few tokens, alone and with a mask of some that are padding where the model takes one."""
     tokens = {"input_ids": torch.arange(_ROWS * _LENGTH, device=anatomy.device).reshape(_ROWS, _LENGTH)}
     mask = torch.ones(_ROWS, _LENGTH, dtype=torch.long, device=anatomy.device)

@@ -11,7 +11,7 @@ from penstock.runtime.model.random_streams import draw_from
 _PLAIN = (bool, int, float, str)
 
 
-class Slot:
+class StageState:
     """Hidden states on their way into a stage's part of the forward, and out of it."""
 
     def __init__(self) -> None:
@@ -23,26 +23,26 @@ class Slot:
         """Whether the forward has come to its layers."""
 
 
-class Site(nn.Module):
+class LayerSlot(nn.Module):
     """A layer's place. Without a module hidden states pass as they are; the first place of a stage puts in those that came from the
     stage before, and the first place after it takes out those that it made."""
 
-    def __init__(self, like: nn.Module, slot: Slot, module: nn.Module | None, name: str) -> None:
+    def __init__(self, like: nn.Module, slot: StageState, module: nn.Module | None, name: str) -> None:
         super().__init__()
         self.slot, self.module, self.name = slot, module, name
         self.enters = self.leaves = False
         self.layer = self.tuples = False
-        take_after(self, like)
+        copy_attributes(self, like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         slot = self.slot
         slot.passed = slot.passed or self.layer
         if self.leaves and slot.made is None:
-            slot.made = hidden_of(args, kwargs)
+            slot.made = find_hidden(args, kwargs)
         if self.enters and slot.given is not None:
             args, kwargs = _swapped(args, kwargs, slot.given)
         if self.module is None:
-            hidden = hidden_of(args, kwargs)
+            hidden = find_hidden(args, kwargs)
             return (hidden,) if self.tuples else hidden
         if slot.begun is not None:
             draw_from(slot.begun, self.name)
@@ -50,27 +50,27 @@ class Site(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         """What a model asks of a module that is there: the type of its weight, say."""
-        return of_module(self, name, "module")
+        return get_attribute(self, name, "module")
 
 
-class Blank(nn.Module):
+class EmptySlot(nn.Module):
     """What stands in place of a module in front of the layers, where hidden states come from another stage: what it gives is not used."""
 
-    def __init__(self, like: nn.Module, slot: Slot) -> None:
+    def __init__(self, like: nn.Module, slot: StageState) -> None:
         super().__init__()
         self.slot, self.embeds = slot, is_embedding(like)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        given, hidden = hidden_of(args, kwargs), self.slot.given
+        given, hidden = find_hidden(args, kwargs), self.slot.given
         if hidden is None or (given.is_floating_point() and not self.embeds):
             return given
         return hidden.new_zeros(1, 1, hidden.shape[-1])
 
 
-class Twice(nn.Module):
+class BeforeAndAfter(nn.Module):
     """In the place of a module without parameters that runs both before the layers and after them: a stand-in for each."""
 
-    def __init__(self, slot: Slot, before: nn.Module, after: nn.Module) -> None:
+    def __init__(self, slot: StageState, before: nn.Module, after: nn.Module) -> None:
         super().__init__()
         self.slot, self.before, self.after = slot, before, after
 
@@ -78,10 +78,10 @@ class Twice(nn.Module):
         return (self.after if self.slot.passed else self.before)(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return of_module(self, name, "after")
+        return get_attribute(self, name, "after")
 
 
-def take_after(stand_in: nn.Module, like: nn.Module) -> None:
+def copy_attributes(stand_in: nn.Module, like: nn.Module) -> None:
     """Have a module's plain attributes: a model may ask a layer of what kind it is."""
     own = vars(stand_in)
     stand_in.__dict__ |= {key: value for key, value in vars(like).items() if isinstance(value, _PLAIN) and key not in own}
@@ -92,7 +92,7 @@ def is_embedding(module: nn.Module) -> bool:
     return isinstance(getattr(module, "like", module), nn.Embedding)
 
 
-def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
+def get_attribute(stand_in: nn.Module, name: str, inner: str) -> Any:
     """An attribute of a module, or else of the one that it stands in for."""
     try:
         return nn.Module.__getattr__(stand_in, name)
@@ -103,7 +103,7 @@ def of_module(stand_in: nn.Module, name: str, inner: str) -> Any:
         return getattr(module, name)
 
 
-def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def find_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What a layer is given to work on."""
     at = _place(args, kwargs)
     return args[at] if isinstance(at, int) else kwargs[at]

@@ -9,12 +9,12 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock.errors import PlacementError, ScheduleError
-from penstock.runtime.model.hugging_face.anatomy import Anatomy, dissect, is_known
-from penstock.runtime.model.hugging_face.balance import balance_of
-from penstock.runtime.model.hugging_face.portion import Portion
-from penstock.runtime.model.hugging_face.probe import watch
+from penstock.runtime.model.hugging_face.anatomy import ModelStructure, find_structure, is_transformers_model
+from penstock.runtime.model.hugging_face.balance import find_router_loss
+from penstock.runtime.model.hugging_face.portion import HuggingFaceStage
+from penstock.runtime.model.hugging_face.probe import find_run_order
 from penstock.runtime.model.hugging_face.rehearsal import rehearse
-from penstock.runtime.model.partition import Part, Partition, balanced
+from penstock.runtime.model.partition import Part, Partition, balance_layers
 
 IGNORED = -100
 """What labels are that count for nothing."""
@@ -37,7 +37,7 @@ class HuggingFace:
     def cut(self, model: Any, stages: int) -> Partition:
         """The model's stages."""
         cutter = _Cutter.of(model)
-        sizes = balanced(cutter.weights(), stages, type(model).__name__) if self.sizes is None else list(self.sizes)
+        sizes = balance_layers(cutter.weights(), stages, type(model).__name__) if self.sizes is None else list(self.sizes)
         if len(sizes) != stages or sum(sizes) != cutter.count or min(sizes) < 1:
             raise PlacementError(
                 f"split {sizes} for {stages} stages of {cutter.count} units, the layers and what is before and after them: "
@@ -54,7 +54,7 @@ class HuggingFace:
 
     def loss(self, model: Any) -> Callable[[Any, Any], Any]:
         """The model's own loss of scores and labels, which it shifts itself."""
-        anatomy = dissect(model)
+        anatomy = find_structure(model)
         own, vocabulary = anatomy.model.loss_function, anatomy.config.vocab_size
 
         def loss(scores: Tensor, labels: Tensor) -> Any:
@@ -68,7 +68,7 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels[..., 1:] != IGNORED).sum()
 
 
-def opened(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True) -> tuple[tuple[Any, ...], Any]:
+def open_batch(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True) -> tuple[tuple[Any, ...], Any]:
     """A batch as a tokenizer or collator gives it: a plain dict of inputs, with the labels in it as the target where one is wanted."""
     if len(args) != 1 or not isinstance(args[0], Mapping):
         return args, target
@@ -82,11 +82,11 @@ def opened(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True)
     return (inputs,), labels if target is absent and wanted else target
 
 
-def recognised(
+def recognise_model(
     model: Any, split: Any, loss_fn: Callable[..., Any] | None, weight: Callable[[Any], Any] | None
 ) -> tuple[Any, Callable[..., Any] | None, Callable[[Any], Any] | None]:
     """A model of transformers' is known by itself, and has its own loss, weighted by the labels that count."""
-    if split is None and is_known(model):
+    if split is None and is_transformers_model(model):
         split = HuggingFace()
     if isinstance(split, HuggingFace) and loss_fn is None:
         return split, split.loss(model), weight or count_labels
@@ -96,13 +96,13 @@ def recognised(
 class _Cutter:
     """A model that is known well enough to be cut."""
 
-    def __init__(self, anatomy: Anatomy) -> None:
-        self.anatomy, self.order, self.balance = anatomy, watch(anatomy), balance_of(anatomy)
+    def __init__(self, anatomy: ModelStructure) -> None:
+        self.anatomy, self.order, self.balance = anatomy, find_run_order(anatomy), find_router_loss(anatomy)
         self.count = anatomy.count + 2
 
     @classmethod
     def of(cls, model: Any) -> _Cutter:
-        return cls(dissect(model))
+        return cls(find_structure(model))
 
     def _modules(self, unit: int) -> list[nn.Module]:
         around, blocks = self.anatomy.around, self.anatomy.blocks
@@ -121,5 +121,5 @@ class _Cutter:
     def parts(self, cuts: Sequence[range]) -> list[Part]:
         """The stages that have these units, once they were seen to do as the whole model does."""
         rehearse(self.anatomy, self.order, cuts)
-        portions = [Portion(self.anatomy, self.order, units, self.balance) for units in cuts]
+        portions = [HuggingFaceStage(self.anatomy, self.order, units, self.balance) for units in cuts]
         return [Part(each, tuple(map(self.anatomy.name, each.names)), tuple(each.parts)) for each in portions]
