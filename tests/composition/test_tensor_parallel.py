@@ -128,7 +128,7 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kin
         waited, run = [0], Deferral.run
 
         def counting(self: Deferral, fused: bool = False) -> Any:
-            waited[0] += len(self.records)
+            waited[0] += len(self.operators)
             return run(self, fused)
 
         Deferral.run = counting

@@ -68,7 +68,7 @@ def test_recordings_inside_each_other() -> None:
         out = outer(hidden)
     rest.backward = deferral.backward = True
     out.sum().backward()
-    assert (len(deferral.records), len(rest.records)) == (1, 1)
+    assert (len(deferral.operators), len(rest.operators)) == (1, 1)
 
 
 def test_threads_do_not_disturb_each_other() -> None:

@@ -33,7 +33,7 @@ from penstock.runtime.execution.programs import find_table, forward_program, tra
 from penstock.runtime.measure.parity import Batch, Parity, parity
 from penstock.runtime.measure.recorder import Record, offsets, timeline
 from penstock.runtime.model.compiled import Compile, MergedBackward, compile_stages, predict_merged_backward
-from penstock.runtime.model.hugging_face import HuggingFace, recognise_model
+from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
 from penstock.runtime.model.partition import Partition, apply_plan_split, partition
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
 from penstock.runtime.model.recompute import Recompute, recompute_stages
@@ -179,7 +179,7 @@ class Pipeline:
         self.record, self.graphs = record, graphs
         self._clocks: tuple[int, list[int]] | None = None
         dims, counts = (batch_dims, target_dims, kwarg_dims), (self.table.stages, self.microbatches)
-        self.batches = BatchSplitter(*dims, self.loss, weight, *counts, named=isinstance(split, HuggingFace))
+        self.batches = BatchSplitter(*dims, self.loss, weight, *counts, open_batch=open_batch if isinstance(split, HuggingFace) else None)
         plan = plan if schedule is None else schedule
         model, split = apply_plan_split(unwrap_ddp(model, self.grid), plan, split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
@@ -238,7 +238,7 @@ class Pipeline:
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
-        lost = None if last is None else self.loss.trained_outside(last.module)
+        lost = None if last is None else self.loss.find_outside_parameter(last.module)
         found = self.gather_all("Pipeline", (mine, unable, modules, lost))
         first = found[0][0]
         for *_, lost in found:
@@ -390,7 +390,7 @@ class Pipeline:
     @told
     def _ready(self, *given: Any) -> StepInput:
         self._calls += 1
-        return self.batches.ready(*given)
+        return self.batches.take_list(*given)
 
     @told
     def _prepared(self, feed: StepInput, training: bool) -> Executor:

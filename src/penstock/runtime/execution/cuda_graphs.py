@@ -301,7 +301,7 @@ class Graphs:
 
     def _loss(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
         """The loss of an output, and where its backward starts; it does not reach the recorded stage's weights."""
-        with self.executor.stages[stage].deferrable().observed() as observation:
+        with self.executor.stages[stage].deferrable().observe() as observation:
             starts = self.executor._finish(leaf, microbatch)
         if observation.reason is not None:
             raise ScheduleError(

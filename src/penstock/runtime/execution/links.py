@@ -80,7 +80,7 @@ class Wires:
                 if activity.watch is not None:
                     activity.watch.begin_again()
             cells[cell] = EMPTY
-            return value if pieces is None else pieces.together(value)
+            return value if pieces is None else pieces.unpack(value)
 
         return take_received
 
@@ -99,7 +99,7 @@ class Wires:
         self.sends.setdefault((self.rank, target, what), []).append(action)
 
         def send() -> None:
-            put(cells[cell] if pieces is None else pieces.apart(cells[cell]))
+            put(cells[cell] if pieces is None else pieces.pack(cells[cell]))
             cells[cell] = EMPTY
 
         return send

@@ -23,7 +23,7 @@ from penstock.runtime.model.recompute import OutputAndLoss, Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward, without_gradients_of
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable, make_message
+from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable
 from penstock.runtime.tensors.dtensor import gather_full
 from penstock.runtime.transport.group import Group, Operation
 
@@ -104,7 +104,7 @@ class Computing(Wires):
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
                 draw_from(feed.seed, part.stream, feed.first + microbatch)
-            part.passing = {}
+            part.guarded_memory = {}
             if front:
                 made = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
             else:
@@ -116,14 +116,14 @@ class Computing(Wires):
                     plain = single and kwargs is None and type(inputs[0]) is Tensor
                     made = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
                 except RuntimeError as error:
-                    part.look_at_error(error)
+                    part.note_error(error)
                     raise
                 if watch is not None:
-                    part.look_for_changes(watch, others, training)
-                    part.passing = watch.guarded(others) if others or watch.reasons else {}
+                    part.check_changes(watch, others, training)
+                    part.guarded_memory = watch.guarded(others) if others or watch.reasons else {}
             if feed.guards:
                 feed.check_unchanged(stage, microbatch, part.changed_copies)
-                part.passing = part.passing | feed.guarded(microbatch)
+                part.guarded_memory = part.guarded_memory | feed.guarded(microbatch)
             return made if type(made) is Tensor else unwrap_stage_output(made)
 
         return apply
@@ -179,7 +179,7 @@ class Computing(Wires):
             side = self._extras(stage, microbatch) if extras.losses or extras.metrics else ()
             cells[context] = (wanting, ends, grads, side, deferral)
             for reader in readers:
-                cells[reader] = make_message(made, part, mesh)
+                cells[reader] = part.make_message(made, mesh)
 
         return forward
 
@@ -213,7 +213,7 @@ class Computing(Wires):
         self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
     ) -> tuple[Computed, Deferral | None]:
         """A forward for a whole backward, of a stage that is to split others: it shows whether that can be."""
-        with part.deferrable().observed(beside=beside) as observation:
+        with part.deferrable().observe(beside=beside) as observation:
             made = compute(leaves)
         part.whole, part.tried = observation.reason, True
         return made, None
@@ -243,7 +243,7 @@ class Computing(Wires):
         if feed.outputs:
             check_output(output)
             feed.share.outputs[microbatch] = gather_full(detach_tree(output))
-        if not feed.losses or not (self.program.training or self.loss.fits(output)):
+        if not feed.losses or not (self.program.training or self.loss.can_score(output)):
             return [], []
         loss = self.loss(made, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
@@ -281,7 +281,7 @@ class Computing(Wires):
             if self.extras.losses or self.extras.metrics:
                 self._extras(stage, microbatch)
             for reader in readers:
-                cells[reader] = make_message(made, part, mesh)
+                cells[reader] = part.make_message(made, mesh)
 
         return infer
 

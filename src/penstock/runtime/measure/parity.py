@@ -17,7 +17,6 @@ from penstock.errors import ScheduleError
 from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
 from penstock.runtime.batch.step_input import ABSENT, StepInput
 from penstock.runtime.device import device
-from penstock.runtime.model.hugging_face import open_batch
 from penstock.runtime.model.module_state import ModuleState, is_same_value
 from penstock.runtime.model.partition import Part
 from penstock.runtime.model.random_streams import draw_from, preserve_random_state
@@ -145,10 +144,8 @@ def parity(pipeline: Pipeline, feed: StepInput, batch: Batch) -> Parity:
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
     if pipeline.data.scattered:
         raise ScheduleError("parity runs a copy of the whole model, but of some parameters ranks hold a part only: compare before sharding")
-    if pipeline.batches.named:
-        batch = replace(
-            batch, **dict(zip(("args", "target"), open_batch(batch.args, batch.target, ABSENT, pipeline.loss.paired), strict=True))
-        )
+    args, target = pipeline.batches.open(batch.args, batch.target)
+    batch = replace(batch, args=args, target=target)
     pieces = _cut(pipeline, batch, len(feed.args))
     wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
     with _kept(pipeline):

@@ -100,8 +100,9 @@ def _opened(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> t
     own, loss, _ = recognise_model(model, split, loss_fn, None)
     if not isinstance(own, HuggingFace):
         return split, sample, loss_fn, target
-    args, labels = open_batch((sample,), target, None)
-    return own, args, None if labels is None and loss_fn is None else loss, labels
+    args, labels = open_batch((sample,))
+    target = labels if target is None else target
+    return own, args, None if target is None and loss_fn is None else loss, target
 
 
 def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
@@ -305,7 +306,7 @@ class _One:
             if self.loss is None:  # counted with who reads it: the next layer, or the message
                 held = {key: size for key, size in held.items() if key not in holdings.sizes(run.made)}
             self._backward(run, run.ones())
-        stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
+        stash = holdings.sizes([(record.grad, record.value, record.extra) for record in run.deferral.operators])
         made = detach_tree(run.made)
         self.stage.backward_weights(run.deferral)
         return holdings.total(held, own), holdings.total(stash, own), made

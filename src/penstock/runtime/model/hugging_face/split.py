@@ -68,18 +68,18 @@ def count_labels(labels: Tensor) -> Tensor:
     return (labels[..., 1:] != IGNORED).sum()
 
 
-def open_batch(args: tuple[Any, ...], target: Any, absent: Any, wanted: bool = True) -> tuple[tuple[Any, ...], Any]:
-    """A batch as a tokenizer or collator gives it: a plain dict of inputs, with the labels in it as the target where one is wanted."""
+def open_batch(args: tuple[Any, ...], default: Any = None) -> tuple[tuple[Any, ...], Any]:
+    """Take the labels out of a batch from a tokenizer or collator; return its other inputs as one dict, and the labels or the default."""
     if len(args) != 1 or not isinstance(args[0], Mapping):
-        return args, target
+        return args, default
     inputs = dict(args[0])
     if inputs.pop(_COUNT, None) is not None:
         raise ScheduleError(
             f"{_COUNT} in a batch: a step's loss is the mean over all labels of its batch that count, which takes no other number; leave "
             "it out, and scale gradients yourself where several steps are one batch"
         )
-    labels = inputs.pop("labels", absent)
-    return (inputs,), labels if target is absent and wanted else target
+    labels = inputs.pop("labels", default)
+    return (inputs,), labels
 
 
 def recognise_model(
