@@ -39,7 +39,7 @@ from penstock.runtime.model.random_streams import add_layer_streams, preserve_ra
 from penstock.runtime.model.recompute import Recompute, recompute_stages
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.model.tied_parameters import SharedParameters, Ties
+from penstock.runtime.model.tied_parameters import SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
@@ -205,9 +205,20 @@ class Pipeline:
         self.data = DataParallel(self.grid, self.stages, shard=Shard(lookahead, residency), dtype=accumulate_dtype, deadline=deadline)
         self._names: set[str] | None = None
         """This rank's parameters by name, once the ranks have agreed on them."""
-        self.shared = SharedParameters.find(self, [*ties, *tied])
+        self.shared = SharedParameters(
+            self.partition,
+            [*ties, *tied],
+            self.local_parameters(),
+            self.gather,
+            rank=self.rank,
+            identify=self.group.ident,
+            parallel=self.group.parallel,
+            sums_apart=accumulate_dtype is not None,
+        )
         self._names = set(self.shared.place)
-        self.statistics = RunningStatistics(self)
+        modules = {index: stage.module for index, stage in self.stages.items()}
+        start_buffers_equal(modules, self.table.placement, self.gather)
+        self.statistics = RunningStatistics(modules, self.table.placement, self.gather)
         self._buffers = BufferBackup()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             device.stand_on(self.gather("stream", device.lane())[0])
@@ -426,7 +437,7 @@ class Pipeline:
         recorded = self._recorded(executor) if self.record else None
         result = StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
-            result.loss = self.data.summed({"loss": result.loss})["loss"]
+            result.loss = self.data.sum_values({"loss": result.loss})["loss"]
         return result
 
     def _looks(self, feed: StepInput) -> list[str]:
@@ -450,13 +461,13 @@ class Pipeline:
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
         self._hooked.begin(self.local_parameters(), alone=alone)
         try:
-            self.shared.begin(self)
+            self.shared.begin(self.local_parameters(), self.gather)
             self.data.begin(executor.reduces)
             with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
-            self.data.finish(self.shared.ids(self))
-            self.shared.sum(self)
-            folded = self.statistics.fold(self)
+            self.data.finish(self.shared.ids(self.local_parameters()))
+            self.shared.sum_gradients(self.local_parameters(), self.gather, self.data.take_sum)
+            folded = self.statistics.fold(self.gather)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._meet("step", share)
             self._look_for_whole(shares)
@@ -488,7 +499,7 @@ class Pipeline:
                 module.training = False
             with torch.no_grad():
                 share = executor.run(feed)
-            self.data.rest()
+            self.data.finish_evaluation()
             return self._meet("eval_step", share)
         except BaseException:
             self.data.reset()
@@ -520,7 +531,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most this; the norm before. Shared parameters count once."""
-        return clip_grad_norm(self, max_norm, norm_type)
+        return clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. Nothing is left of it."""

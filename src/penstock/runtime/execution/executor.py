@@ -61,7 +61,7 @@ class Executor(Computing):
         graphs: bool = False,
     ) -> None:
         given: dict[str, Any] = {"loss": loss, "group": group, "deadline": deadline, "number": number}
-        super().__init__(program, rank, stages, **given, pieces=data.pieces, statistics=statistics)
+        super().__init__(program, rank, stages, **given, pieces=data.packer, statistics=statistics)
         self.overlap, self.data = overlap, data
         self._failed_part: Action | None = None
         self._passed_over: set[int] = set()

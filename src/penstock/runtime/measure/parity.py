@@ -163,11 +163,11 @@ def parity(pipeline: Pipeline, feed: StepInput, batch: Batch) -> Parity:
     others = [*_layout_differences(found, loop.layouts), *_state_differences(found, loop.states)]
     others += [Difference(name, math.inf, math.inf) for name in dict.fromkeys(name for theirs in found for name in theirs.differs)]
     numbers = [theirs.numbers for theirs in found]
-    compared = _compare("microbatch loop", numbers, pipeline.data.summed(loop.numbers), others)
+    compared = _compare("microbatch loop", numbers, pipeline.data.sum_values(loop.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
     whole = _Reference(pipeline, again, _whole(pipeline, batch, feed))
-    return Parity(compared, _compare("whole batch", numbers, pipeline.data.summed(whole.numbers)))
+    return Parity(compared, _compare("whole batch", numbers, pipeline.data.sum_values(whole.numbers)))
 
 
 # The step ---------------------------------------------------------------------------------------------------------------
