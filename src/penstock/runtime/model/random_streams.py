@@ -74,7 +74,7 @@ def add_layer_streams(partition: Partition) -> Partition:
 
 
 def _streamed(part: Part) -> Part:
-    own = getattr(part.module, "streamed", None)
+    own = getattr(part.module, "use_layer_streams", None)
     return replace(part, module=StreamedLayers(part.modules, part.layers) if own is None else own())
 
 
