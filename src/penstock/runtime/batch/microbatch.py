@@ -89,24 +89,6 @@ def _can_join(parts: Sequence[Tensor], dim: int) -> bool:
     return len({(part.dim(), *(size for axis, size in enumerate(part.shape) if axis != dim % dims)) for part in parts}) == 1
 
 
-def join_microbatches(values: Sequence[Any], dims: Dims) -> tuple[Any] | None:
-    """Reverse `split_batch`: return the batch in a tuple of one, or None if these values are not parts of one batch."""
-    flat = [pytree.tree_flatten(value) for value in values]
-    if any(spec != flat[0][1] for _, spec in flat):
-        return None
-    whole = []
-    for parts, dim in zip(zip(*(leaves for leaves, _ in flat), strict=True), _spread(dims, values[0]), strict=True):
-        if dim is not None and all(isinstance(part, Tensor) and part.dim() > 0 for part in parts):
-            if not _can_join(parts, dim):
-                return None
-            whole.append(torch.cat(parts, dim))
-        elif all(part is parts[0] for part in parts):
-            whole.append(parts[0])
-        else:
-            return None
-    return (pytree.tree_unflatten(whole, flat[0][1]),)
-
-
 def _size(leaf: Tensor, dim: int) -> int:
     if not -leaf.dim() <= dim < leaf.dim():
         raise ScheduleError(f"a tensor of shape {list(leaf.shape)} has no dimension {dim} to split along: give its dimension in batch_dims")

@@ -28,34 +28,34 @@ class StageOutput:
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
-class _ThreadState(threading.local):
-    collected: SideOutputs | None = None
+class _Collecting(threading.local):
+    target: SideOutputs | None = None
 
 
-_here = _ThreadState()
+_collecting = _Collecting()
 
 
 def add_loss(loss: Tensor) -> None:
     """Add to the loss from anywhere inside a forward, weighted as the microbatch is. Does nothing outside a pipeline."""
-    if _here.collected is not None:
-        _here.collected.losses.append(loss)
+    if _collecting.target is not None:
+        _collecting.target.losses.append(loss)
 
 
 def add_metric(name: str, value: Tensor | float) -> None:
     """Report a metric of this microbatch from anywhere inside a forward. Does nothing outside a pipeline."""
-    if _here.collected is not None:
-        _here.collected.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    if _collecting.target is not None:
+        _collecting.target.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
 class collect:  # noqa: N801 - used like a function
     """Collect the side outputs of forwards: `with collect() as side: model(x)`."""
 
     def __enter__(self) -> SideOutputs:
-        self.before, _here.collected = _here.collected, SideOutputs()
-        return _here.collected
+        self.before, _collecting.target = _collecting.target, SideOutputs()
+        return _collecting.target
 
     def __exit__(self, *exc: object) -> None:
-        _here.collected = self.before
+        _collecting.target = self.before
 
 
 def unwrap_stage_output(output: Any) -> Any:

@@ -407,17 +407,17 @@ class ForwardState:
     modules: list[ModuleState]
     inputs: TensorState
     random: dict[str, Any]
-    extras: SideOutputs
-    before: SideOutputs
+    side_outputs: SideOutputs
+    side_before: SideOutputs
     versions: list[tuple[nn.Parameter, int]]
     """The version of each parameter, because there are no copies to restore parameters from."""
 
     @classmethod
-    def capture(cls, modules: Sequence[nn.Module], inputs: Any, extras: SideOutputs) -> ForwardState:
+    def capture(cls, modules: Sequence[nn.Module], inputs: Any, side_outputs: SideOutputs) -> ForwardState:
         states = [ModuleState.capture(module) for module in modules]
         versions = [(parameter, parameter._version) for module in modules for parameter in module.parameters()]
-        before = SideOutputs(list(extras.losses), dict(extras.metrics))
-        return cls(states, TensorState.capture(inputs), capture_random_state(), extras, before, versions)
+        side_before = SideOutputs(list(side_outputs.losses), dict(side_outputs.metrics))
+        return cls(states, TensorState.capture(inputs), capture_random_state(), side_outputs, side_before, versions)
 
     @property
     def restorable(self) -> bool:
@@ -429,4 +429,4 @@ class ForwardState:
             state.restore()
         self.inputs.restore()
         set_random_state(self.random)
-        self.extras.losses, self.extras.metrics = list(self.before.losses), dict(self.before.metrics)
+        self.side_outputs.losses, self.side_outputs.metrics = list(self.side_before.losses), dict(self.side_before.metrics)
