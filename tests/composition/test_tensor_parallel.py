@@ -219,7 +219,7 @@ def test_different_meshes_are_refused(workers: Workers, which: str) -> None:
         return str(caught.value)
 
     for text in workers.run(train):
-        assert "a stage passes on a tensor over processes" in text
+        assert "a stage returns a tensor over processes" in text
         assert "which are not those along dimensions of the pipeline's mesh (pp=2, tp=2)" in text
 
 
@@ -232,7 +232,7 @@ def test_without_a_mesh_parts_are_refused(workers: Workers) -> None:
             pipe.step(*batch(8)[:1], target=batch(8)[1])
         return str(caught.value)
 
-    assert all("a DTensor, which cannot be sent as it is: give the pipeline mesh=" in text for text in workers.run(train))
+    assert all("a DTensor, which cannot be sent as it is: give the pipeline the mesh=" in text for text in workers.run(train))
 
 
 def test_gradients_that_autograd_and_the_split_backward_lay_out_differently(workers: Workers) -> None:
