@@ -19,11 +19,11 @@ from penstock.ir.program import Program
 from penstock.passes.shard import Shard
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.step_input import Feed
+from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import Data
+from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.transport.activity import Activity
 from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
 
@@ -62,7 +62,7 @@ def memory(device: Any, small: bool) -> dict[str, Any]:
 def _peak(program: Program, rank: int, modules: dict[int, nn.Module], x: Tensor) -> int:
     """The most that the allocator has given out in a step, beyond what was there without this rank."""
     stages = {index: Stage(index, module) for index, module in modules.items()}
-    data = Data(None, stages, shard=Shard(), dtype=None, deadline=60.0)
+    data = DataParallel(None, stages, shard=Shard(), dtype=None, deadline=60.0)
     executor = Executor(program, rank, stages, loss=Loss(mean_loss, "mean"), group=_Alone(program.ranks, x), deadline=60.0, data=data)
     count = program.microbatches
     for last in (False, True):
@@ -71,7 +71,7 @@ def _peak(program: Program, rank: int, modules: dict[int, nn.Module], x: Tensor)
             torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated() if torch.cuda.is_initialized() else 0
         with torch.enable_grad():
-            executor.run(Feed([(x,)] * count, {}, [x] * count, [1 / count] * count))
+            executor.run(StepInput([(x,)] * count, {}, [x] * count, [1 / count] * count))
         if not last:  # the first step was to have every library's own memory in place
             for module in modules.values():
                 module.zero_grad()

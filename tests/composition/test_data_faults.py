@@ -98,7 +98,7 @@ def test_exception_on_one_process(workers: Workers, name: str, victim: int, shar
         assert took < SOON
         assert same
     if shard:
-        assert all("an earlier step failed while parameters were in shards" in again for _, _, _, again in found)
+        assert all("an earlier step failed with sharded parameters" in again for _, _, _, again in found)
         return
     torch.manual_seed(0)
     model = nn.Sequential(*(Trap() for _ in range(schedule(name, 2).stages)))

@@ -139,7 +139,7 @@ def test_input_that_one_data_rank_refuses(workers: Workers) -> None:
         return str(caught.value), Outcome.of(pipe, pipe.step(mine, target=target))
 
     found = workers.run(train)
-    assert all("a batch of 3 cannot be cut into 4 microbatches" in text for text, _ in found)
+    assert all("a batch of 3 cannot be split into 4 microbatches" in text for text, _ in found)
     check([outcome for _, outcome in found], by_batch(model, x, y))
 
 

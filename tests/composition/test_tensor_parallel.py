@@ -19,7 +19,7 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.split_backward.deferral import Deferral, _Batch
+from penstock.runtime.split_backward.deferral import Deferral, GradientAdder
 from runtime.models import by_batch
 
 WIDTH, LENGTH = 8, 4
@@ -129,7 +129,7 @@ def test_numbers_and_waiting_weights(workers: Workers, name: str, plan: Any, kin
         waited, run = [0], Deferral.run
 
         def counting(self: Deferral, fused: bool = False) -> Any:
-            waited[0] += len(self.records)
+            waited[0] += len(self.operators)
             return run(self, fused)
 
         Deferral.run = counting
@@ -254,7 +254,7 @@ def test_different_meshes_are_refused(workers: Workers, which: str) -> None:
         return str(caught.value)
 
     for text in workers.run(train):
-        assert "a stage passes on a tensor over processes" in text
+        assert "a stage returns a tensor over processes" in text
         assert "which are not those along dimensions of the pipeline's mesh (pp=2, tp=2)" in text
 
 
@@ -267,7 +267,7 @@ def test_without_a_mesh_parts_are_refused(workers: Workers) -> None:
             pipe.step(*batch(8)[:1], target=batch(8)[1])
         return str(caught.value)
 
-    assert all("a DTensor, which cannot be sent as it is: give the pipeline mesh=" in text for text in workers.run(train))
+    assert all("a DTensor, which cannot be sent as it is: give the pipeline the mesh=" in text for text in workers.run(train))
 
 
 def test_gradients_that_autograd_and_the_split_backward_lay_out_differently(workers: Workers) -> None:
@@ -277,7 +277,7 @@ def test_gradients_that_autograd_and_the_split_backward_lay_out_differently(work
         mesh = mesh_of(tp=2)
         weight = nn.Parameter(distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)]))
         weight.grad = DTensor.from_local(torch.ones(4, 2), mesh, [Partial()])
-        batch = _Batch()
+        batch = GradientAdder()
         with torch.no_grad():
             batch.add(weight, distribute_tensor(torch.full((4, 2), 3.0), mesh, [Shard(0)]))
             batch.flush()

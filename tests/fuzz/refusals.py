@@ -48,12 +48,12 @@ RULES = (
     ),
     Rule(
         "an object that is no pytree",
-        r"holds a tensor, but is no pytree",
+        r"holds a tensor but is not a pytree",
         lambda case, features: _gives(features, "box", "box_in_tuple", "userdict") or _feeds(features, "box", "box_beside", "userdict"),
     ),
     Rule(
         "a tensor that cannot cross a boundary as it is",
-        r"a stage passes on a .*, which cannot be sent as it is",
+        r"a stage returns a .*, which cannot be sent as it is",
         lambda case, features: _gives(features, "subclass", "wrapper", "attribute", "sparse", "nested"),
     ),
     Rule(

@@ -12,8 +12,8 @@ from torch import nn
 from models.tiny import DEPTH, batch, by_stages, by_whole, gpt2, llama, modernbert, nanochat, opt, xglm
 from penstock.errors import PlacementError
 from penstock.runtime import HuggingFace, Pipeline, launch
-from penstock.runtime.model.hugging_face import rehearsal
-from penstock.runtime.model.hugging_face.portion import Portion
+from penstock.runtime.model.hugging_face.dry_run import digest_tensor
+from penstock.runtime.model.hugging_face.stage_module import HuggingFaceStage
 from runtime.models import assert_close, assert_equal
 
 CUTS = [[DEPTH + 2], [3, 3], [1] * (DEPTH + 2)]
@@ -87,15 +87,15 @@ def test_a_cut_that_gives_other_numbers_is_refused(monkeypatch):
     HuggingFace().cut(model, 2)
     assert_equal(torch.get_rng_state(), state)
     assert all(each.training for each in model.modules())
-    forward = Portion.forward
+    forward = HuggingFaceStage.forward
 
     def without_mask(self: Any, given: Any, **kwargs: Any) -> Any:
         return forward(self, given if self.first else given["hidden_states"] if isinstance(given, dict) else given, **kwargs)
 
-    monkeypatch.setattr(Portion, "forward", without_mask)
+    monkeypatch.setattr(HuggingFaceStage, "forward", without_mask)
     with pytest.raises(PlacementError, match="with input_ids and attention_mask they give another output than the whole model"):
         HuggingFace().cut(model, 2)
-    monkeypatch.setattr(Portion, "forward", lambda self, given: {}["lost"])
+    monkeypatch.setattr(HuggingFaceStage, "forward", lambda self, given: {}["lost"])
     with pytest.raises(PlacementError, match=r"they fail on 5 tokens \(KeyError: 'lost'\)"):
         HuggingFace().cut(model, 2)
 
@@ -104,5 +104,5 @@ def test_every_kind_of_tensor_has_a_digest():
     """By its values and by their order."""
     values = [torch.tensor([1, 2, 3]), torch.tensor([True, False]), torch.tensor([1 + 2j, 3j]), torch.tensor([0.0, -torch.inf, 5.0])]
     for value in values:
-        assert torch.isfinite(rehearsal._digest(value))
-        assert rehearsal._digest(value) != rehearsal._digest(value.flip(0))
+        assert torch.isfinite(digest_tensor(value))
+        assert digest_tensor(value) != digest_tensor(value.flip(0))

@@ -24,7 +24,7 @@ def test_sizes_must_fit():
 
 
 def test_other_models_are_refused():
-    with pytest.raises(PlacementError, match="Linear is no model of transformers'"):
+    with pytest.raises(PlacementError, match="Linear is not a transformers model"):
         cut(nn.Linear(2, 2))
     with pytest.raises(PlacementError, match="LlamaModel has no head"):
         cut(llama().model)

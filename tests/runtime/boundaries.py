@@ -124,9 +124,9 @@ def _table(linear: Any, x: Tensor) -> Any:
 
 CASES: dict[str, Case] = {
     # Objects that hide a tensor.
-    "plain object": Case((lambda m, x: Bag(m(x)), lambda m, bag: m(bag.x)), "Bag that holds a tensor, but is no pytree"),
-    "dataclass": Case((lambda m, x: Pair(m(x)), lambda m, pair: m(pair.x)), "Pair that holds a tensor, but is no pytree"),
-    "UserDict": Case((lambda m, x: UserDict(x=m(x)), lambda m, d: m(d["x"])), "UserDict that holds a tensor, but is no pytree"),
+    "plain object": Case((lambda m, x: Bag(m(x)), lambda m, bag: m(bag.x)), "Bag that holds a tensor but is not a pytree"),
+    "dataclass": Case((lambda m, x: Pair(m(x)), lambda m, pair: m(pair.x)), "Pair that holds a tensor but is not a pytree"),
+    "UserDict": Case((lambda m, x: UserDict(x=m(x)), lambda m, d: m(d["x"])), "UserDict that holds a tensor but is not a pytree"),
     "slots": Case((lambda m, x: (m(x), Slotted(x)), lambda m, x, s: m(x + s.x)), "Slotted that holds a tensor"),
     "closure": Case((lambda m, x: (m(x), lambda y: y + x), lambda m, x, f: m(f(x))), "function that holds a tensor"),
     "set": Case((lambda m, x: (m(x), {x}), lambda m, x, s: m(x + next(iter(s)))), "set that holds a tensor"),

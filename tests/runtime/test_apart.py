@@ -57,7 +57,7 @@ def test_call_that_was_left_out(run: Run) -> None:
 
 def test_record_on_one_rank_alone(run: Run) -> None:
     for first, second in run(apart.recorded):
-        assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` alike on all ranks")
+        assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` to the same value on all ranks")
         assert second == pytest.approx(apart.alone(1))
 
 

@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.errors import CopyError, PenstockError, PlacementError, ScheduleError
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.tensors.boundary import overlap
+from penstock.runtime.tensors.boundary import storage_overlaps
 from runtime.between import Map
 from runtime.boundaries import CASES, Bag, assert_case, schedule_of, stages_of, step
 from runtime.boundaries import data as boundary_data
@@ -50,7 +50,7 @@ def test_overlap_is_exact_for_pieces_of_one_tensor() -> None:
     for one in pieces:
         for other in pieces:
             common = bool(set(one.flatten().tolist()) & set(other.flatten().tolist()))
-            assert overlap(one, other) == common if one.stride() == other.stride() else overlap(one, other) >= common
+            assert storage_overlaps(one, other) == common if one.stride() == other.stride() else storage_overlaps(one, other) >= common
 
 
 # Batches --------------------------------------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_random_trees_are_cut_as_they_are() -> None:
 
     for _ in range(1000):
         value = tuple(draw(2) for _ in range(generator.integers(1, 4)))
-        found = mb.split(value, 0, [2, 2, 2])
+        found = mb.split_batch(value, 0, [2, 2, 2])
         assert all(same(part, cut(value, slice(2 * k, 2 * k + 2))) for k, part in enumerate(found)), value
 
 

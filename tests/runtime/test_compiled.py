@@ -187,5 +187,5 @@ def test_the_user_s_modules_stay_as_they_are():
 def test_wrong_words_are_refused(wrong):
     with pytest.raises((ScheduleError, PipelineError), match="for 2 stages: give True, options"):
         step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=wrong)
-    with pytest.raises((ScheduleError, PipelineError), match="it must give a module"):
+    with pytest.raises((ScheduleError, PipelineError), match="it must return a module"):
         step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=lambda module: module.forward)

@@ -92,7 +92,7 @@ def test_frozen_parameters_can_change_between_steps() -> None:
         for each in (model, twin):
             for name, parameter in each.named_parameters():
                 parameter.requires_grad_(name != frozen)
-        deferrable.look(model)
+        deferrable.refresh(model)
         Half(model, deferrable).through(x)
         twin(x).sum().backward()
         assert_same_grads(grads_of(twin), grads_of(model))
@@ -104,7 +104,7 @@ def test_parameters_can_be_replaced_between_steps() -> None:
     half.through(wants(4, 5))
     model[0].weight = nn.Parameter(torch.randn(5, 5))
     model[1].weight.data = torch.randn(5, 5)
-    half.deferrable.look(model)
+    half.deferrable.refresh(model)
     model.zero_grad()
     x = wants(4, 5)
     wanted = in_one(model, (x,)).grads

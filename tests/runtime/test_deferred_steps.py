@@ -17,7 +17,7 @@ import penstock as ps
 from penstock.errors import PipelineError
 from penstock.runtime import Pipeline, launch
 from penstock.runtime.split_backward.deferrable import Deferrable
-from penstock.runtime.split_backward.deferral import Deferral, active
+from penstock.runtime.split_backward.deferral import Deferral, active_deferral
 from runtime.models import by_loop
 from runtime.splitting import SPLIT, Applied, Half, assert_bitwise, assert_same_grads, check, grads_of, in_one, in_two, names, wants
 
@@ -68,7 +68,7 @@ def test_recordings_inside_each_other() -> None:
         out = outer(hidden)
     rest.backward = deferral.backward = True
     out.sum().backward()
-    assert (len(deferral.records), len(rest.records)) == (1, 1)
+    assert (len(deferral.operators), len(rest.operators)) == (1, 1)
 
 
 def test_threads_do_not_disturb_each_other() -> None:
@@ -104,7 +104,7 @@ def test_a_backward_on_a_thread_of_its_own_records_where_the_weight_belongs(monk
 
     def look(when: str) -> None:
         def work() -> None:
-            found[when] = [active(mine.weight), active(other.weight), active(torch.ones(1))]
+            found[when] = [active_deferral(mine.weight), active_deferral(other.weight), active_deferral(torch.ones(1))]
 
         thread = threading.Thread(target=work)
         thread.start()

@@ -15,7 +15,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
-from penstock.runtime.batch.result import Share
+from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.device import gpu, graphs, memory, multiprocessors, rng, streams, timing
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
@@ -170,7 +170,9 @@ class OnDevice(torch.Tensor):
 def test_gathered_tensors_are_kept_until_they_are_used() -> None:
     """Also those in the fields of a dataclass, as a step's result has them."""
     alone, inside, deep = (torch.zeros(1).as_subclass(OnDevice) for _ in range(3))
-    streams.record_use([alone, torch.zeros(1), Share(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}}), Share, None])
+    streams.record_use(
+        [alone, torch.zeros(1), ResultShare(losses={0: (inside, 1.0)}, outputs={1: {"deep": [deep, "text"]}}), ResultShare, None]
+    )
     assert [tensor.__dict__["used"] for tensor in (alone, inside, deep)] == [[here.stream]] * 3
 
 

@@ -57,7 +57,8 @@ def test_optimizer_in_a_hook_is_refused(name: str, hook: Callable[[Tensor], Any]
     def train() -> None:
         pipe = Pipeline(model, schedule=name, microbatches=2, loss_fn=functional.mse_loss)
         with pytest.raises(
-            (PipelineError, ScheduleError), match=r"out of date.*Call the optimizer after the step\. The weights are as before the step"
+            (PipelineError, ScheduleError),
+            match=r"outdated.*Call the optimizer after the step\. The weights are as before the step",
         ):
             pipe.step(x, target=x)
 

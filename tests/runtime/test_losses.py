@@ -195,9 +195,9 @@ def test_last_stage_that_gives_the_loss_itself() -> None:
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
-        (None, r"the last stage gave a tensor of shape \[2, 6\]: a loss is a tensor of one number; give loss_fn="),
-        (lambda out: out.square(), r"the loss function gave a tensor of shape \[2, 6\]: a loss is a tensor of one number"),
-        (lambda out: float(out.detach().mean()), "the loss function gave a float"),
+        (None, r"the last stage returned a tensor of shape \[2, 6\]: a loss is a tensor with one element; give loss_fn="),
+        (lambda out: out.square(), r"the loss function returned a tensor of shape \[2, 6\]: a loss is a tensor with one element"),
+        (lambda out: float(out.detach().mean()), "the loss function returned a float"),
     ],
 )
 def test_what_is_no_loss(loss_fn: Any, message: str) -> None:

@@ -526,4 +526,4 @@ def test_a_module_that_does_not_know_its_size_yet() -> None:
         for grad, wanted in zip(grads, torch.autograd.grad(model(x).sum(), list(model.parameters())), strict=True):
             assert_bitwise(grad, wanted)
         model.zero_grad()
-        deferrable.look(model)
+        deferrable.refresh(model)

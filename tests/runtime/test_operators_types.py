@@ -109,9 +109,9 @@ def test_gradients_do_not_share_memory_with_what_was_held() -> None:
     with deferrable.forward(deferral):
         out = model(wants(1, 4))
     deferrable.backward_input(deferral, [out], [torch.ones_like(out)])
-    held = {tensor.untyped_storage().data_ptr() for record in deferral.records for tensor in (record.grad, record.value)}
+    held = {tensor.untyped_storage().data_ptr() for record in deferral.operators for tensor in (record.grad, record.value)}
     assert len(held) == 4
-    keep = [(record.grad, record.value) for record in deferral.records]
+    keep = [(record.grad, record.value) for record in deferral.operators]
     deferral.run()
     assert keep
     assert not held & {p.grad.untyped_storage().data_ptr() for p in model.parameters()}

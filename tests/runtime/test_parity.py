@@ -354,7 +354,7 @@ def test_layout_of_gradients_is_compared(monkeypatch: pytest.MonkeyPatch) -> Non
         return Pipeline(copy.deepcopy(model), schedule, loss_fn=functional.mse_loss).parity(x, target=y)
 
     assert launch(compare, 2)[0].loop.worst < 1e-12
-    monkeypatch.setattr("penstock.runtime.model.tied_parameters.round_to", lambda total, parameter: total.contiguous().clone())
+    monkeypatch.setattr("penstock.runtime.model.tied_parameters.round_gradient", lambda total, parameter: total.contiguous().clone())
     assert names(launch(compare, 2)[0]) >= {"0.weight (strides)", "1.weight (strides)"}
 
 
@@ -375,7 +375,7 @@ def test_random_state_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(run(model, schedule, x, x)) == {"random state of rank 1"}
     assert names(run(nn.Sequential(model[0], model[1][0]), schedule, x, x)) == {"random state of rank 1"}
     assert run(model, schedule, x, x, seed=3).loop.exact  # drawn inside of what is put back
-    monkeypatch.setattr("penstock.runtime.pipeline.kept_random_state", nullcontext)
+    monkeypatch.setattr("penstock.runtime.pipeline.preserve_random_state", nullcontext)
     assert names(run(model, schedule, x, x, seed=3)) >= {"random state of rank 1"}
 
 
@@ -415,7 +415,7 @@ def test_wrongly_split_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for wrong in (lost, uncut):
         with monkeypatch.context() as patch:
-            patch.setattr("penstock.runtime.batch.step_input.mb.split", wrong)
+            patch.setattr("penstock.runtime.batch.step_input.mb.split_batch", wrong)
             found = compare()
         assert {"microbatch 0: structure", "microbatch 1: structure"} <= names(found)
         assert not found.loop.close

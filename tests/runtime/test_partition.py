@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import penstock as ps
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime import Layers, Pipeline, launch, rank
-from penstock.runtime.model.partition import balanced, partition
+from penstock.runtime.model.partition import balance_layers, partition
 from runtime.models import GPT, assert_same, blocks, by_loop, by_pipeline, token_loss
 
 GPT_LAYERS = Layers("blocks", head=["embed"], tail=["norm", "head"])
@@ -35,9 +35,9 @@ def test_sequential_is_balanced_by_parameters() -> None:
 def test_balance_is_the_best_there_is(weights: list[int], stages: int) -> None:
     if stages > len(weights):
         with pytest.raises(PlacementError, match="too few"):
-            balanced(weights, stages, "model")
+            balance_layers(weights, stages, "model")
         return
-    sizes = balanced(weights, stages, "model")
+    sizes = balance_layers(weights, stages, "model")
     assert len(sizes) == stages
     assert sum(sizes) == len(weights)
     assert min(sizes) >= 1

@@ -244,7 +244,7 @@ def test_what_is_no_dense_tensor_is_refused(sort: str) -> None:
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
         "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8),
     }[sort]()
-    with pytest.raises(ScheduleError, match=rf"passes on a .*{sort}.*, which cannot be sent as it is: pass on"):
+    with pytest.raises(ScheduleError, match=rf"returns a .*{sort}.*, which cannot be sent as it is: return"):
         pack_new((value, 1))
 
 

@@ -258,8 +258,7 @@ def test_tensor_that_cannot_be_sent(workers: Workers) -> None:
     found = workers.run(train, ranks=2)
     for text, loss in found:
         assert (
-            "ScheduleError: a stage passes on a tensor of the layout torch.sparse_coo, which cannot be sent as it is: pass on a dense"
-            in text
+            "ScheduleError: a stage returns a tensor of the layout torch.sparse_coo, which cannot be sent as it is: return a dense" in text
         )
         assert_equal(loss, found[0][1])
 

@@ -112,7 +112,7 @@ def test_batch_that_does_not_divide() -> None:
 def test_batch_smaller_than_the_count_is_refused() -> None:
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=4, loss_fn=functional.mse_loss)
     x = torch.randn(3, 6)
-    with pytest.raises(ScheduleError, match="a batch of 3 cannot be cut into 4 microbatches: ask for at most 3"):
+    with pytest.raises(ScheduleError, match="a batch of 3 cannot be split into 4 microbatches: ask for at most 3"):
         pipe.step(x, target=x)
     with pytest.raises(ScheduleError, match="0 microbatches: at least 1"):
         pipe.step(x, target=x, microbatches=0)

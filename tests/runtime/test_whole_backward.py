@@ -19,7 +19,7 @@ import penstock as ps
 from penstock.errors import PipelineError, ScheduleError, WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline, launch
-from penstock.runtime.split_backward.deferrable import Deferrable, autograd_calls
+from penstock.runtime.split_backward.deferrable import Deferrable, wrap_autograd_calls
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.schedules.registry import algorithms
 from runtime.models import Numbers, assert_close, assert_same, gradients, loop_step, sums_in_order
@@ -459,7 +459,7 @@ def test_a_torch_without_the_function_that_all_calls_go_through(function: str) -
     def backward(tensors: Any, grad_tensors: Any = None, retain_graph: Any = None, create_graph: bool = False, inputs: Any = None) -> None:
         seen.append(inputs)
 
-    calls = autograd_calls(types.SimpleNamespace(grad=grad, backward=backward))
+    calls = wrap_autograd_calls(types.SimpleNamespace(grad=grad, backward=backward))
     assert calls.keys() == {"grad", "backward"}
     run = calls[function][1]
     model, x = nn.Linear(5, 5), wants(4, 5)

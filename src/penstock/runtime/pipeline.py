@@ -18,8 +18,8 @@ from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import Share, StepResult, check_same
-from penstock.runtime.batch.step_input import ABSENT, Batches, Feed, StageKwargs
+from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
+from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput
 from penstock.runtime.device.streams import current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
@@ -27,19 +27,19 @@ from penstock.runtime.execution.overlap import make_overlap
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
-from penstock.runtime.model.compiled import Compile, Merged, compiled, merged
-from penstock.runtime.model.hugging_face import HuggingFace, recognised
-from penstock.runtime.model.partition import Partition, partition, planned_split
-from penstock.runtime.model.random_streams import kept_random_state, streamed
-from penstock.runtime.model.recompute import Recompute, recomputing
-from penstock.runtime.model.running_statistics import RunningStatistics, write
+from penstock.runtime.model.compiled import Compile, MergedBackward, compile_stages, predict_merged_backward
+from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
+from penstock.runtime.model.partition import Partition, apply_plan_split, partition
+from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
+from penstock.runtime.model.recompute import Recompute, recompute_stages
+from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.model.tied_parameters import Shared, Ties
+from penstock.runtime.model.tied_parameters import SharedParameters, Ties, start_buffers_equal
 from penstock.runtime.options import BatchOptions, DataOptions, ExecutionOptions, GroupOptions, ModelOptions
-from penstock.runtime.parallel.data_parallel import Data
-from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrapped
-from penstock.runtime.parallel.gradients import Backup, Buffers, HookedWeights, clip_grad_norm
-from penstock.runtime.parallel.mesh import group_of
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
+from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
+from penstock.runtime.parallel.mesh import find_group
 from penstock.runtime.transport.activity import describe_action
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group
@@ -166,7 +166,7 @@ class Pipeline:
         self.microbatches = self.table.microbatches
         self.record, self.graphs = record, run.graphs
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
-        split, loss_fn, weight = recognised(model, split, loss_fn, weight)
+        split, loss_fn, weight = recognise_model(model, split, loss_fn, weight)
         self._read_batches(
             BatchOptions(batch_dims, target_dims, kwarg_dims, loss_fn, loss_reduction, weight), isinstance(split, HuggingFace)
         )
@@ -174,7 +174,7 @@ class Pipeline:
         self.stages = self._stages(fused=run.accumulate == "fused")
         self.scaler: Any = None
         """Scales the losses before their backward, see `GradScaler`."""
-        self._hooked = HookedWeights()
+        self._hooked = HookGuard()
         self.steps = 0
         """How many training steps were run; with a seed, each step draws from streams of its own. Checkpoints save it."""
         self._calls = 0
@@ -185,13 +185,24 @@ class Pipeline:
         self._whole: dict[int, str] = {}
         """The stages that turned out to need a whole backward, see `Stage.whole`."""
         self._set_merged(self._whole)
-        self.data = Data(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
+        self.data = DataParallel(self.grid, self.stages, shard=data.shard_pass, dtype=data.accumulate_dtype, deadline=self.deadline)
         self._names: set[str] | None = None
         """The names of this rank's parameters, once the ranks have agreed on them."""
-        self.shared = Shared.find(self, tied)
+        self.shared = SharedParameters(
+            self.partition,
+            tied,
+            self.local_parameters(),
+            self.gather,
+            rank=self.rank,
+            identify=self.group.ident,
+            parallel=self.group.parallel,
+            sums_apart=data.accumulate_dtype is not None,
+        )
         self._names = set(self.shared.place)
-        self.statistics = RunningStatistics(self)
-        self._buffers = Buffers()
+        modules = {index: stage.module for index, stage in self.stages.items()}
+        start_buffers_equal(modules, self.table.placement, self.gather)
+        self.statistics = RunningStatistics(modules, self.table.placement, self.gather)
+        self._buffers = BufferBackup()
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", current_stream())[0])
         if graphs:
@@ -209,7 +220,7 @@ class Pipeline:
         """Find this rank's place among the others."""
         self.deadline = options.deadline
         self.group: Group
-        self.group, self.rank, self.grid = group_of(options.group, options.mesh, options.transport)
+        self.group, self.rank, self.grid = find_group(options.group, options.mesh, options.transport)
         self.number = self.group.number_pipeline(self.rank)
 
     def _read_batches(self, options: BatchOptions, named: bool) -> None:
@@ -218,21 +229,22 @@ class Pipeline:
         if options.weight is None:
             self.loss.check_own_reduction()
         dims = options.batch_dims, options.target_dims, options.kwarg_dims
-        self.batches = Batches(*dims, self.loss, options.weight, self.table.stages, self.microbatches, named=named)
+        counts, opener = (self.table.stages, self.microbatches), open_batch if named else None
+        self.batches = BatchSplitter(*dims, self.loss, options.weight, *counts, open_batch=opener)
 
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
-        model, split = planned_split(unwrapped(model, self.grid), self._plan, options.split)
+        model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
         give_weights(options.weights, model, cut, mine)
         tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
-        cut = compiled(cut if self.seed is None else streamed(cut), options.compile)
-        self.partition: Partition = recomputing(cut, self._plan, options.recompute)
+        cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
+        self.partition: Partition = recompute_stages(cut, self._plan, options.recompute)
         return tied
 
     def _set_merged(self, whole: Mapping[int, str]) -> None:
         """Note which stages run their backward whole although the schedule splits it, and warn of what that costs."""
-        self.merged: Merged | None = merged(self.table, self.unsplit, self._plan, whole)
+        self.merged: MergedBackward | None = predict_merged_backward(self.table, self.unsplit, self._plan, whole)
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
 
@@ -258,7 +270,7 @@ class Pipeline:
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
-        lost = None if last is None else self.loss.trained_outside(last.module)
+        lost = None if last is None else self.loss.find_outside_parameter(last.module)
         found = self.gather_all("Pipeline", (mine, unable, modules, lost))
         first = found[0][0]
         for *_, lost in found:
@@ -402,17 +414,17 @@ class Pipeline:
     @report_refusal
     def _split_batch(
         self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
-    ) -> Feed:
+    ) -> StepInput:
         self._calls += 1
         return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
 
     @report_refusal
-    def _take_microbatches(self, *microbatches: Any) -> Feed:
+    def _take_microbatches(self, *microbatches: Any) -> StepInput:
         self._calls += 1
-        return self.batches.ready(*microbatches)
+        return self.batches.take_list(*microbatches)
 
     @report_refusal
-    def _prepare(self, feed: Feed, training: bool) -> Executor:
+    def _prepare(self, feed: StepInput, training: bool) -> Executor:
         """Do everything that can refuse a step before it runs, and return its executor."""
         self.data.agree(feed, "step" if training else "eval_step")
         executor = self._executor(len(feed.args), training)
@@ -425,12 +437,12 @@ class Pipeline:
             self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor
 
-    def _run(self, feed: Feed, training: bool) -> StepResult:
+    def _run(self, feed: StepInput, training: bool) -> StepResult:
         executor = self._prepare(feed, training)
         if self.seed is not None:
             feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
         try:
-            with nullcontext() if feed.seed is None else kept_random_state():
+            with nullcontext() if feed.seed is None else preserve_random_state():
                 shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
         except PipelineError as error:
             self.group.fail(self.rank, error)
@@ -443,19 +455,19 @@ class Pipeline:
         finally:
             self.group.activity(self.rank).stop()
         recorded = self._gather_timeline(executor) if self.record else None
-        result = StepResult(shares, partial(mb.merge, dim=self.batches.out_dim), recorded)
+        result = StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
-            result.loss = self.data.summed({"loss": result.loss})["loss"]
+            result.loss = self.data.sum_values({"loss": result.loss})["loss"]
         return result
 
-    def _looks(self, feed: Feed) -> list[str]:
+    def _looks(self, feed: StepInput) -> list[str]:
         """Everything that the shapes and types of this rank's messages can depend on."""
         kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
         trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
         leaves = pytree.tree_leaves((feed.args, kwargs, trained, torch.is_autocast_enabled("cpu")))
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
-    def _train(self, executor: Executor, feed: Feed) -> list[Share]:
+    def _train(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
         for index, stage in self.stages.items():
             stage.refresh()
             part = self.partition.parts[index]
@@ -464,22 +476,22 @@ class Pipeline:
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
         self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = Backup.take(parameter for _, parameter in self.local_parameters())
+        backup = GradientBackup.take(parameter for _, parameter in self.local_parameters())
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
         self._hooked.begin(self.local_parameters(), alone=alone)
         try:
-            self.shared.begin(self)
+            self.shared.begin(self.local_parameters(), self.gather)
             self.data.begin(executor.reduces)
             with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
-            self.data.finish(self.shared.ids(self))
-            self.shared.sum(self)
-            folded = self.statistics.fold(self)
+            self.data.finish(self.shared.ids(self.local_parameters()))
+            self.shared.sum_gradients(self.local_parameters(), self.gather, self.data.take_sum)
+            folded = self.statistics.fold(self.gather)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._gather_shares("step", share)
             self._note_whole_backwards(shares)
-            write(folded)
+            write_statistics(folded)
         except BaseException:
             self.statistics.reset()
             self.data.reset()
@@ -490,14 +502,14 @@ class Pipeline:
         self.steps += 1
         return shares
 
-    def _note_whole_backwards(self, shares: Sequence[Share]) -> None:
+    def _note_whole_backwards(self, shares: Sequence[ResultShare]) -> None:
         """Warn of the cost if more stages than before turned out to need a whole backward."""
         whole = {stage: reason for share in shares for stage, reason in share.whole.items()}
         if whole.keys() > self._whole.keys():
             self._whole = whole
             self._set_merged(whole)
 
-    def _evaluate(self, executor: Executor, feed: Feed) -> list[Share]:
+    def _evaluate(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
         modes = [(module, module.training) for stage in self.stages.values() for module in stage.module.modules()]
         if self._shares_modules:
             self.gather("modes", None)  # no rank changes a module's mode before all have noted it
@@ -506,7 +518,7 @@ class Pipeline:
                 module.training = False
             with torch.no_grad():
                 share = executor.run(feed)
-            self.data.rest()
+            self.data.finish_evaluation()
             return self._gather_shares("eval_step", share)
         except BaseException:
             self.data.reset()
@@ -515,10 +527,10 @@ class Pipeline:
             for module, mode in modes:
                 module.training = mode
 
-    def _gather_shares(self, name: str, share: Share) -> list[Share]:
+    def _gather_shares(self, name: str, share: ResultShare) -> list[ResultShare]:
         """Gather every rank's share of the result, and check that all ran the same step."""
         shares = self.gather(name, share)
-        check_same(shares, self.group.describe_rank)
+        check_same_step(shares, self.group.describe_rank)
         return shares
 
     def _gather_timeline(self, executor: Executor) -> Callable[[], Timeline]:
@@ -538,7 +550,7 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
-        return clip_grad_norm(self, max_norm, norm_type)
+        return clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""

@@ -30,12 +30,12 @@ from penstock.passes.deepspeed_reader import KINDS, TRAINING, Duties, StreamRead
 from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.step_input import NOTHING, Feed
+from penstock.runtime.batch.step_input import NO_INPUT, StepInput
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.model.partition import partition
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import Data
-from penstock.runtime.parallel.gradients import Backup
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.parallel.gradients import GradientBackup
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.group import Group, Operation
 from penstock.runtime.transport.subgroup import join_members
@@ -114,7 +114,7 @@ class PipelineEngine:
         self._number, self._batches = self._group.number_pipeline(self.stage_id), 0
         self._known: dict[bool, tuple[Any, Executor, dict[Any, Operation], Program | None]] = {}
         """The last streams of training and of evaluation, with their executor, its operations by action, and the proved program."""
-        self._feed, self._reader = NOTHING, StreamReader(0, 0, Duties(True, True, True), ())
+        self._feed, self._reader = NO_INPUT, StreamReader(0, 0, Duties(True, True, True), ())
         self._operations: dict[Any, Operation] = {}
         self._losses: dict[int, Any] | None = None
         self._order: Iterator[int] = iter(())
@@ -258,7 +258,9 @@ class PipelineEngine:
             mine = self._replicas.average("loss of replicas", mean(mine))
         shared = self._share(mine if compute_loss and bcast_loss else None)
         result = shared if compute_loss and bcast_loss else mine if self.is_last_stage() else None
-        logits = mb.merge([outputs[microbatch] for microbatch in sorted(outputs)], 0) if return_logits and self.is_last_stage() else None
+        logits = (
+            mb.merge_outputs([outputs[microbatch] for microbatch in sorted(outputs)], 0) if return_logits and self.is_last_stage() else None
+        )
         return (result, logits) if return_logits else result
 
     def _share(self, value: Any) -> Any:
@@ -266,7 +268,7 @@ class PipelineEngine:
         last = self._group.gather(self.stage_id, "end of a batch", value if self.is_last_stage() else None, self._deadline)[-1]
         return pytree.tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, last)
 
-    def _run(self, make: Callable[[], Any], count: int, *, training: bool) -> Feed:
+    def _run(self, make: Callable[[], Any], count: int, *, training: bool) -> StepInput:
         """Run one batch; its losses and outputs are in the feed's share."""
         commands, buffers, everyone = self._together(lambda: self._meet(make), lambda: "making the schedule")
         labels = self.loss_fn is not None and (training or self._losses is not None)
@@ -279,7 +281,7 @@ class PipelineEngine:
         duties = Duties(self.is_first_stage(), self.is_last_stage(), training, labels)
         self._reader = StreamReader(self.stage_id, buffers, duties, [each.microbatch or 0 for each in row if each.kind is Kind.RECV_F])
         self._order, self._gradients = iter([each.microbatch or 0 for each in row if each.kind is Kind.RECV_B]), {}
-        feed = self._feed = Feed([()] * count, {}, [None] * count, [1 / count] * count, outputs=not training, losses=training)
+        feed = self._feed = StepInput([()] * count, {}, [None] * count, [1 / count] * count, outputs=not training, losses=training)
         self._stage.refresh()
         self._batches += 1
         self._group.agree(executor.links.number, self._batches, self._deadline)
@@ -288,7 +290,7 @@ class PipelineEngine:
             step, each = places[executor.activity.at]
             return f"{each!r} in step {step}"
 
-        backup = Backup.take(self.module.parameters())
+        backup = GradientBackup.take(self.module.parameters())
         try:
             if training:
                 self._together(self._parameters.begin, lambda: "the batch")
@@ -297,7 +299,7 @@ class PipelineEngine:
             backup.restore()
             raise
         finally:
-            self._feed = NOTHING
+            self._feed = NO_INPUT
         return feed
 
     def _together(self, body: Callable[[], _Result], place: Callable[[], str]) -> _Result:
@@ -379,7 +381,7 @@ class PipelineEngine:
             loss=Loss(self.loss_fn, "mean"),
             group=self._group,
             deadline=self._deadline,
-            data=Data(None, stages, shard=Shard(), dtype=None, deadline=self._deadline),
+            data=DataParallel(None, stages, shard=Shard(), dtype=None, deadline=self._deadline),
             number=self._number,
             blocking=(Kind.RECV_F, Kind.RECV_B, *((Kind.SEND_F, Kind.SEND_B) if self.strict else ())),
         )

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError, ScheduleError
-from penstock.ir.placement import Placement
 from penstock.runtime.model.partition import Part, Partition
-from penstock.runtime.model.tied_parameters import Place, Shared
-from penstock.runtime.parallel.data_parallel import Copies
-from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.model.tied_parameters import Place, SharedParameters
+from penstock.runtime.parallel.data_parallel import ReplicatedTensors
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.subgroup import join_members
 
@@ -26,28 +23,27 @@ Candidates = Mapping[Hashable, str]
 
 
 class StageParameters:
-    """The parameters of this rank's stage. Tied ones are shared with other stages as in any pipeline, see `Shared`.
+    """The parameters of this rank's stage. Tied ones are shared with other stages as in any pipeline, see `SharedParameters`.
 
-    It has the attributes of a `Pipeline` that `Shared` and checkpoints read. Names are made unique by their stage while they are
-    compared: tied layers have one name on several stages.
+    Names are made unique by their stage while they are compared, because tied layers have one name on several stages.
     """
 
     def __init__(self, partition: Partition, candidates: Candidates, group: Group, stage: int, deadline: float) -> None:
         self.group, self.rank, self.deadline = group, stage, deadline
-        self.stages: dict[int, Any] = {stage: None}
         self.partition = Partition(tuple(part and _prefix(part, f"stage {number}") for number, part in enumerate(partition.parts)))
-        self.table, self.data = (
-            SimpleNamespace(placement=Placement.linear(group.ranks)),
-            SimpleNamespace(dtype=None, take_sum=lambda _: None),
-        )
         ties = self._find_ties(candidates)
         self.tied = bool(ties or self.partition.tied())
         """Whether any stages share parameters."""
-        self.shared = Shared.find(self._pipeline, ties)
-
-    @property
-    def _pipeline(self) -> Pipeline:
-        return cast("Pipeline", self)
+        self.shared = SharedParameters(
+            self.partition,
+            ties,
+            self.local_parameters(),
+            self.gather,
+            rank=stage,
+            identify=group.ident,
+            parallel=group.parallel,
+            sums_apart=False,
+        )
 
     def _find_ties(self, candidates: Candidates) -> list[list[str]]:
         """The names of parameters that several stages have."""
@@ -100,11 +96,11 @@ class StageParameters:
 
     def begin(self) -> None:
         """Set aside the gradients of earlier batches, so that only those of this batch are summed over the stages."""
-        self.shared.begin(self._pipeline)
+        self.shared.begin(self.local_parameters(), self.gather)
 
     def sum_tied(self) -> None:
         """Sum the gradients of tied parameters over the stages, which all meet here."""
-        self.shared.sum(self._pipeline)
+        self.shared.sum_gradients(self.local_parameters(), self.gather, lambda parameter: None)
         self.gather("ReduceTiedGrads", None)
 
 
@@ -135,8 +131,8 @@ class Replicas:
                 )
             if replica != self.rank and {each[-1] for each in theirs} & {each[-1] for each in mine}:
                 raise ScheduleError("two replicas have a parameter that is one object: build the layers on every rank, or give LayerSpec")
-        copies = Copies({stage: module}, {})
-        copies.copy(self._group.connect_collectives(self.deadline), copies.everything())
+        copies = ReplicatedTensors({stage: module}, {})
+        copies.broadcast(self._group.connect_collectives(self.deadline), copies.everything())
 
     def _gather(self, name: str, value: Any) -> list[Any]:
         return [value] if self.count == 1 else self._group.gather(self.rank, name, value, self.deadline)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from penstock.runtime.batch.microbatch import sizes_of
+from penstock.runtime.batch.microbatch import microbatch_sizes
 
 __all__ = [
     "TensorChunkSpec",
@@ -100,7 +100,7 @@ def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Seq
 def _split_dtensor(tensor: DTensor, dim: int, num_chunks: int) -> list[Tensor]:
     """Split the local part on each rank, so that placements stay; the global shapes are those of an even split of the whole."""
     chunks: list[Tensor] = []
-    sizes = sizes_of(tensor.shape[dim], num_chunks)
+    sizes = microbatch_sizes(tensor.shape[dim], num_chunks)
     for local, size in zip(torch.tensor_split(tensor.to_local(), num_chunks, dim), sizes, strict=True):
         shape = list(tensor.shape)
         shape[dim] = size
@@ -131,7 +131,7 @@ def _unmask_chunks(values: list[Any], dim: int) -> list[Any]:
     for value in values:
         if value.shape != values[0].shape:
             raise AssertionError(f"Expected shape {values[0].shape}, got {value.shape}")
-    sizes = sizes_of(values[0].size(dim), len(values))
+    sizes = microbatch_sizes(values[0].size(dim), len(values))
     return [value.narrow(dim, sum(sizes[:k]), sizes[k]) for k, value in enumerate(values)]
 
 

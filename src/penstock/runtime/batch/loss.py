@@ -1,4 +1,4 @@
-"""The loss of a microbatch, and how much each counts."""
+"""The loss function of a pipeline, and the weight of each microbatch's loss."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ REDUCTIONS = ("mean", "sum")
 
 
 class Loss:
-    """The loss function, called with the output and, where there is one and it takes one, the target."""
+    """The loss function, called with the output and, if it takes one and there is one, the target.
+
+    Without a function, the last stage's output is the loss.
+    """
 
     def __init__(self, fn: Callable[..., Any] | None, reduction: str) -> None:
         self.fn = fn
-        self.alone, self.paired = (True, False) if fn is None else _takes(fn)
+        self.takes_output_only, self.takes_target = (True, False) if fn is None else _find_arities(fn)
         self._warned = False
         if reduction not in REDUCTIONS:
             raise ScheduleError(
@@ -31,26 +34,26 @@ class Loss:
         self.reduction = reduction
 
     def check_own_reduction(self) -> None:
-        """A loss function that says how it reduces must reduce as the pipeline was told."""
+        """Refuse a loss function whose own `reduction` differs from `loss_reduction`."""
         own = _setting(self.fn, "reduction", self.reduction)
         if own != self.reduction:
             raise ScheduleError(
                 f"the loss function has reduction={own!r}, but loss_reduction is {self.reduction!r}: the gradients would be scaled "
-                "wrongly, so give both the same"
+                "wrongly; give both the same"
             )
 
-    def trained_outside(self, stage: nn.Module) -> str | None:
-        """The name of a parameter that the loss function would train, and that is none of this stage's."""
+    def find_outside_parameter(self, stage: nn.Module) -> str | None:
+        """Return the name of a trainable parameter of the loss function that is not in this stage, if there is one."""
         fn = _plain(self.fn)
         known = {id(parameter) for parameter in stage.parameters()}
         named = fn.named_parameters() if isinstance(fn, nn.Module) else ()
         return next((name for name, parameter in named if parameter.requires_grad and id(parameter) not in known), None)
 
     def can_run(self, targets: Sequence[Any] | None) -> bool:
-        """Whether what was given is enough to call it."""
-        return self.alone or targets is not None
+        """Whether the loss function can be called with these targets."""
+        return self.takes_output_only or targets is not None
 
-    def fits(self, output: Any) -> bool:
+    def can_score(self, output: Any) -> bool:
         """Whether there is a loss function, or the output can be the loss itself."""
         return self.fn is not None or (isinstance(output, Tensor) and output.numel() == 1)
 
@@ -58,14 +61,14 @@ class Loss:
         fn = self.fn
         if fn is None:
             loss = output
-        elif targets is None or (not self.paired and targets[microbatch] is None):
+        elif targets is None or (not self.takes_target and targets[microbatch] is None):
             loss = fn(output)
         else:
             loss = fn(output, targets[microbatch])
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            value = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise ScheduleError(
-                f"the {'last stage' if fn is None else 'loss function'} gave {what}: a loss is a tensor of one number"
+                f"the {'last stage' if fn is None else 'loss function'} returned {value}: a loss is a tensor with one element"
                 + ("; give loss_fn= to compute one from the output" if fn is None else "")
             )
         return loss
@@ -73,7 +76,7 @@ class Loss:
     def weights(
         self, weight: Callable[[Any], Any] | None, sizes: Sequence[int] | None, targets: Sequence[Any] | None, count: int
     ) -> list[float] | None:
-        """How much each microbatch's loss counts against the others; None where losses are added as they are."""
+        """Return the relative weight of each microbatch's loss; None if losses are added as they are."""
         if weight is not None and targets is not None:
             return [float(weight(target)) for target in targets]
         if self.reduction == "sum":
@@ -82,8 +85,8 @@ class Loss:
             return [1.0] * count
         return [float(size) for size in sizes]
 
-    def warn_of_ignored(self, targets: Sequence[Any]) -> None:
-        """A mean over the targets that are not ignored is not the mean of the microbatches' means. Said once."""
+    def warn_about_ignore_index(self, targets: Sequence[Any]) -> None:
+        """Warn once if targets are ignored: the mean over the others is not the mean of the microbatches' means."""
         ignored = _setting(self.fn, "ignore_index", -100 if _plain(self.fn) in _IGNORING else None)
         if self._warned or self.reduction != "mean" or not isinstance(ignored, int):
             return
@@ -93,7 +96,7 @@ class Loss:
                 warnings.warn(
                     f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
                     f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
-                    stacklevel=7,  # whoever called step, above what tells the other data ranks of a refusal
+                    stacklevel=7,  # the caller of `step`
                 )
                 return
 
@@ -106,16 +109,16 @@ def _plain(fn: Any) -> Any:
 
 
 def _setting(fn: Any, name: str, default: Any) -> Any:
-    """An option that the loss function was made with: a module's attribute, or a keyword bound beforehand."""
+    """Return an option of the loss function: an attribute of a module, or a keyword bound by `partial`."""
     bound = fn.keywords if isinstance(fn, functools.partial) else {}
     return bound.get(name, getattr(fn, name, default))
 
 
-def _takes(fn: Callable[..., Any]) -> tuple[bool, bool]:
-    """Whether a function can be called with one argument, and with two."""
+def _find_arities(fn: Callable[..., Any]) -> tuple[bool, bool]:
+    """Return whether a function can be called with one argument, and with two."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
-    except (TypeError, ValueError):  # some builtins do not say
+    except (TypeError, ValueError):  # a builtin without a signature
         return True, True
 
     def binds(count: int) -> bool:

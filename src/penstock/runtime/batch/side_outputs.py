@@ -1,4 +1,4 @@
-"""Losses and figures that a stage makes on the side."""
+"""Losses and metrics that a stage computes on the side."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 
 
 @dataclass
-class Extras:
-    """What one forward of one stage made beside its output."""
+class SideOutputs:
+    """The side losses and metrics of one forward of one stage."""
 
     losses: list[Tensor] = field(default_factory=list)
     metrics: dict[str, Tensor] = field(default_factory=dict)
@@ -21,49 +21,49 @@ class Extras:
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage may return in place of its output: the output, a side loss (a router's balance, say), and metrics."""
+    """A return value of a stage: its output with a side loss (a router's balance, for example) and metrics."""
 
     value: Any
     side_loss: Tensor | None = None
     metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
 
 
-class _Here(threading.local):
-    extras: Extras | None = None
+class _Collecting(threading.local):
+    target: SideOutputs | None = None
 
 
-_here = _Here()
+_collecting = _Collecting()
 
 
 def add_loss(loss: Tensor) -> None:
-    """Add to the loss from anywhere inside a forward; it is weighted as the microbatch is. Outside a pipeline it does nothing."""
-    if _here.extras is not None:
-        _here.extras.losses.append(loss)
+    """Add to the loss from anywhere inside a forward, weighted as the microbatch is. Does nothing outside a pipeline."""
+    if _collecting.target is not None:
+        _collecting.target.losses.append(loss)
 
 
 def add_metric(name: str, value: Tensor | float) -> None:
-    """Report a figure of this microbatch from anywhere inside a forward. Outside a pipeline it does nothing."""
-    if _here.extras is not None:
-        _here.extras.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+    """Report a metric of this microbatch from anywhere inside a forward. Does nothing outside a pipeline."""
+    if _collecting.target is not None:
+        _collecting.target.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
 
 
 class collect:  # noqa: N801 - used like a function
-    """Collect what forwards make on the side: `with collect() as extras: model(x)`."""
+    """Collect the side outputs of forwards: `with collect() as side: model(x)`."""
 
-    def __enter__(self) -> Extras:
-        self.before, _here.extras = _here.extras, Extras()
-        return _here.extras
+    def __enter__(self) -> SideOutputs:
+        self.before, _collecting.target = _collecting.target, SideOutputs()
+        return _collecting.target
 
     def __exit__(self, *exc: object) -> None:
-        _here.extras = self.before
+        _collecting.target = self.before
 
 
-def unwrap(made: Any) -> Any:
-    """A stage's plain output, once its extras are collected."""
-    if not isinstance(made, StageOutput):
-        return made
-    if made.side_loss is not None:
-        add_loss(made.side_loss)
-    for name, value in made.metrics.items():
+def unwrap_stage_output(output: Any) -> Any:
+    """Return a stage's plain output; the side outputs of a `StageOutput` are collected."""
+    if not isinstance(output, StageOutput):
+        return output
+    if output.side_loss is not None:
+        add_loss(output.side_loss)
+    for name, value in output.metrics.items():
         add_metric(name, value)
-    return made.value
+    return output.value

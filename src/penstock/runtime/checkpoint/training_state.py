@@ -25,7 +25,7 @@ from penstock.runtime.checkpoint.optimizer_state import (
     unwrap_collection,
     wrap_collection,
 )
-from penstock.runtime.model.random_streams import random_state, set_random_state
+from penstock.runtime.model.random_streams import capture_random_state, set_random_state
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.reading import CheckpointReader
@@ -75,7 +75,7 @@ class TrainingState:
         names = {ident: first.get(name, name) for ident, name in self.model.first_names().items()}
         optimizer, aliases = optimizer_state(self.optimizer, names)
         state: dict[str, Any] = {"model": values, "optimizer": optimizer}
-        state[f"random.{rank}"] = (random_state(),)
+        state[f"random.{rank}"] = (capture_random_state(),)
         if rank == 0:
             state |= {key: (stateful.state_dict(),) for key, stateful in self.others().items()}
             state["training"] = ({"step": step, **self.model.stream_position()},)

@@ -20,12 +20,12 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime.batch.side_outputs import StageOutput, collect
 from penstock.runtime.device.graphs import GraphCapture, warm_up
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import cut
+from penstock.runtime.tensors.boundary import detach_as_leaves
 from penstock.runtime.transport.group import EMPTY, Operation, nothing
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Workspace:
         self.output: Any = None
         self.output_grad: Any = None
         self.input_grad: Tensor | None = None
-        with sums.set_aside(), kept_random_state(), _kept_buffers(stage):
+        with sums.set_aside(), preserve_random_state(), _kept_buffers(stage):
             warm_up(self._try)
         self.output = self.deferral = None  # nothing of the trial may be used again
         sums.attach()
@@ -289,13 +289,13 @@ class Graphs:
             values[context] = _Running(workspace, None, (), ())
             output = output.clone().requires_grad_()
             for target in targets:
-                values[target] = cut(output)
+                values[target] = detach_as_leaves(output)
 
         return forward
 
     def _finish(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
         """Compute the loss of an output; its backward ends at the output, before the recorded stage's weights."""
-        with self._compute.stages[stage].deferrable().observed() as observation:
+        with self._compute.stages[stage].deferrable().observe() as observation:
             starts = self._compute.finish(leaf, microbatch)
         if observation.reason is not None:
             raise ScheduleError(

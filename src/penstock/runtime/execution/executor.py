@@ -17,9 +17,9 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import Share
+from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.batch.side_outputs import collect
-from penstock.runtime.batch.step_input import Feed
+from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.links import Links
@@ -28,8 +28,8 @@ from penstock.runtime.execution.overlap import Overlap, OverlapHooks, TwoStreams
 from penstock.runtime.execution.registers import Registers
 from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import Data
-from penstock.runtime.split_backward.deferrable import in_place
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.split_backward.deferrable import keep_wrappers
 from penstock.runtime.transport.group import Group, Operation
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class Executor:
         loss: Loss,
         group: Group,
         deadline: float,
-        data: Data,
+        data: DataParallel,
         statistics: RunningStatistics | None = None,
         overlap: Overlap | None = None,
         number: int = 0,
@@ -66,7 +66,7 @@ class Executor:
         self.actions = program[rank]
         self.activity = group.activity(rank)
         self.registers = Registers()
-        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, pieces=data.pieces, blocking=blocking)
+        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
         self.compute = StageOperations(self.links, stages, loss, statistics)
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""
@@ -91,7 +91,7 @@ class Executor:
         self.actions, self.operations = tuple(actions), list(operations)
         self.begun, self.ended = [0] * len(self.operations), [0] * len(self.operations)
 
-    def run(self, step_input: Feed, observe: Callable[[int], None] | None = None) -> Share:
+    def run(self, step_input: StepInput, observe: Callable[[int], None] | None = None) -> ResultShare:
         """Run all operations once; `observe` is called with the number of each action after it has run."""
         self.compute.step_input, self.failed_at = step_input, None
         step_input.share.microbatches = self.program.microbatches
@@ -107,7 +107,7 @@ class Executor:
             with (
                 collect() as self.compute.side_outputs,
                 torch.autograd.set_multithreading_enabled(False),
-                in_place(bool(self.compute.split)),
+                keep_wrappers(bool(self.compute.split)),
             ):
                 for at, operation in enumerate(self._label_operations() if _profiler_is_on() else self.operations):
                     activity.at = at

@@ -18,7 +18,7 @@ from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Out
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
-    from penstock.runtime.tensors.dtensor_messages import Pieces
+    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
 Take = Callable[[], Any]
 """Takes a value out of its register, after waiting for its message if it has not arrived."""
@@ -41,13 +41,13 @@ class Links:
         *,
         deadline: float,
         number: int,
-        pieces: Pieces | None,
+        packer: DTensorPacker | None,
         blocking: Collection[Kind] = (),
     ) -> None:
         self.program, self.rank, self.group, self.registers, self.deadline = program, rank, group, registers, deadline
         self.blocking = blocking
         """The kinds of sends that wait for their receive, and of receives that wait for their message."""
-        self.pieces = pieces
+        self.packer = packer
         """Takes DTensors apart to send them, if the pipeline has a device mesh."""
         self.number = zlib.crc32(program.rows.codes.tobytes(), number)
         """Tells the messages of this program of this pipeline from others'."""
@@ -135,7 +135,7 @@ class Links:
         ends = (source, carrier) if content == "activations" else (carrier, source)
         is_read_again = content == "activations" and self.shared.is_read_again(source, reader, microbatch)
         register = self.registers.number("received", content, *ends, microbatch)
-        inbox, activity, pieces = self._inbox(self._rank_of(other, microbatch), content), self.activity, self.pieces
+        inbox, activity, packer = self._inbox(self._rank_of(other, microbatch), content), self.activity, self.packer
 
         def take_received() -> Any:
             value = values[register]
@@ -148,7 +148,7 @@ class Links:
                 value = copy_for_reader(value, stage)
             else:
                 values[register] = EMPTY
-            return value if pieces is None else pieces.together(value)
+            return value if packer is None else packer.unpack(value)
 
         return take_received
 
@@ -167,11 +167,11 @@ class Links:
         content, other, microbatch = _edge_of(action)
         values, register = self.registers.values, self.registers.number("sending", content, action.stage, other, microbatch)
         target = self._rank_of(other, microbatch)
-        put, pieces = self._outbox(target, content, action.kind).put, self.pieces
+        put, packer = self._outbox(target, content, action.kind).put, self.packer
         self._sends.setdefault((self.rank, target, content), []).append(action)
 
         def send() -> None:
-            put(values[register] if pieces is None else pieces.apart(values[register]))
+            put(values[register] if packer is None else packer.pack(values[register]))
             values[register] = EMPTY
 
         return send

@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.side_outputs import Extras, unwrap
-from penstock.runtime.batch.step_input import NOTHING
+from penstock.runtime.batch.side_outputs import SideOutputs, unwrap_stage_output
+from penstock.runtime.batch.step_input import NO_INPUT
 from penstock.runtime.execution.links import Links
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
 from penstock.runtime.model.random_streams import draw_from
-from penstock.runtime.model.recompute import Ended, Recomputed
+from penstock.runtime.model.recompute import OutputAndLoss, Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward, without_gradients_of
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import Watch, add_grads, check_output, detached, hand_on, roots
-from penstock.runtime.tensors.dtensor import complete
+from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable
+from penstock.runtime.tensors.dtensor import gather_full
 from penstock.runtime.transport.group import EMPTY, Operation
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ class StageOperations:
         self.links, self.stages, self.loss = links, stages, loss
         self.program = links.program
         self.registers = links.registers
-        self.step_input = NOTHING
-        self.side_outputs = Extras()
+        self.step_input = NO_INPUT
+        self.side_outputs = SideOutputs()
         self.hooked_backward: Backward | None = None
         """The backward that an overlap hook is to run now."""
         actions = self.program[links.rank]
@@ -58,14 +58,14 @@ class StageOperations:
 
     def reset(self) -> None:
         """Let go of everything that belongs to a step."""
-        self.step_input, self.side_outputs = NOTHING, Extras()
+        self.step_input, self.side_outputs = NO_INPUT, SideOutputs()
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
     def _apply(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[[list[Any]], Any]:
         """Run the stage's module: the first stage on the microbatch's own arguments, others on their inputs.
 
-        Until it is known whether the module changes its inputs in place, it may do so; `Watch` finds out.
+        Until it is known whether the module changes its inputs in place, it may do so; `WatchedInputs` finds out.
         """
         part, others = self.stages[stage], self.links.fellow_readers(stage)
         if stage in self.unordered and self.statistics is not None:
@@ -80,27 +80,27 @@ class StageOperations:
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
                 draw_from(feed.seed, part.stream, feed.first + microbatch)
-            part.passing = {}
+            part.guarded_memory = {}
             if front:
                 output = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
             else:
                 free = part.changes_input[training] is not False
                 watched = free or bool(others) or not (single and type(leaves[0]) is Tensor and leaves[0].requires_grad)
-                watch = Watch(leaves, borrowed, free=free) if watched else None
+                watch = WatchedInputs(leaves, borrowed, free=free) if watched else None
                 inputs = leaves if watch is None else watch.inputs
                 try:
                     plain = single and kwargs is None and type(inputs[0]) is Tensor
                     output = module(inputs[0]) if plain else part.run(inputs, kwargs or {}, call)
                 except RuntimeError as error:
-                    part.look_at_error(error)
+                    part.note_error(error)
                     raise
                 if watch is not None:
-                    part.look_for_changes(watch, others, training)
-                    part.passing = watch.guarded(others) if others or watch.reasons else {}
+                    part.check_changes(watch, others, training)
+                    part.guarded_memory = watch.guarded(others) if others or watch.reasons else {}
             if feed.guards:
                 feed.check_unchanged(stage, microbatch, part.changed_copies)
-                part.passing = part.passing | feed.guarded(microbatch)
-            return output if type(output) is Tensor else unwrap(output)
+                part.guarded_memory = part.guarded_memory | feed.guarded(microbatch)
+            return output if type(output) is Tensor else unwrap_stage_output(output)
 
         return apply
 
@@ -113,7 +113,7 @@ class StageOperations:
         deferrable = part.deferrable() if (stage, microbatch) in self.split else None
         never = all(stage != other for other, _ in self.split)
         last = part.module if not targets and isinstance(part.module, Recomputed) else None
-        mesh = self.links.pieces is not None
+        mesh = self.links.packer is not None
 
         def runs_hook() -> bool:
             return call is not None and self.hooked_backward is not None
@@ -122,11 +122,11 @@ class StageOperations:
             if last is not None:
                 last.loss = self._loss_of(microbatch)
             output = apply(leaves)
-            return output, *((roots(output), None) if targets else self.finish(output, microbatch))
+            return output, *((find_differentiable(output), None) if targets else self.finish(output, microbatch))
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
-            wanting = [roots(value) for value in leaves]  # the module may change this by requires_grad_() or detach_()
+            wanting = [find_differentiable(value) for value in leaves]  # the module may change this by requires_grad_() or detach_()
             if part.tied:
                 with without_gradients_of(part.tied):
                     run(leaves, wanting)
@@ -139,14 +139,14 @@ class StageOperations:
             deferral = None
             if never or part.whole is not None or (deferrable is None and part.tried):
                 output = apply(leaves)
-                ends, grads = (roots(output), None) if targets else self.finish(output, microbatch)
+                ends, grads = (find_differentiable(output), None) if targets else self.finish(output, microbatch)
             elif deferrable is not None and part.tried:
                 deferral = Deferral()
                 deferral.beside = runs_hook()
                 try:
                     with deferrable.forward(deferral):
                         output = apply(leaves)
-                        ends, grads = (roots(output), None) if targets else self.finish(output, microbatch)
+                        ends, grads = (find_differentiable(output), None) if targets else self.finish(output, microbatch)
                 except WholeBackwardNeeded as need:
                     raise part.refuse_split(need, "earlier forwards did not do so") from need
             else:
@@ -158,7 +158,7 @@ class StageOperations:
             side = self._collect_side_outputs(stage, microbatch) if extras.losses or extras.metrics else ()
             values[context] = (wanting, ends, grads, side, deferral)
             for target in targets:
-                values[target] = hand_on(output, part, mesh)
+                values[target] = part.make_message(output, mesh)
 
         return forward
 
@@ -192,7 +192,7 @@ class StageOperations:
         self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
     ) -> tuple[Computed, Deferral | None]:
         """A forward for a whole backward of a stage that splits others: it shows whether the stage can split."""
-        with part.deferrable().observed(beside=beside) as observation:
+        with part.deferrable().observe(beside=beside) as observation:
             output = compute(leaves)
         part.whole, part.tried = observation.reason, True
         return output, None
@@ -218,15 +218,15 @@ class StageOperations:
     def finish(self, result: Any, microbatch: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """Note the output and loss of a microbatch; the tensors and gradients that its backward starts from, if it counts at all."""
         feed = self.step_input
-        output, loss = (result.output, result.loss) if isinstance(result, Ended) else (result, None)
+        output, loss = (result.output, result.loss) if isinstance(result, OutputAndLoss) else (result, None)
         if feed.outputs:
             check_output(output)
-            feed.share.outputs[microbatch] = complete(detached(output))
-        if not feed.losses or not (self.program.training or self.loss.fits(output)):
+            feed.share.outputs[microbatch] = gather_full(detach_tree(output))
+        if not feed.losses or not (self.program.training or self.loss.can_score(output)):
             return [], []
         loss = self.loss(result, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
-        kept = complete(loss.detach())
+        kept = gather_full(loss.detach())
         if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps the memory of all of them
             kept = kept.clone()
         feed.share.losses[microbatch] = kept, scale
@@ -240,16 +240,16 @@ class StageOperations:
         share, scale = self.step_input.share, self.step_input.scales[microbatch]
         side = [loss * scale for loss in extras.losses]
         if side:
-            share.side[stage, microbatch] = torch.stack([complete(loss.detach()) for loss in side]).sum()
+            share.side[stage, microbatch] = torch.stack([gather_full(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
-            share.metrics.setdefault(name, {})[stage, microbatch] = complete(value)
+            share.metrics.setdefault(name, {})[stage, microbatch] = gather_full(value)
         extras.losses, extras.metrics = [], {}
         factor = self.step_input.factor
         return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
 
     def infer(self, stage: int, microbatch: int) -> Operation:
         """A forward without a backward."""
-        values, part, mesh = self.registers.values, self.stages[stage], self.links.pieces is not None
+        values, part, mesh = self.registers.values, self.stages[stage], self.links.packer is not None
         takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch)
         targets = self.links.output_targets(stage, microbatch)
 
@@ -260,7 +260,7 @@ class StageOperations:
             if self.side_outputs.losses or self.side_outputs.metrics:
                 self._collect_side_outputs(stage, microbatch)
             for target in targets:
-                values[target] = hand_on(output, part, mesh)
+                values[target] = part.make_message(output, mesh)
 
         return infer
 

@@ -22,7 +22,7 @@ from penstock.runtime.transport.group import Operation
 
 if TYPE_CHECKING:
     from penstock.runtime.execution.operations import StageOperations
-    from penstock.runtime.parallel.data_parallel import Data
+    from penstock.runtime.parallel.data_parallel import DataParallel
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ def find_pair(action: Action) -> tuple[int, int] | None:
 class OverlapHooks:
     """Builds operations that run a forward and a backward together by the `overlapped_forward_backward` of the forward's module."""
 
-    def __init__(self, compute: StageOperations, data: Data, recorded: bool) -> None:
+    def __init__(self, compute: StageOperations, data: DataParallel, recorded: bool) -> None:
         self._compute, self._data, self._recorded = compute, data, recorded
         self._warned: set[int] = set()
 

@@ -20,17 +20,16 @@ from torch.utils import _pytree as pytree
 from penstock.errors import ScheduleError
 from penstock.ir.table import Table
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.side_outputs import collect, unwrap
-from penstock.runtime.batch.step_input import ABSENT, Batches, Feed
+from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
+from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StepInput
 from penstock.runtime.device.rng import get_rng_state
 from penstock.runtime.measure.preserved_state import preserve_state
-from penstock.runtime.model.hugging_face import opened
 from penstock.runtime.model.module_state import ModuleState, is_same_value
 from penstock.runtime.model.partition import Part, Partition
-from penstock.runtime.model.random_streams import draw_from, kept_random_state
+from penstock.runtime.model.random_streams import draw_from, preserve_random_state
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import Data
+from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.tensors.boundary import copy_tensor
 
 CLOSE = 1e-4
@@ -125,9 +124,9 @@ class ComparedPipeline(Protocol):
     table: Table
     partition: Partition
     stages: dict[int, Stage]
-    batches: Batches
+    batches: BatchSplitter
     loss: Loss
-    data: Data
+    data: DataParallel
     seed: int | None
 
     def local_parameters(self) -> Iterator[tuple[str, nn.Parameter]]: ...
@@ -154,7 +153,7 @@ _RandomState = tuple[Tensor, Tensor | None]
 """Of the host and of the device."""
 
 
-def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None], feed: Feed, batch: StepArguments) -> Parity:
+def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor | None], feed: StepInput, batch: StepArguments) -> Parity:
     """Run a step and both references on copies of the model; gradients, state and random streams are restored afterwards.
 
     `run` runs a training step of the pipeline on `feed`, which is `batch` split into microbatches, and returns its loss. The references
@@ -167,8 +166,8 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
     if pipeline.data.scattered:
         raise ScheduleError("parity runs a copy of the whole model, but ranks hold only shards of some parameters: compare before sharding")
-    if pipeline.batches.named:
-        batch = replace(batch, **dict(zip(("args", "target"), opened(batch.args, batch.target, ABSENT, pipeline.loss.paired), strict=True)))
+    args, target = pipeline.batches.open(batch.args, batch.target)
+    batch = replace(batch, args=args, target=target)
     pieces = _split(pipeline.batches, batch, len(feed.args))
     wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
     with preserve_state([layer for stage in pipeline.stages for layer in _part(pipeline, stage).modules]):
@@ -188,11 +187,11 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None
     mismatches = dict.fromkeys(name for outcome in outcomes for name in outcome.mismatches)
     others += [Difference(name, math.inf, math.inf) for name in mismatches]
     numbers = [outcome.numbers for outcome in outcomes]
-    compared = compare_numbers("microbatch loop", numbers, pipeline.data.summed(loop.numbers), others)
+    compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
     whole = _Reference(pipeline, again, _unsplit(pipeline.data.ranks, batch, feed))
-    return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.summed(whole.numbers)))
+    return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.numbers)))
 
 
 # The step ---------------------------------------------------------------------------------------------------------------
@@ -204,7 +203,7 @@ def _part(pipeline: ComparedPipeline, stage: int) -> Part:
     return part
 
 
-def _run_step(pipeline: ComparedPipeline, run: Callable[[Feed], Tensor | None], feed: Feed) -> _RankOutcome:
+def _run_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor | None], feed: StepInput) -> _RankOutcome:
     """Run a step without gradients from before, and collect what it leaves."""
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
@@ -242,7 +241,7 @@ def _state(part: Part) -> dict[str, Any]:
 # The batch --------------------------------------------------------------------------------------------------------------
 
 
-def _split(batches: Batches, batch: StepArguments, count: int) -> Feed:
+def _split(batches: BatchSplitter, batch: StepArguments, count: int) -> StepInput:
     """Split a batch into microbatches, without the code that a step uses."""
     batch = batch.copy()
     dims, target = batches.dims_of(batch.args), None if batch.target is ABSENT else batch.target
@@ -261,7 +260,7 @@ def _split(batches: Batches, batch: StepArguments, count: int) -> Feed:
         return [pytree.tree_unflatten([piece(leaf, dim, number) for leaf, dim in leaves], spec) for number in range(count)]
 
     kwargs = {stage: pieces(values, batches.kwargs) for stage, values in batch.stage_kwargs.items()}
-    return Feed(pieces(batch.args, dims), kwargs, None if batch.target is ABSENT else pieces(target, batches.targets), [])
+    return StepInput(pieces(batch.args, dims), kwargs, None if batch.target is ABSENT else pieces(target, batches.targets), [])
 
 
 def _leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
@@ -272,7 +271,7 @@ def _leaves(value: Any, dims: Any) -> list[tuple[Any, int | None]]:
     return [leaf for part, dim in pairs for leaf in _leaves(part, dim)]
 
 
-def _is_same_piece(feed: Feed, pieces: Feed, number: int) -> bool:
+def _is_same_piece(feed: StepInput, pieces: StepInput, number: int) -> bool:
     """Whether a microbatch of the step equals that of the reference."""
     one, other = (
         (split.args[number], {stage: kwargs[number] for stage, kwargs in split.kwargs.items()}, split.targets and split.targets[number])
@@ -291,13 +290,13 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
     return one.layout is not torch.strided or is_same_value(one.detach(), other.detach())
 
 
-def _unsplit(data_ranks: int, batch: StepArguments, feed: Feed) -> Feed:
+def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInput:
     """The batch in one piece."""
     batch = batch.copy()
     kwargs = {stage: [dict(values)] for stage, values in batch.stage_kwargs.items()}
     alone = data_ranks == 1 or feed.weights is None
     targets = None if batch.target is ABSENT else [batch.target]
-    return Feed([batch.args], kwargs, targets, [1.0 if alone else sum(feed.scales)])
+    return StepInput([batch.args], kwargs, targets, [1.0 if alone else sum(feed.scales)])
 
 
 # The reference ----------------------------------------------------------------------------------------------------------
@@ -349,13 +348,13 @@ def _has_history(value: Any) -> bool:
 class _Reference:
     """Runs forward and backward of all stages, one microbatch after the other, and keeps what they compute and leave behind."""
 
-    def __init__(self, pipeline: ComparedPipeline, parts: Sequence[Part], feed: Feed) -> None:
+    def __init__(self, pipeline: ComparedPipeline, parts: Sequence[Part], feed: StepInput) -> None:
         self.pipeline, self.parts, self.feed = pipeline, parts, feed
         self.draws: set[int] = set()
         """The stages that draw random numbers."""
         for part in parts:
             part.module.zero_grad(set_to_none=True)
-        with kept_random_state(), torch.enable_grad():
+        with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = get_rng_state()
         grads = {name: parameter.grad for part in parts for name, parameter in part.parameters}
@@ -394,7 +393,9 @@ class _Reference:
             if feed.seed is not None:
                 draw_from(feed.seed, staged.stream, feed.first + microbatch)
             with self._watch_random_state(stage):
-                outputs[stage] = unwrap(staged.run(inputs, kwargs) if inputs else part.module(*feed.args[microbatch], **kwargs))
+                outputs[stage] = unwrap_stage_output(
+                    staged.run(inputs, kwargs) if inputs else part.module(*feed.args[microbatch], **kwargs)
+                )
         return outputs[len(self.parts) - 1]
 
     @contextmanager

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import nn
 
 from penstock.runtime.model.module_state import ModuleState
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 
 
 @contextmanager
@@ -19,7 +19,7 @@ def preserve_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     hooked = [(parameter, parameter.detach().clone()) for parameter in parameters if parameter._post_accumulate_grad_hooks]
     states = [ModuleState.capture(module) for module in modules]
     try:
-        with kept_random_state():
+        with preserve_random_state():
             yield
     finally:
         for parameter, grad in zip(parameters, grads, strict=True):

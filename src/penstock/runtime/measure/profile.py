@@ -21,12 +21,12 @@ from penstock.runtime.device.memory import PeakMemory
 from penstock.runtime.device.timing import Stopwatch
 from penstock.runtime.measure import memory
 from penstock.runtime.measure.preserved_state import preserve_state
-from penstock.runtime.model.hugging_face import HuggingFace, opened, recognised
+from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
 from penstock.runtime.model.partition import Layers, partition
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import cut, detached, roots
+from penstock.runtime.tensors.boundary import detach_as_leaves, detach_tree, find_differentiable
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -100,11 +100,12 @@ def _resize(value: Any, size: int) -> Any:
 
 def _open_hugging_face(model: Any, split: Any, sample: Any, loss_fn: Any, target: Any) -> tuple[Any, Any, Any, Any]:
     """Recognise a model of transformers, which has its own loss if there are labels; all others stay as they are."""
-    own, loss, _ = recognised(model, split, loss_fn, None)
+    own, loss, _ = recognise_model(model, split, loss_fn, None)
     if not isinstance(own, HuggingFace):
         return split, sample, loss_fn, target
-    args, labels = opened((sample,), target, None)
-    return own, args, None if labels is None and loss_fn is None else loss, labels
+    args, labels = open_batch((sample,))
+    target = labels if target is None else target
+    return own, args, None if target is None and loss_fn is None else loss, target
 
 
 def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
@@ -252,14 +253,14 @@ class _MeasuredLayer:
                 return self._run_forward(leaves, Deferral())
             except WholeBackwardNeeded as need:
                 self.stage.whole = need.reason
-                leaves = cut(self.inputs)
+                leaves = detach_as_leaves(self.inputs)
         return self._run_forward(leaves, None)
 
     def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Forward:
         with nullcontext() if deferral is None else self._deferrable.forward(deferral):
             output = self.stage.run([leaves], {})
             loss = None if self.loss is None else self.loss(output, None if self.target is None else [self.target], 0)
-        ends = roots(output if loss is None else loss)
+        ends = find_differentiable(output if loss is None else loss)
         return _Forward(leaves, output, ends, deferral or Deferral())
 
     def _backward(self, run: _Forward, grads: list[Tensor | None]) -> None:
@@ -272,7 +273,7 @@ class _MeasuredLayer:
 
     def time(self) -> tuple[float, float, float]:
         """The times of F, I and W, without making the input and the gradients of the output."""
-        leaves = cut(self.inputs)
+        leaves = detach_as_leaves(self.inputs)
         watch = Stopwatch(self.inputs)
         run = self._forward(leaves)
         watch.mark()
@@ -290,11 +291,11 @@ class _MeasuredLayer:
         if not is_initialized():
             return 0
         peak = PeakMemory()
-        run = self._forward(cut(self.inputs))
+        run = self._forward(detach_as_leaves(self.inputs))
         grads = run.ones()
         beyond = [peak.bytes() - held - (memory.bytes_of(run.output) if self.loss is None else 0)]
         beyond += [_peak_of(lambda: self._backward(run, grads)), _peak_of(lambda: self.stage.backward_weights(run.deferral))]
-        whole = self._forward(cut(self.inputs), split=False)
+        whole = self._forward(detach_as_leaves(self.inputs), split=False)
         whole_grads = whole.ones()
         return max(0, *beyond, _peak_of(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
 
@@ -302,14 +303,14 @@ class _MeasuredLayer:
         """The bytes held from F to I, those held from I to W, and the output."""
         own = memory.module_sizes(self.stage.module)
         with memory.watch_saved_tensors() as saved:
-            run = self._forward(cut(self.inputs))
+            run = self._forward(detach_as_leaves(self.inputs))
             held = {**saved, **memory.storage_sizes(run.leaves)}
             if self.loss is None:  # the output counts as an input of the next layer, or as a message
                 output_sizes = memory.storage_sizes(run.output)
                 held = {key: size for key, size in held.items() if key not in output_sizes}
             self._backward(run, run.ones())
-        stash = memory.storage_sizes([(record.grad, record.value, record.extra) for record in run.deferral.records])
-        output = detached(run.output)
+        stash = memory.storage_sizes([(record.grad, record.value, record.extra) for record in run.deferral.operators])
+        output = detach_tree(run.output)
         self.stage.backward_weights(run.deferral)
         return memory.bytes_without(held, own), memory.bytes_without(stash, own), output
 

@@ -1,4 +1,4 @@
-"""Compiled stages, and what it costs that a stage runs its backward in one piece."""
+"""Compiling stages, and the predicted cost of stages whose backward cannot be split."""
 
 from __future__ import annotations
 
@@ -22,49 +22,45 @@ from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 
 Compile = bool | Mapping[str, Any] | Callable[[nn.Module], Any] | None
-"""Whether to compile a stage: as `torch.compile` does, with these options of its, or by a function of one's own."""
+"""Whether to compile a stage: with `torch.compile`, with options for it, or with another function."""
 
 
-def compiled(partition: Partition, given: Any) -> Partition:
-    """The partition with its stages compiled; a sequence says it for each stage."""
-    each = given if isinstance(given, Sequence) else [given] * len(partition)
-    if len(each) != len(partition) or not all(_is_known(how) for how in each):
+def compile_stages(partition: Partition, choice: Any) -> Partition:
+    """Compile the stages as chosen, for all or as a sequence with one choice per stage."""
+    choices = choice if isinstance(choice, Sequence) else [choice] * len(partition)
+    if len(choices) != len(partition) or not all(how is None or isinstance(how, (bool, Mapping)) or callable(how) for how in choices):
         raise ScheduleError(
-            f"compile={given!r} for {len(partition)} stages: give True, options for torch.compile, a function, or one of these each"
+            f"compile={choice!r} for {len(partition)} stages: give True, options for torch.compile, a function, or one of these per stage"
         )
-    return Partition(tuple(_compiled(part, how) for part, how in zip(partition.parts, each, strict=True)))
+    return Partition(tuple(_compile_part(part, how) for part, how in zip(partition.parts, choices, strict=True)))
 
 
-def _is_known(how: Any) -> bool:
-    return how is None or isinstance(how, (bool, Mapping)) or callable(how)
-
-
-def _compiled(part: Part | None, how: Compile) -> Part | None:
+def _compile_part(part: Part | None, how: Compile) -> Part | None:
     if part is None or how is None or how is False:
         return part
-    make = torch.compile if how is True else partial(torch.compile, **how) if isinstance(how, Mapping) else how
-    module = make(part.module)
+    compiler = torch.compile if how is True else partial(torch.compile, **how) if isinstance(how, Mapping) else how
+    module = compiler(part.module)
     if not isinstance(module, nn.Module):
-        raise ScheduleError(f"the function that compile= gives made a {type(module).__name__} of a stage: it must give a module")
+        raise ScheduleError(f"the function in compile= returned a {type(module).__name__} for a stage: it must return a module")
     return replace(part, module=module)
 
 
 @dataclass(frozen=True)
-class Merged:
-    """Stages that cannot split their backward: they run I and W as one B, and the whole is timed anew."""
+class MergedBackward:
+    """Stages that cannot split their backward and run I and W as one B, with the predicted timelines of the whole pipeline."""
 
     stages: tuple[int, ...]
     before: Timeline
-    """As the schedule was written."""
+    """With the backwards split, as in the schedule."""
     after: Timeline
-    """As it runs."""
+    """With them merged, as it runs."""
     measured: bool
-    """Whether the costs are a plan's, rather than F = I = W = 1."""
+    """Whether the costs are a plan's rather than F = I = W = 1."""
     reason: str = "are compiled and cannot split their backward"
 
     @property
     def cost(self) -> float:
-        """How much longer the step takes, as a share."""
+        """How much longer the step takes, as a fraction."""
         return self.after.makespan / self.before.makespan - 1 if self.before.makespan else 0.0
 
     def __str__(self) -> str:
@@ -76,10 +72,12 @@ class Merged:
         )
 
 
-def merged(table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mapping[int, str] | None = None) -> Merged | None:
-    """What becomes of a schedule where these stages cannot split their backward; None where it does not ask them to.
+def predict_merged_backward(
+    table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mapping[int, str] | None = None
+) -> MergedBackward | None:
+    """Predict the cost of stages that cannot split their backward; None if the schedule does not split it.
 
-    `whole` adds stages that are not compiled, each with what it does that needs its backward whole.
+    `unsplit` are compiled stages; `whole` are others, each with what it does that prevents splitting.
     """
     whole = whole or {}
     unsplit = sorted({*unsplit, *whole})
@@ -91,11 +89,11 @@ def merged(table: Table, unsplit: Sequence[int], plan: Any = None, whole: Mappin
     costs = own if isinstance(own, Costs) else Costs()
     start = Program.start(table)
     joined = MergeBackward(stages, apart=True).apply(start)
-    before, after = (simulate(each if each.lowered else lower(each.schedule()), costs) for each in (start, joined))
-    lost = Merged(stages, before, after, isinstance(own, Costs))
+    before, after = (simulate(p if p.lowered else lower(p.schedule()), costs) for p in (start, joined))
+    merged = MergedBackward(stages, before, after, isinstance(own, Costs))
     if not whole:
-        return lost
+        return merged
     reasons = [
         f"stage {stage} {whole[stage]} in its forward or loss" if stage in whole else f"stage {stage} is compiled" for stage in stages
     ]
-    return replace(lost, reason=f"cannot split their backward ({', '.join(reasons)})")
+    return replace(merged, reason=f"cannot split their backward ({', '.join(reasons)})")

@@ -1,6 +1,7 @@
-"""The state of a module outside its parameters: buffers, tensors kept as attributes, and plain Python attributes such as counters.
+"""Capturing and restoring everything that a stage's forward may change, so that it can be run again.
 
-Everything that a stage's forward may change, so that it can be run again as if it had not run.
+`ModuleState` is the state of a module except for its parameters: buffers, tensors kept as attributes, and plain attributes such as
+counters. `ModuleVersions` notices changes of it at low cost. `ForwardState` adds the inputs, the random streams and the side outputs.
 """
 
 from __future__ import annotations
@@ -17,28 +18,28 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils import _pytree as pytree
 
-from penstock.runtime.batch.side_outputs import Extras
-from penstock.runtime.model.random_streams import random_state, set_random_state
-from penstock.runtime.tensors.dtensor import in_parts, like_part, local
+from penstock.runtime.batch.side_outputs import SideOutputs
+from penstock.runtime.model.random_streams import capture_random_state, set_random_state
+from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, to_local
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes that torch keeps in every module: parameters, buffers, submodules and hooks."""
+"""Attributes of every module: parameters, buffers, submodules and hooks."""
 
 _PLAIN = (bool, int, float, complex, str, bytes, frozenset, torch.dtype, torch.device)
 """Types that are compared by value; objects of other types are the same only if they are one object."""
 
 _MISSING = object()
-"""Stands for an attribute that does not exist."""
+"""The value of an attribute that does not exist."""
 
 _CONTAINERS = (list, tuple, set, dict, deque)
 
 
 class ModuleState:
-    """The state of a module and its submodules at one moment, to be put back or compared with later.
+    """The state of a module and its submodules at one moment, to restore it or compare with it later.
 
     It covers buffers, tensors that are plain attributes, and all other plain attributes. Lists, tuples, dicts, sets and deques are
     copied one level deep, together with the tensors in them. Objects of other types are kept by reference, so a change inside such an
-    object is not seen. Parameters are left out.
+    object is not noticed. Parameters are left out.
     """
 
     def __init__(self, places: list[_Place], values: list[_Value]) -> None:
@@ -47,13 +48,13 @@ class ModuleState:
 
     @classmethod
     def capture(cls, module: nn.Module) -> ModuleState:
-        """Record the state of the module as it is now."""
+        """Capture the current state of the module."""
         places = [_Place(prefix, holder) for prefix, part in module.named_modules() for holder in (part._buffers, vars(part))]
         return cls(places, [_Value(place, key, value, _copy(value)) for place in places for key, value in place.entries()])
 
     @classmethod
     def capture_only(cls, module: nn.Module, names: Collection[str]) -> ModuleState:
-        """Record just what has these dotted names; something that does not exist is captured as missing."""
+        """Capture only what has these dotted names; something that does not exist is captured as missing."""
         values = []
         for name in names:
             prefix, _, key = name.rpartition(".")
@@ -64,7 +65,7 @@ class ModuleState:
         return cls([], values)
 
     def keep_changed(self, also: Collection[str] = ()) -> list[str]:
-        """Let go of everything that is as it was, except what has one of these dotted names; the names of the rest."""
+        """Drop everything that has not changed, except what has one of these dotted names; return the names of the rest."""
         added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
         self._places, self._values = [], [value for value in self._values if self._is_kept(value, also)] + added
         return self.names()
@@ -73,18 +74,18 @@ class ModuleState:
         return value.place.name_of(value.key) in also or value.differs()
 
     def extend(self, other: ModuleState) -> None:
-        """Add what another one has captured."""
+        """Add what another state has captured."""
         self._values += other._values
 
     def names(self) -> list[str]:
-        """The dotted names of everything that was captured."""
+        """Return the dotted names of everything that was captured."""
         return [value.place.name_of(value.key) for value in self._values]
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
-        """Give the module copies of what was captured for a while, then put the objects back that were there.
+        """A context in which the module has copies of the captured state; afterwards it has its present objects again.
 
-        What runs meanwhile starts from the captured state and leaves the present one as it is. It may keep the copies.
+        A forward inside starts from the captured state and does not change the present one. It may keep the copies.
         """
         now = [(value.place.holder, value.key, value.place.holder.get(value.key, _MISSING)) for value in self._values]
         copies = {id(value.value): value.stand_in() for value in self._values}
@@ -97,15 +98,15 @@ class ModuleState:
                 _put(holder, key, before)
 
     def values(self) -> dict[str, Any]:
-        """What was captured by its dotted name, as far as it can be compared with another module's and sent to another process.
+        """Return what was captured by dotted name, as far as it can be compared with another module's and sent to another process.
 
-        These are tensors, plain values and containers of those.
+        That is tensors, plain values and containers of them.
         """
-        found = {value.place.name_of(value.key): value.contents() for value in self._values}
-        return {name: value for name, value in found.items() if _is_plain(value)}
+        contents = {value.place.name_of(value.key): value.contents() for value in self._values}
+        return {name: value for name, value in contents.items() if _is_plain(value)}
 
     def assign(self, values: Mapping[str, Any]) -> None:
-        """Give the module copies of these values, by their dotted names; attributes that it does not have are added."""
+        """Give the module copies of these values, by dotted name; attributes that it does not have are added."""
         held = {value.place.name_of(value.key): value for value in self._values}
         attributes = {place.prefix: place.holder for place in self._places}
         for name, contents in values.items():
@@ -116,31 +117,31 @@ class ModuleState:
                 attributes[prefix][key] = copy.deepcopy(contents)
 
     def restore(self) -> None:
-        """Put everything back: contents of tensors and containers in place, and objects that were replaced where they were."""
+        """Restore the contents of tensors and containers in place, and put back objects that were replaced."""
         for place, key in self._added():
             del place.holder[key]
         for value in self._values:
             value.restore()
 
     def changed(self, *, set_first: bool = True) -> list[str]:
-        """List the dotted names of everything that differs now from when it was captured; NaN equals NaN.
+        """Return the dotted names of everything that differs from when it was captured; NaN equals NaN.
 
-        Without `set_first`, what was None or did not exist is left out, as a forward may set it once.
+        Without `set_first`, what was None or did not exist is left out, because a forward may set it once.
         """
         differing = [value.place.name_of(value.key) for value in self._values if value.differs() and (set_first or value.value is not None)]
         return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
 
     def _added(self) -> list[tuple[_Place, str]]:
-        """What did not exist when the state was captured."""
+        """Return what did not exist when the state was captured."""
         known = {(id(value.place.holder), value.key) for value in self._values}
         return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
 
 
 class ModuleVersions:
-    """Which objects the state of a module consists of, and how often tensors were changed in place: notices most changes at low cost.
+    """The identities of the objects in a module's state and the versions of its tensors: notices most changes at low cost.
 
-    Running statistics change without a trace, so that a caller leaves them out. Layers of torch's own that have neither buffers nor
-    hooks hold no state and are not looked at.
+    Running statistics change without changing the version, so a caller skips them. torch's own layers without buffers and hooks hold no
+    state and are not looked at.
     """
 
     def __init__(self, entries: list[tuple[_Place, str, Any, int]], sizes: list[tuple[_Place, int]]) -> None:
@@ -148,14 +149,14 @@ class ModuleVersions:
 
     @classmethod
     def capture(cls, module: nn.Module, skip: Collection[str] = ()) -> ModuleVersions:
-        """Record the state as it is now, except what has one of these dotted names."""
+        """Capture the current state, except what has one of these dotted names."""
         parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
         places = [_Place(prefix, holder) for prefix, part in parts for holder in (part._buffers, vars(part))]
         entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
         return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
 
     def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
-        """What was replaced by another object or added, as it was; and the names of what was changed in place.
+        """Return the earlier state of what was replaced or added, and the names of what was changed in place.
 
         Without `set_first`, what was None or did not exist is left out.
         """
@@ -178,8 +179,8 @@ class ModuleVersions:
         return ModuleState([], replaced), in_place
 
 
-def running_statistics(module: nn.Module) -> list[str]:
-    """The dotted names of the running statistics that a forward of the module would change now."""
+def running_statistics_names(module: nn.Module) -> list[str]:
+    """Return the dotted names of the running statistics that a forward of the module would change now."""
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
@@ -194,7 +195,7 @@ def _may_hold_state(part: nn.Module) -> bool:
 
 
 def _version(value: Any) -> int:
-    """How often a tensor was changed in place, or how long a container is; -1 for everything else."""
+    """Return the version of a tensor, or the length of a container; -1 for everything else."""
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else value._version
     return len(value) if isinstance(value, _CONTAINERS) else -1
@@ -202,7 +203,7 @@ def _version(value: Any) -> int:
 
 @dataclass(frozen=True)
 class TensorState:
-    """The contents of the tensors of a pytree at one moment, to be put back in place."""
+    """The contents of the tensors of a pytree at one moment, to restore them in place."""
 
     tensors: list[tuple[Tensor, Tensor]]
 
@@ -224,7 +225,7 @@ class _Place:
     holder: dict[str, Any]
 
     def entries(self) -> Iterator[tuple[str, Any]]:
-        """All that is state here; submodules and parameters may lie among the attributes, too."""
+        """Yield what is state; attributes may hold submodules and parameters too."""
         for key, value in self.holder.items():
             if key not in _OF_TORCH and not isinstance(value, (nn.Module, nn.Parameter)):
                 yield key, value
@@ -250,19 +251,19 @@ class _Value:
         _put(self.place.holder, self.key, self.value)
 
     def stand_in(self) -> Any:
-        """A copy with the contents that were captured; the object itself if it has none that a forward could change."""
+        """Return a copy with the captured contents, or the object itself if a forward cannot change it."""
         if isinstance(self.copy, _Contents):
             return self.copy.rebuild(self.value)
         return self.value if self.copy is None else _stand_in(self.value, self.copy)
 
     def contents(self) -> Any:
-        """What was captured; of a tensor in parts, the part that this process holds."""
+        """Return what was captured; of a `DTensor`, the part that this process holds."""
         if isinstance(self.copy, _Contents):
             return self.copy.rebuild(self.value)
         return self.value if self.copy is None else self.copy
 
     def assign(self, contents: Any) -> None:
-        """Take the contents of another one."""
+        """Set the contents."""
         if isinstance(self.copy, Tensor) and isinstance(contents, Tensor) and contents.shape == self.copy.shape:
             _restore_tensor(self.value, contents.to(self.copy))
         elif not is_same_value(self.contents(), contents):
@@ -279,36 +280,23 @@ class _Contents:
     keys: list[Any]
     values: list[Any]
     tensors: list[Tensor | None]
-    """Copies of those values that are tensors."""
+    """A copy of each value that is a tensor."""
 
     def restore(self, container: Any) -> None:
-        if isinstance(container, dict):
-            container.clear()
-            container.update(zip(self.keys, self.values, strict=True))
-        elif isinstance(container, set):
-            container.clear()
-            container.update(self.values)
-        elif not isinstance(container, tuple):
-            container.clear()
-            container.extend(self.values)
+        if not isinstance(container, tuple):
+            _fill(container, self.keys, self.values)
         for value, tensor in zip(self.values, self.tensors, strict=True):
             if tensor is not None:
                 _restore_tensor(value, tensor)
 
     def rebuild(self, container: Any) -> Any:
-        """A container of the same type with copies of the contents."""
+        """Return a container of the same type with copies of the contents."""
         values = [value if tensor is None else _stand_in(value, tensor) for value, tensor in zip(self.values, self.tensors, strict=True)]
-        made = copy.copy(container)
+        rebuilt = copy.copy(container)
         if isinstance(container, tuple):
-            return made if all(a is b for a, b in zip(values, container, strict=True)) else tuple(values)
-        made.clear()
-        if isinstance(made, dict):
-            made.update(zip(self.keys, values, strict=True))
-        elif isinstance(made, set):
-            made.update(values)
-        else:
-            made.extend(values)
-        return made
+            return rebuilt if all(a is b for a, b in zip(values, container, strict=True)) else tuple(values)
+        _fill(rebuilt, self.keys, values)
+        return rebuilt
 
     def is_same(self, container: Any) -> bool:
         if isinstance(container, set):
@@ -319,13 +307,24 @@ class _Contents:
         return all(map(_is_same, values, self.values, self.tensors))
 
 
+def _fill(container: Any, keys: list[Any], values: list[Any]) -> None:
+    """Replace the contents of a list, deque, set or dict."""
+    container.clear()
+    if isinstance(container, dict):
+        container.update(zip(keys, values, strict=True))
+    elif isinstance(container, set):
+        container.update(values)
+    else:
+        container.extend(values)
+
+
 def is_same_value(one: Any, other: Any) -> bool:
     """Whether two values of a state are equal; NaN equals NaN."""
     return _is_same(one, other, _copy(other))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value can be compared and sent: a tensor that is not on its own a parameter, a plain value, or a container of those."""
+    """Whether a value can be compared and sent: a tensor that is not a parameter, a plain value, or a container of those."""
     if isinstance(value, _CONTAINERS):
         keys, values = _keys_and_values(value)
         return type(value) in _CONTAINERS and all(map(_is_plain, (*keys, *values)))
@@ -348,29 +347,29 @@ def _keys_and_values(container: Any) -> tuple[list[Any], list[Any]]:
 def _copy(value: Any) -> Tensor | _Contents | None:
     if isinstance(value, _CONTAINERS):
         keys, values = _keys_and_values(value)
-        return _Contents(keys, values, [_copy_tensor(each) for each in values])
+        return _Contents(keys, values, [_copy_tensor(value) for value in values])
     return _copy_tensor(value)
 
 
 def _copy_tensor(value: Any) -> Tensor | None:
-    """A copy of a tensor that holds state; None for parameters, everything that is no tensor, and tensors without plain memory."""
+    """Copy a tensor that holds state; None for a parameter, anything else than a tensor, and tensors without strided memory."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return None
     if value.is_meta or value.is_nested or value.layout is not torch.strided:
         return None
-    return local(value.detach()).clone()
+    return to_local(value.detach()).clone()
 
 
 def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
-    """A tensor of its own with these contents; one that is part of an autograd graph stays itself."""
+    """Return a new tensor with these contents; one that is part of an autograd graph stays itself."""
     if value.requires_grad:
         return value
-    return like_part(value, contents) if in_parts(value) else contents.clone()
+    return from_local_like(value, contents) if is_dtensor(value) else contents.clone()
 
 
 def _restore_tensor(value: Tensor, copy: Tensor) -> None:
-    # Through `data`, past autograd: batch norm saves its buffers for the backward, which would refuse them as changed in place.
-    mine = local(value.detach())
+    # Through `data`, unseen by autograd: batch norm saves its buffers for the backward, which refuses changed ones.
+    mine = to_local(value.detach())
     if mine.shape != copy.shape or mine.dtype != copy.dtype or mine.device != copy.device:
         value.data = copy.clone()
     elif not _is_equal(mine, copy):
@@ -378,11 +377,11 @@ def _restore_tensor(value: Tensor, copy: Tensor) -> None:
 
 
 def _is_same(now: Any, value: Any, copy: Any) -> bool:
-    """Whether what is there now equals what was captured."""
+    """Whether a value equals what was captured."""
     if isinstance(copy, _Contents):
         return type(now) is type(value) and copy.is_same(now)
     if copy is not None:
-        return isinstance(now, Tensor) and _is_equal(local(now.detach()), copy)
+        return isinstance(now, Tensor) and _is_equal(to_local(now.detach()), copy)
     if now is value:
         return True
     if type(now) is not type(value) or not isinstance(now, _PLAIN):
@@ -403,22 +402,22 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class ForwardState:
-    """The state before one forward: of modules, its inputs, random streams, and the losses and metrics collected on the side."""
+    """The state before one forward: of modules, inputs, random streams and side outputs."""
 
     modules: list[ModuleState]
     inputs: TensorState
     random: dict[str, Any]
-    extras: Extras
-    before: Extras
+    side_outputs: SideOutputs
+    side_before: SideOutputs
     versions: list[tuple[nn.Parameter, int]]
-    """How often each parameter had been changed in place: there is no copy to put those back from."""
+    """The version of each parameter, because there are no copies to restore parameters from."""
 
     @classmethod
-    def capture(cls, modules: Sequence[nn.Module], inputs: Any, extras: Extras) -> ForwardState:
+    def capture(cls, modules: Sequence[nn.Module], inputs: Any, side_outputs: SideOutputs) -> ForwardState:
         states = [ModuleState.capture(module) for module in modules]
         versions = [(parameter, parameter._version) for module in modules for parameter in module.parameters()]
-        before = Extras(list(extras.losses), dict(extras.metrics))
-        return cls(states, TensorState.capture(inputs), random_state(), extras, before, versions)
+        side_before = SideOutputs(list(side_outputs.losses), dict(side_outputs.metrics))
+        return cls(states, TensorState.capture(inputs), capture_random_state(), side_outputs, side_before, versions)
 
     @property
     def restorable(self) -> bool:
@@ -430,4 +429,4 @@ class ForwardState:
             state.restore()
         self.inputs.restore()
         set_random_state(self.random)
-        self.extras.losses, self.extras.metrics = list(self.before.losses), dict(self.before.metrics)
+        self.side_outputs.losses, self.side_outputs.metrics = list(self.side_before.losses), dict(self.side_before.metrics)

@@ -1,7 +1,4 @@
-"""Which layers make up which stage.
-
-Where a plan cuts a model.
-"""
+"""Cutting a model into stages: by layers, by a list of modules, or as a plan says."""
 
 from __future__ import annotations
 
@@ -18,10 +15,10 @@ from penstock.errors import PlacementError, nearest
 
 @dataclass(frozen=True)
 class Layers:
-    """A model as a list of layers by name, with what runs before and after it: `Layers("blocks", head=["embed"], tail=["norm", "head"])`.
+    """A model's layers by name, with what runs before and after them: `Layers("blocks", head=["embed"], tail=["norm", "head"])`.
 
-    Each part takes what the one before it returned; the first takes the batch. `sizes` says how many parts each stage gets, head
-    and tail counted; otherwise they are balanced by parameters. Parts of the model that do not run are `unused`.
+    Each part takes the output of the one before it; the first takes the batch. `sizes` is the number of parts per stage, head and tail
+    included; by default they are balanced by parameters. `unused` names the parts of the model that do not run.
     """
 
     layers: str
@@ -33,17 +30,17 @@ class Layers:
 
 @dataclass(frozen=True)
 class Part:
-    """One stage's module, and the layers that it is made of with their names in the model."""
+    """One stage's module, and the layers in it with their names in the model."""
 
     module: nn.Module
     layers: tuple[str, ...]
     modules: tuple[nn.Module, ...] = field(repr=False)
     unpack: bool = False
-    """Whether a tuple from the stage before is several arguments, as for modules that were written as stages."""
+    """Whether a tuple from the stage before becomes several arguments, as for modules that were written as stages."""
 
     @property
     def parameters(self) -> tuple[tuple[str, nn.Parameter], ...]:
-        """The parameters as they are now, under the model's own names; one that has several is there several times."""
+        """The current parameters under the model's own names; one with several names occurs several times."""
         return tuple(
             (f"{prefix}.{name}", parameter)
             for prefix, layer in zip(self.layers, self.modules, strict=True)
@@ -55,8 +52,11 @@ class Part:
         return sum(parameter.numel() for parameter in {id(p): p for _, p in self.parameters}.values())
 
 
-class Run(nn.Module):
-    """Layers one after the other, each given what the one before returned; a keyword argument goes to every layer that has it."""
+class LayerSequence(nn.Module):
+    """Layers one after the other, each called with the output of the one before.
+
+    A keyword argument is passed to every layer that takes it.
+    """
 
     def __init__(self, layers: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -64,38 +64,38 @@ class Run(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not kwargs:
-            for layer in self.each():
+            for layer in self.iterate():
                 args = (layer(*args),)
             return args[0]
-        taken = [_taken(layer, kwargs) for layer in self.layers]
-        lost = [name for name in kwargs if not any(name in each for each in taken)]
-        if lost:
-            raise TypeError(f"no layer of the stage takes the keyword argument {lost[0]!r}")
-        for layer, given in zip(self.each(), taken, strict=True):
-            args = (layer(*args, **given),)
+        selected = [_select_kwargs(layer, kwargs) for layer in self.layers]
+        unknown = [name for name in kwargs if not any(name in names for names in selected)]
+        if unknown:
+            raise TypeError(f"no layer of the stage takes the keyword argument {unknown[0]!r}")
+        for layer, layer_kwargs in zip(self.iterate(), selected, strict=True):
+            args = (layer(*args, **layer_kwargs),)
         return args[0]
 
-    def each(self) -> Iterable[nn.Module]:
-        """The layers, each as it is about to run."""
+    def iterate(self) -> Iterable[nn.Module]:
+        """Yield the layers, each just before it runs."""
         return self.layers
 
 
-def _taken(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the keyword arguments that a layer has a name for."""
+def _select_kwargs(layer: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the keyword arguments that a layer takes."""
     known = inspect.signature(layer.forward).parameters
-    if any(each.kind is each.VAR_KEYWORD for each in known.values()):
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
         return kwargs
     return {name: value for name, value in kwargs.items() if name in known}
 
 
 @dataclass(frozen=True)
 class Partition:
-    """A module for each stage; None for a stage that is not on this rank."""
+    """One module per stage; None for a stage that is not on this rank."""
 
     parts: tuple[Part | None, ...]
 
     def __str__(self) -> str:
-        """A line a stage: its layers and how many parameters they have."""
+        """Return one line per stage: its layers and its number of parameters."""
         lines = []
         for stage, part in enumerate(self.parts):
             if part is None:
@@ -109,7 +109,7 @@ class Partition:
         return len(self.parts)
 
     def tied(self) -> list[list[tuple[int, str, nn.Parameter]]]:
-        """Parameters that several stages share: for each the stages and the names it has there."""
+        """Return the parameters that several stages share, each with its stages and its names there."""
         seen: dict[int, list[tuple[int, str, nn.Parameter]]] = {}
         for stage, part in enumerate(self.parts):
             for name, parameter in part.parameters if part is not None else ():
@@ -120,9 +120,10 @@ class Partition:
 
 
 def partition(model: Any, stages: int, split: Any = None) -> Partition:
-    """Cut a model into stages: a whole module, a sequence with one module a stage, or a map with this rank's stages.
+    """Cut a model into stages: a whole module, a sequence with one module per stage, or a map with this rank's stages.
 
-    A whole one is cut into so many layers for each stage, by `Layers`, by an object with `cut(model, stages)`, or balanced by parameters.
+    `split` says how to cut a whole module: numbers of layers per stage, `Layers`, or an object with a method `cut(model, stages)`; by
+    default its layers are balanced by parameters.
     """
     _check_materialised(model)
     if isinstance(model, Mapping):
@@ -132,10 +133,10 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     if hasattr(split, "cut"):
         return split.cut(model, stages)  # type: ignore[no-any-return]
     if not isinstance(model, nn.Module):
-        raise PlacementError(f"a model is a module, a list of modules or a map of them by stage, got {type(model).__name__}")
+        raise PlacementError(f"a model is a module, a list of modules or a map of modules by stage, got {type(model).__name__}")
     names, layers = _layers(model, split)
     wanted = split.sizes if isinstance(split, Layers) else split
-    sizes = balanced([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
+    sizes = balance_layers([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
     if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
         raise PlacementError(
             f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
@@ -144,7 +145,7 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     first = 0
     for size in sizes:
         chosen = range(first, first + size)
-        parts.append(_part([names[k] for k in chosen], [layers[k] for k in chosen]))
+        parts.append(_make_part([names[k] for k in chosen], [layers[k] for k in chosen]))
         first += size
     _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
     return Partition(tuple(parts))
@@ -160,7 +161,7 @@ def _check_materialised(model: Any) -> None:
 
 
 def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
-    """The model's layers in the order in which they run."""
+    """Return the names and modules of the model's layers in the order in which they run."""
     if isinstance(split, Layers):
         inner = _find(model, split.layers)
         if not isinstance(inner, (nn.ModuleList, nn.Sequential)):
@@ -168,13 +169,13 @@ def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
         names = [*split.head, *(f"{split.layers}.{name}" for name in inner._modules), *split.tail]
         return names, [_find(model, name) for name in names]
     if split is not None and not isinstance(split, Sequence):
-        raise PlacementError(f"split is how many layers each stage gets, or Layers(...), got {type(split).__name__}")
+        raise PlacementError(f"split is a list with the number of layers per stage, or Layers(...), got {type(split).__name__}")
     if not isinstance(model, nn.ModuleList) and getattr(type(model), "forward", None) is not nn.Sequential.forward:
         raise PlacementError(
             f"a {type(model).__name__} does not say in which order its layers run: "
-            'give split=Layers("blocks", head=[...], tail=[...]), an nn.Sequential, or a list with one module a stage'
+            'give split=Layers("blocks", head=[...], tail=[...]), an nn.Sequential, or a list with one module per stage'
         )
-    # Not named_children(), which leaves out a layer that is there a second time.
+    # Not named_children(), which leaves out a layer that occurs a second time.
     return list(model._modules), [layer for layer in model._modules.values() if layer is not None]
 
 
@@ -182,28 +183,28 @@ def _find(model: nn.Module, name: str) -> nn.Module:
     try:
         return model.get_submodule(name)
     except AttributeError:
-        known = [each for each, _ in model.named_modules() if each]
+        known = [path for path, _ in model.named_modules() if path]
         raise PlacementError(f"the model has no part {name!r}: {nearest(name, known)}") from None
 
 
-def _part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool = False) -> Part:
-    return Part(layers[0] if len(layers) == 1 else Run(layers), tuple(names), tuple(layers), unpack)
+def _make_part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool = False) -> Part:
+    return Part(layers[0] if len(layers) == 1 else LayerSequence(layers), tuple(names), tuple(layers), unpack)
 
 
 def _weight(layer: nn.Module) -> int:
-    """What a layer counts for when stages are balanced; one without parameters still counts for something."""
+    """Return a layer's weight for balancing stages; one without parameters has some weight too."""
     return sum(parameter.numel() for parameter in layer.parameters()) + 1
 
 
-def balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
-    """Contiguous runs whose largest sum is as small as can be; the number of layers of each."""
+def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
+    """Return the number of layers per stage that makes the largest sum of weights as small as possible."""
     count = len(weights)
     if count < stages:
         raise PlacementError(f"{what} has {count} layers, too few for {stages} stages")
     sums = [0]
     for weight in weights:
         sums.append(sums[-1] + weight)
-    # best[k][n]: the least largest sum of the first n layers in k stages, and where the last of them starts
+    # best[n], after k stages: the smallest possible largest sum of the first n layers in k stages, and where the last of them starts.
     best = [(sums[n], 0) for n in range(count + 1)]
     starts: list[list[int]] = []
     for stage in range(2, stages + 1):
@@ -221,7 +222,7 @@ def balanced(weights: Sequence[int], stages: int, what: str) -> list[int]:
 
 
 def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module], unused: Sequence[str]) -> None:
-    """Every layer, parameter and buffer of the model is in a stage, and no layer is in two under one name."""
+    """Check that every layer, parameter and buffer of the model is in a stage, and no layer in two under one name."""
     for number, name in enumerate(names):
         around = [name[:at] for at, letter in enumerate(name) if letter == "."]
         twice = next((other for other in around if other in names), name if name in names[:number] else None)
@@ -229,18 +230,18 @@ def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.
             raise PlacementError(f"{name!r} of the model would run twice, as itself and in {twice!r}: name it once in the split")
     covered = [*layers, *(_find(model, name) for name in unused)]
     inside = {id(module) for layer in covered for module in layer.modules()}
-    tensors = {id(each) for layer in covered for each in (*layer.parameters(), *layer.buffers())}
-    lost = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if id(each) not in tensors]
-    lost += [name for name, module in model.named_modules() if not module._modules and id(module) not in inside and module is not model]
-    if lost:
+    tensors = {id(tensor) for layer in covered for tensor in (*layer.parameters(), *layer.buffers())}
+    missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) not in tensors]
+    missing += [name for name, module in model.named_modules() if not module._modules and id(module) not in inside and module is not model]
+    if missing:
         raise PlacementError(
-            f"{lost[0]!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer, tail or unused"
+            f"{missing[0]!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer, tail or unused"
         )
 
 
 def _from_list(modules: list[nn.Module], stages: int) -> Partition:
     if len(modules) != stages:
-        raise PlacementError(f"{len(modules)} modules for {stages} stages: give one a stage")
+        raise PlacementError(f"{len(modules)} modules for {stages} stages: give one per stage")
     return _from_map(dict(enumerate(modules)), stages)
 
 
@@ -248,12 +249,12 @@ def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
     wrong = [stage for stage in modules if stage not in range(stages)]
     if wrong:
         raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")
-    return Partition(tuple(_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))
+    return Partition(tuple(_make_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))
 
 
-def planned_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
-    """The model and its split, as the plan cuts it unless a split says otherwise. A list with one module a layer is cut too."""
-    sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # a text has a method of that name
+def apply_plan_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:
+    """Return the model and its split: the plan's unless another is given. A list with one module per layer is cut too."""
+    sizes = None if isinstance(plan, str) else getattr(plan, "partition", None)  # str has a method of that name
     if sizes is None or isinstance(model, Mapping):
         return model, split
     if hasattr(split, "sizes") and split.sizes is None:

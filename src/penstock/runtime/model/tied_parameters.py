@@ -2,189 +2,207 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, ScheduleError, nearest
-from penstock.runtime.tensors.dtensor import in_parts, laid_as, like_part, local, part_of
-from penstock.runtime.tensors.layout import add, round_to
+from penstock.ir.placement import Placement
+from penstock.runtime.model.partition import Partition
+from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, redistribute_like, shard_coordinates, to_local
+from penstock.runtime.tensors.layout import add_gradients, round_gradient
 
-if TYPE_CHECKING:
-    from penstock.runtime.pipeline import Pipeline
-
+Gather = Callable[[str, Any], list[Any]]
+"""Exchanges a value with all ranks of the pipeline, under a name: returns the values of all, by rank."""
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+"""This rank's parameters under the model's own names, each once."""
 Place = tuple[int, int]
-"""A parameter's stage, and its number there: the model's own order."""
+"""A parameter's stage and its index there, which order parameters as the model does."""
 Ties = Sequence[Sequence[str]]
 """Groups of names of parameters that are to be one."""
 _Term = tuple[Hashable, Tensor]
-"""One term of a gradient's sum, and what tells it from others: ranks that share an object have the same."""
+"""One term of a gradient's sum, and its identity: ranks that share an object have the same."""
 
 
 @dataclass(frozen=True)
-class _Held:
+class _HeldParameter:
     """One parameter on one rank."""
 
     place: Place
     ident: Hashable
     shape: tuple[int, ...]
-    part: tuple[tuple[str, int], ...] = ()
-    """Which part of it the rank holds, where it is kept in shards."""
+    shard: tuple[tuple[str, int], ...] = ()
+    """Which part of it the rank holds, if it is sharded."""
 
 
-@dataclass
-class Shared:
-    """What every rank knows of the parameters of all.
+class SharedParameters:
+    """Which parameters several ranks hold. Every rank of the pipeline makes one, at the same time.
 
-    A parameter of which there are several copies has their gradients summed once at the end of a step, and starts from the
-    values of the first. One object that several ranks hold, as virtual ranks may, sums by itself, and belongs to the first. With
-    `accumulate_dtype` each rank keeps a sum of its own, so that these are summed like those of copies, and rounded once.
+    If there are several copies of a parameter, all start from the values of the first, and their gradients are summed once at the end
+    of a step. One object that several ranks hold, as virtual ranks may, sums its gradients by itself and belongs to the first of them.
+    With `accumulate_dtype` each rank keeps a sum of its own (`sums_apart`), so those are summed like copies, and rounded once.
+
+    `identify` gives an object's identity among all ranks; `parallel` says that ranks run at the same time.
     """
 
-    place: dict[str, Place]
-    """For each of this rank's parameters, the first place of the one that it is or is a copy of."""
-    copies: dict[Place, list[str]]
-    """This rank's parameters whose gradients are summed over ranks."""
-    owned: set[str]
-    """This rank's parameters that it is the first to hold."""
-    one_object: bool
-    """Whether any parameter is the same object on several ranks, so that steps must begin together."""
-    active: bool
-    """Whether any rank has copies."""
-    tied: set[str] = field(default_factory=set)
-    """Parameters of this rank's model that several stages use."""
-    before: dict[Place, list[Tensor | None]] = field(default_factory=dict)
-
-    @classmethod
-    def find(cls, pipeline: Pipeline, ties: Ties) -> Shared:
-        parts = pipeline.partition.parts
-        known = {name: (stage, k) for stage, part in enumerate(parts) if part for k, (name, _) in enumerate(part.parameters)}
-        mine = {name: _Held(known[name], pipeline.group.ident(p), tuple(p.shape), part_of(p)) for name, p in pipeline.local_parameters()}
-        tied = [[name for _, name, _ in holders] for holders in pipeline.partition.tied()]
-        everyone = pipeline.gather("parameters", (mine, known, tied, pipeline.data.dtype is not None))
-        groups = dict.fromkeys(tuple(group) for _, _, tied, _ in everyone for group in tied)
-        places = _places([known for _, known, _, _ in everyone], [*groups, *ties])
-        held = [(places[name], each, rank) for rank, (theirs, *_) in enumerate(everyone) for name, each in theirs.items()]
+    def __init__(
+        self,
+        partition: Partition,
+        ties: Ties,
+        parameters: NamedParameters,
+        gather: Gather,
+        *,
+        rank: int,
+        identify: Callable[[object], Hashable],
+        parallel: bool,
+        sums_apart: bool,
+    ) -> None:
+        self._rank, self._identify = rank, identify
+        named = dict(parameters)
+        known = {name: (stage, k) for stage, part in enumerate(partition.parts) if part for k, (name, _) in enumerate(part.parameters)}
+        mine = {name: _HeldParameter(known[name], identify(p), tuple(p.shape), shard_coordinates(p)) for name, p in named.items()}
+        tied = [[name for _, name, _ in holders] for holders in partition.tied()]
+        everyone = gather("parameters", (mine, known, tied, sums_apart))
+        groups = dict.fromkeys(tuple(group) for _, _, theirs, _ in everyone for group in theirs)
+        places = _find_places([theirs for _, theirs, _, _ in everyone], [*groups, *ties])
+        held = [(places[name], parameter, rank) for rank, (theirs, *_) in enumerate(everyone) for name, parameter in theirs.items()]
         _check_shapes(held)
-        apart = any(apart for *_, apart in everyone)  # whether ranks keep sums of their own, of one object too
+        apart = any(apart for *_, apart in everyone)
         owner: dict[Hashable, int] = {}
         idents: dict[Place, set[Hashable]] = {}
-        for place, each, rank in held:
-            owner.setdefault(each.ident, rank)
-            idents.setdefault(place, set()).add((each.ident, rank) if apart else each.ident)
+        for place, parameter, holder in held:
+            owner.setdefault(parameter.ident, holder)
+            idents.setdefault(place, set()).add((parameter.ident, holder) if apart else parameter.ident)
         several = {place for place, found in idents.items() if len(found) > 1}
-        copies: dict[Place, list[str]] = {}
-        for name in mine:
-            if places[name] in several:
-                copies.setdefault(places[name], []).append(name)
-        one_object = any(owner[each.ident] != rank for _, each, rank in held)
-        if one_object and pipeline.group.parallel:
-            raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
-        owned = {name for name, each in mine.items() if owner[each.ident] == pipeline.rank}
         users: dict[Place, set[int]] = {}
         for name, (stage, _) in ((name, at) for _, theirs, *_ in everyone for name, at in theirs.items()):
             users.setdefault(places[name], set()).add(stage)
-        between = {name for name in known if len(users[places[name]]) > 1}
-        found = cls({name: places[name] for name in mine}, copies, owned, one_object, bool(several), between)
-        found._start_equal(pipeline)
-        if len(pipeline.table.placement.copies) > 1:
-            _start_buffers_equal(pipeline)
-        return found
 
-    def _held(self, pipeline: Pipeline) -> dict[Place, list[nn.Parameter]]:
-        """This rank's parameters whose gradients are summed over ranks, as they are now."""
-        named = dict(pipeline.local_parameters()) if self.copies else {}
+        self.place: dict[str, Place] = {name: places[name] for name in mine}
+        """For each of this rank's parameters, the place of the first copy of it."""
+        self.copies: dict[Place, list[str]] = {}
+        """This rank's parameters whose gradients are summed over ranks."""
+        for name in mine:
+            if places[name] in several:
+                self.copies.setdefault(places[name], []).append(name)
+        self.owned = {name for name, parameter in mine.items() if owner[parameter.ident] == rank}
+        """This rank's parameters that no earlier rank holds."""
+        self.one_object = any(owner[parameter.ident] != holder for _, parameter, holder in held)
+        """Whether any parameter is the same object on several ranks, so that steps must begin together."""
+        self.active = bool(several)
+        """Whether any rank has copies."""
+        self.tied = {name for name in known if len(users[places[name]]) > 1}
+        """The parameters known to this rank that several stages use."""
+        self._before: dict[Place, list[Tensor | None]] = {}
+        """The gradients that were accumulated before the step."""
+        if self.one_object and parallel:
+            raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
+        if self.active:
+            self._start_equal(self._held(named.items()), gather)
+
+    def _held(self, parameters: NamedParameters) -> dict[Place, list[nn.Parameter]]:
+        """Return this rank's parameters whose gradients are summed over ranks, as they are now."""
+        named = dict(parameters) if self.copies else {}
         return {place: [named[name] for name in names] for place, names in self.copies.items()}
 
-    def _start_equal(self, pipeline: Pipeline) -> None:
-        """Copies begin with the values of the first."""
-        if not self.active:
-            return
-        mine = self._held(pipeline)
-        everyone = pipeline.gather("copies", {place: local(held[0].detach()) for place, held in mine.items()})
+    @staticmethod
+    def _start_equal(mine: Mapping[Place, list[nn.Parameter]], gather: Gather) -> None:
+        """Give all copies the values of the first."""
+        everyone = gather("copies", {place: to_local(held[0].detach()) for place, held in mine.items()})
         for place, held in mine.items():
             first = next(theirs[place] for theirs in everyone if place in theirs)
             for parameter in held:
-                own = local(parameter.detach())
+                own = to_local(parameter.detach())
                 if own.data_ptr() != first.data_ptr():
                     own.copy_(first)
-        pipeline.gather("copied", None)
+        gather("copied", None)
 
-    def ids(self, pipeline: Pipeline) -> set[int]:
-        """The ids of this rank's parameters whose gradients are summed over ranks."""
-        return {id(parameter) for held in self._held(pipeline).values() for parameter in held}
+    def ids(self, parameters: NamedParameters) -> set[int]:
+        """Return the ids of this rank's parameters whose gradients are summed over ranks."""
+        return {id(parameter) for held in self._held(parameters).values() for parameter in held}
 
-    def begin(self, pipeline: Pipeline) -> None:
-        """Set aside what was accumulated before, so that only this step's gradients are summed."""
-        mine = self._held(pipeline)
-        self.before = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
+    def begin(self, parameters: NamedParameters, gather: Gather) -> None:
+        """Begin a step: set aside the gradients accumulated before, so that only this step's are summed."""
+        mine = self._held(parameters)
+        self._before = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
         if self.one_object:
-            pipeline.gather("begin", None)  # nobody adds to a gradient that another has yet to set aside
+            gather("begin", None)  # no rank adds to a gradient that another has yet to set aside
         for held in mine.values():
             for parameter in held:
                 parameter.grad = None
 
-    def sum(self, pipeline: Pipeline) -> None:
-        """Sum the gradients in the order of ranks, the same on each, and round once to the parameter's own precision."""
+    def sum_gradients(self, parameters: NamedParameters, gather: Gather, take_sum: Callable[[nn.Parameter], Tensor | None]) -> None:
+        """End a step: sum the gradients in the order of ranks, the same on each, and round once to the parameter's own dtype.
+
+        `take_sum` returns this rank's sum of a parameter's gradients in `accumulate_dtype`, if there is one.
+        """
         if not self.active:
             return
-        mine = self._held(pipeline)
-        everyone = pipeline.gather("sum", {place: self._terms(pipeline, held) for place, held in mine.items()})
+        mine = self._held(parameters)
+        everyone = gather("sum", {place: self._terms(held, take_sum) for place, held in mine.items()})
         sums = {place: _sum(term for theirs in everyone for term in theirs.get(place, ())) for place in mine}
-        pipeline.gather("summed", None)  # nobody changes a gradient that another has yet to add
+        gather("summed", None)  # no rank changes a gradient that another has yet to add
         for place, held in mine.items():
-            for parameter, before in zip(held, self.before[place], strict=True):
+            for parameter, before in zip(held, self._before[place], strict=True):
                 total = sums[place]
                 if total is None:
                     parameter.grad = before
                     continue
-                grad = like_part(parameter, total.to(parameter.dtype)) if in_parts(parameter) else round_to(total, parameter)
-                parameter.grad = grad if before is None else add(before, grad) if grad.is_sparse or in_parts(grad) else grad.add_(before)
-        self.before = {}
+                if is_dtensor(parameter):
+                    grad: Tensor = from_local_like(parameter, total.to(parameter.dtype))
+                else:
+                    grad = round_gradient(total, parameter)
+                if before is not None:
+                    grad = add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
+                parameter.grad = grad
+        self._before = {}
 
-    @staticmethod
-    def _terms(pipeline: Pipeline, held: Sequence[nn.Parameter]) -> list[_Term]:
-        """What this rank adds to a parameter's gradient. What autograd has summed belongs to the object, not to a rank."""
+    def _terms(self, held: Sequence[nn.Parameter], take_sum: Callable[[nn.Parameter], Tensor | None]) -> list[_Term]:
+        """Return this rank's terms of a gradient. A sum that autograd has made belongs to the object, not to the rank."""
         terms: dict[Hashable, Tensor] = {}
         for parameter in held:
-            total = pipeline.data.take_sum(parameter)
+            total = take_sum(parameter)
             if total is not None:
-                terms[pipeline.group.ident(parameter), pipeline.rank] = local(laid_as(total, parameter))
+                terms[self._identify(parameter), self._rank] = to_local(redistribute_like(total, parameter))
             elif parameter.grad is not None:
-                terms[pipeline.group.ident(parameter)] = local(laid_as(parameter.grad, parameter))
+                terms[self._identify(parameter)] = to_local(redistribute_like(parameter.grad, parameter))
         return list(terms.items())
 
 
-def _start_buffers_equal(pipeline: Pipeline) -> None:
-    """The buffers of all copies of a stage begin with the values of the first."""
-    mine = {index: dict(stage.module.named_buffers()) for index, stage in pipeline.stages.items()}
-    plain = {index: {name: local(buffer) for name, buffer in held.items() if not is_lazy(buffer)} for index, held in mine.items()}
-    everyone = pipeline.gather("buffers", plain)
-    for index, held in plain.items():
-        first = next(theirs[index] for theirs in everyone if index in theirs)
+def start_buffers_equal(modules: Mapping[int, nn.Module], placement: Placement, gather: Gather) -> None:
+    """Give the buffers of all copies of a stage the values of the first; `modules` are this rank's, by stage."""
+    if len(placement.copies) == 1:
+        return
+    mine = {
+        stage: {name: to_local(buffer) for name, buffer in module.named_buffers() if not is_lazy(buffer)}
+        for stage, module in modules.items()
+    }
+    everyone = gather("buffers", mine)
+    for stage, held in mine.items():
+        first = next(theirs[stage] for theirs in everyone if stage in theirs)
         for name, buffer in held.items():
             other = first.get(name, buffer)
             if other.data_ptr() != buffer.data_ptr() and other.shape == buffer.shape:
                 buffer.copy_(other)
-    pipeline.gather("buffers copied", None)
+    gather("buffers copied", None)
 
 
 def _sum(terms: Iterable[_Term]) -> Tensor | None:
-    """Each term once."""
+    """Sum the terms, each identity once."""
     seen: set[Hashable] = set()
     total: Tensor | None = None
-    for key, grad in terms:
-        if key not in seen:
-            total = grad if total is None else add(total, grad)
-        seen.add(key)
+    for ident, grad in terms:
+        if ident not in seen:
+            total = grad if total is None else add_gradients(total, grad)
+        seen.add(ident)
     return total
 
 
-def _places(known: Sequence[dict[str, Place]], ties: Sequence[Sequence[str]]) -> dict[str, Place]:
-    """The first place of each name; tied names have that of the first of them."""
+def _find_places(known: Sequence[dict[str, Place]], ties: Ties) -> dict[str, Place]:
+    """Return the place of each name; tied names have that of the first of them."""
     places: dict[str, Place] = {}
     for theirs in known:
         places |= theirs
@@ -199,17 +217,17 @@ def _places(known: Sequence[dict[str, Place]], ties: Sequence[Sequence[str]]) ->
     return places
 
 
-def _check_shapes(held: Sequence[tuple[Place, _Held, int]]) -> None:
-    first: dict[Place, tuple[_Held, int]] = {}
-    for place, each, rank in held:
-        other, there = first.setdefault(place, (each, rank))
-        if other.part != each.part:
+def _check_shapes(held: Sequence[tuple[Place, _HeldParameter, int]]) -> None:
+    first: dict[Place, tuple[_HeldParameter, int]] = {}
+    for place, parameter, rank in held:
+        other, other_rank = first.setdefault(place, (parameter, rank))
+        if other.shard != parameter.shard:
             raise PlacementError(
-                f"copies of a parameter are kept in shards in different ways: part {other.part} of it in stage {other.place[0]} on rank "
-                f"{there}, {each.part} in stage {each.place[0]} on rank {rank}; shard both or none"
+                f"copies of a parameter are sharded in different ways: part {other.shard} of it in stage {other.place[0]} on rank "
+                f"{other_rank}, {parameter.shard} in stage {parameter.place[0]} on rank {rank}; shard both or none"
             )
-        if other.shape != each.shape:
+        if other.shape != parameter.shape:
             raise PlacementError(
-                f"copies of a parameter differ: shape {list(other.shape)} in stage {other.place[0]} on rank {there}, "
-                f"{list(each.shape)} in stage {each.place[0]} on rank {rank}"
+                f"copies of a parameter differ: shape {list(other.shape)} in stage {other.place[0]} on rank {other_rank}, "
+                f"{list(parameter.shape)} in stage {parameter.place[0]} on rank {rank}"
             )

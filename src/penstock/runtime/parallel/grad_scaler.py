@@ -1,22 +1,35 @@
-"""Scaled losses for float16: one scale for all stages and data ranks, which all skip the same steps."""
+"""Loss scaling for float16, with one scale for all stages and data ranks, which all skip the same steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import local
+from penstock.runtime.model.tied_parameters import NamedParameters
+from penstock.runtime.tensors.dtensor import to_local
 
-if TYPE_CHECKING:
-    from penstock.runtime.pipeline import Pipeline
+
+class ScaledPipeline(Protocol):
+    """What a `GradScaler` uses of a pipeline."""
+
+    scaler: Any
+    """The scaler whose scale a training step multiplies its losses by; None for no scaling."""
+
+    def local_parameters(self) -> NamedParameters:
+        """Return this rank's parameters."""
+        ...
+
+    def gather_all(self, name: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, over all dimensions of a mesh."""
+        ...
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` for a pipeline, whose steps then start their backward from scaled losses; results are not scaled.
+    """`torch.amp.GradScaler` for a pipeline: its steps start their backward from scaled losses; results are not scaled.
 
         scaler = GradScaler(pipe)
         pipe.step(x, target=y)
@@ -25,13 +38,13 @@ class GradScaler(torch.amp.GradScaler):
         scaler.step(optimizer)
         scaler.update()
 
-    Every rank makes one and calls the same of its methods. Where any rank has found a gradient that is not finite, all skip the
-    step and lower the scale.
+    Every rank makes one and calls the same methods of it. If any rank finds a gradient that is not finite, all ranks skip the step and
+    lower the scale.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        pipeline: ScaledPipeline,
         *,
         init_scale: float = 2.0**16,
         growth_factor: float = 2.0,
@@ -45,29 +58,29 @@ class GradScaler(torch.amp.GradScaler):
         if enabled:
             self._lazy_init_scale_growth_tracker(device)
         pipeline.scaler = self if enabled else None
-        found = pipeline.gather_all("GradScaler", (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
-        if any(theirs != found[0] for theirs in found):
-            raise ScheduleError(f"the ranks give their gradient scalers different options: {sorted(set(found))}; give all the same")
+        options = pipeline.gather_all("GradScaler", (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
+        if any(theirs != options[0] for theirs in options):
+            raise ScheduleError(f"the ranks give their gradient scalers different options: {sorted(set(options))}; give all the same")
 
     @torch.no_grad()
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Multiply the gradients, and find out together whether any is not finite."""
+        """Unscale the gradients, and agree with all ranks whether any is not finite."""
         grads: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
             if parameter.grad is not None:
                 grad = parameter.grad
                 if grad.dtype is torch.float16 and not allow_fp16:
                     raise ScheduleError("gradients of float16 parameters cannot be unscaled: keep the parameters in float32, with autocast")
                 if grad.is_sparse:
                     parameter.grad = grad = grad.coalesce()
-                held = grad._values() if grad.is_sparse else local(grad)
+                held = grad._values() if grad.is_sparse else to_local(grad)
                 grads[held.device, held.dtype].append(held)
-        found = [torch.zeros_like(found_inf)]
+        flags = [torch.zeros_like(found_inf)]
         for (device, _), held in grads.items():
-            found.append(found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(held, found[-1], inv_scale.to(device))
-        mine = max(float(each) for each in found)
+            flags.append(found_inf.to(device, copy=True))
+            torch._amp_foreach_non_finite_check_and_unscale_(held, flags[-1], inv_scale.to(device))
+        mine = max(float(flag) for flag in flags)
         worst = max(self._pipeline.gather_all("found_inf", mine))
         return {found_inf.device: torch.full_like(found_inf, worst)}

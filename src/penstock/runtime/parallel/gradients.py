@@ -1,32 +1,30 @@
-"""Gradients beyond one stage: the norm over all stages, and putting things back after a failure."""
+"""Gradients over all stages: clipping by their norm, and restoring gradients and buffers when a step fails."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, ScheduleError
-from penstock.runtime.tensors.dtensor import local, part_of, whole_parts
-
-if TYPE_CHECKING:
-    from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.model.tied_parameters import Gather, NamedParameters, Place, SharedParameters
+from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.tensors.dtensor import reduce_partial, shard_coordinates, to_local
 
 
 @dataclass
-class Backup:
-    """The gradients before a step."""
+class GradientBackup:
+    """The gradients before a step, to be restored if it fails."""
 
     saved: list[tuple[nn.Parameter, Tensor | None, Tensor | None]]
 
     @classmethod
-    def take(cls, parameters: Iterable[nn.Parameter]) -> Backup:
-        """Only gradients that are there are copied, as when they are accumulated over steps."""
+    def take(cls, parameters: Iterable[nn.Parameter]) -> GradientBackup:
+        """Copy the gradients that exist, as when they are accumulated over steps."""
         return cls([(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters])
 
     @torch.no_grad()
@@ -37,20 +35,20 @@ class Backup:
             parameter.grad = grad
 
 
-class Buffers:
-    """The buffers of modules before a step, to be put back if it fails.
+class BufferBackup:
+    """The buffers of modules before a step, to be restored if it fails.
 
-    One that a step has left as it was is not copied again while nobody changes it, so that tables and masks cost nothing. Norm layers
-    change their statistics without a trace, and are always copied.
+    A buffer that a step has not changed is not copied again as long as its version stays the same, so tables and masks cost nothing.
+    Norm layers change their statistics without changing the version, so they are always copied.
     """
 
     def __init__(self) -> None:
         self._constant: dict[int, int] = {}
-        """The versions of buffers that steps leave alone, by id."""
+        """The versions of buffers that steps do not change, by id."""
         self._copies: list[tuple[Tensor, Tensor, int]] = []
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Copy what a step may change."""
+        """Copy the buffers that a step may change."""
         self._copies = []
         for module in modules:
             statistics = isinstance(module, _NormBase)
@@ -59,7 +57,7 @@ class Buffers:
                     self._copies.append((buffer, buffer.clone(), -1 if statistics else buffer._version))
 
     def settle(self) -> None:
-        """A step is over: see what it has left alone."""
+        """End a step that has succeeded: note which buffers it has not changed."""
         for buffer, before, version in self._copies:
             if version == buffer._version and id(buffer) not in self._constant and torch.equal(buffer, before):
                 self._constant[id(buffer)] = version
@@ -74,36 +72,39 @@ class Buffers:
         self._copies = []
 
 
-class HookedWeights:
-    """Parameters with hooks that run when a gradient is complete, in a step in which they must not change the weights.
+class HookGuard:
+    """Refuses a step in which post-accumulate hooks change the weights.
 
-    An optimizer in such a hook updates a weight after the backward of each microbatch. Forwards of later microbatches have run by then,
+    An optimizer in such a hook updates a weight after the backward of each microbatch. By then forwards of later microbatches have run
     with a weight that the loop over microbatches would have updated first; and copies of the weight on other ranks get other gradients,
-    which are only summed at the step's end. Hooks that leave the weights alone are allowed.
+    which are summed only at the end of the step. Hooks that do not change weights are allowed.
     """
 
     def __init__(self) -> None:
         self._known: set[int] = set()
-        """The parameters whose hooks were seen to leave them alone."""
+        """The ids of parameters whose hooks did not change them in an earlier step."""
         self._marks: list[tuple[str, nn.Parameter, int, int]] = []
         self._copies: dict[int, Tensor] = {}
 
     def begin(self, parameters: Iterable[tuple[str, nn.Parameter]], *, alone: bool) -> None:
-        """Note the weights before a step. Those of hooks that were not seen at work before are copied.
+        """Begin a step: note the versions of hooked weights, and copy those whose hooks have not run before.
 
-        `alone` says that the step is one microbatch of weights that no other rank has.
+        `alone` says that the step has one microbatch and that no other rank has copies of the weights, so hooks may do anything.
         """
         hooked = [] if alone else [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks]
-        self._marks = [(name, p, p._version, local(p.detach()).data_ptr()) for name, p in hooked]
-        self._copies = {id(p): local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
+        self._marks = [(name, p, p._version, to_local(p.detach()).data_ptr()) for name, p in hooked]
+        self._copies = {id(p): to_local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Refuse what runs inside if hooks change weights, and put back those that were copied. A failure may come of it, too."""
+        """A context for the step, which is refused if hooks change weights; those that were copied are restored.
+
+        If the step fails after such a change, the change is reported as the reason.
+        """
         try:
             yield
-        except PipelineError:  # of another rank, which says why
-            self._put_back(self._changed())
+        except PipelineError:  # from another rank, which gives the reason
+            self._restore(self._changed())
             raise
         except Exception as error:
             self._refuse(self._changed(), error)
@@ -116,63 +117,68 @@ class HookedWeights:
         return [(name, parameter) for name, parameter, version, address in self._marks if self._has_changed(parameter, version, address)]
 
     @torch.no_grad()
-    def _put_back(self, changed: Sequence[tuple[str, nn.Parameter]]) -> bool:
-        """Restore the weights; whether there were copies of all."""
+    def _restore(self, changed: Sequence[tuple[str, nn.Parameter]]) -> bool:
+        """Restore the weights; return whether there were copies of all."""
         copies, self._copies = self._copies, {}
         for _, parameter in changed:
             if id(parameter) in copies:
-                local(parameter.detach()).copy_(copies[id(parameter)])
+                to_local(parameter.detach()).copy_(copies[id(parameter)])
         return all(id(parameter) in copies for _, parameter in changed)
 
     def _refuse(self, changed: Sequence[tuple[str, nn.Parameter]], cause: Exception | None) -> None:
         if not changed:
             return
-        kept = self._put_back(changed)
-        now = "The weights are as before the step, but the state of the optimizer is not" if kept else "The weights have been changed"
+        restored = self._restore(changed)
+        now = "The weights are as before the step, but the optimizer's state is not" if restored else "The weights have been changed"
         raise ScheduleError(
             f"a hook that runs when a gradient is complete has changed {changed[0][0]!r}, as an optimizer in it does: a pipeline runs "
-            "forwards of later microbatches before the backwards of earlier ones, so that they would use weights that are out of date, and "
-            f"copies of a weight would be updated apart. Call the optimizer after the step. {now}"
+            "forwards of later microbatches before the backwards of earlier ones, so they would use outdated weights, and copies of a "
+            f"weight would be updated separately. Call the optimizer after the step. {now}"
         ) from cause
 
     def _has_changed(self, parameter: nn.Parameter, version: int, address: int) -> bool:
-        value = local(parameter.detach())
+        value = to_local(parameter.detach())
         if parameter._version != version or value.data_ptr() != address:
             return True
         copy = self._copies.get(id(parameter))
         return copy is not None and not torch.equal(value, copy)
 
 
-Key = tuple[tuple[int, int], tuple[tuple[str, int], ...]]
-"""A parameter's place, and which part of it a rank holds: its number along each dimension of the mesh that splits it."""
+ShardKey = tuple[Place, tuple[tuple[str, int], ...]]
+"""A parameter's place, and which part of it a rank holds, see `shard_coordinates`."""
 
 
-def clip_grad_norm(pipeline: Pipeline, max_norm: float, norm_type: float) -> Tensor:
-    """Norms of all parameters, each once, in the model's own order; so the result does not depend on the ranks."""
-    norms: dict[Key, Tensor] = {}
-    for name, parameter in pipeline.local_parameters():
+def clip_grad_norm(
+    max_norm: float, norm_type: float, parameters: NamedParameters, shared: SharedParameters, *, data: DataParallel, gather: Gather
+) -> Tensor:
+    """Scale all gradients so that their norm over all ranks is at most `max_norm`; return the norm before.
+
+    The norm is taken over the parameters in the model's own order, each once, so it does not depend on the ranks.
+    """
+    named = dict(parameters)
+    norms: dict[ShardKey, Tensor] = {}
+    for name, parameter in named.items():
         if parameter.grad is not None:
-            grad = whole_parts(parameter.grad)
-            norms[pipeline.shared.place[name], part_of(grad)] = torch.linalg.vector_norm(local(grad), norm_type)
-    if pipeline.grid is not None and pipeline.data.scattered:
-        for group in (pipeline.grid.data, pipeline.grid.tensor):
-            norms = _merged(group.gather(group.rank, "clip_grad_norm_", norms, pipeline.deadline))
-    merged = _merged(pipeline.gather("clip_grad_norm_", norms))
-    ordered = [merged[place] for place in sorted(merged)]
+            grad = reduce_partial(parameter.grad)
+            norms[shared.place[name], shard_coordinates(grad)] = torch.linalg.vector_norm(to_local(grad), norm_type)
+    for gather_shards in data.shard_gathers():
+        norms = _merge_first(gather_shards("clip_grad_norm_", norms))
+    merged = _merge_first(gather("clip_grad_norm_", norms))
+    ordered = [merged[key] for key in sorted(merged)]
     total = torch.linalg.vector_norm(torch.stack(ordered), norm_type) if ordered else torch.zeros(())
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    for _, parameter in pipeline.named_parameters():
-        if parameter.grad is not None:
-            local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
-    if pipeline.shared.one_object:
-        pipeline.gather("clipped", None)  # nobody goes on with a gradient that its owner has yet to scale
+    for name, parameter in named.items():
+        if name in shared.owned and parameter.grad is not None:
+            to_local(parameter.grad).mul_(factor.to(parameter.grad.dtype))
+    if shared.one_object:
+        gather("clipped", None)  # no rank uses a gradient that its owner has yet to scale
     return total
 
 
-def _merged(everyone: list[dict[Key, Tensor]]) -> dict[Key, Tensor]:
-    """Each part once, the first that is found."""
-    found: dict[Key, Tensor] = {}
+def _merge_first(everyone: list[dict[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
+    """Merge the norms of several ranks; each comes from the first rank that has it."""
+    merged: dict[ShardKey, Tensor] = {}
     for theirs in everyone:
         for key, norm in theirs.items():
-            found.setdefault(key, norm)
-    return found
+            merged.setdefault(key, norm)
+    return merged

@@ -1,4 +1,4 @@
-"""The processes as a device mesh: which of them are one pipeline, and which hold the same stages."""
+"""Device meshes: which processes form a pipeline, which hold the same stages, and which share a stage's tensors."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 PIPE, TENSOR = "pp", "tp"
 DATA = ("dp", "dp_replicate", "dp_shard")
-"""Whose ranks hold the same stages: `dp`, or the two of hybrid sharding, copies of shards."""
+"""The dimensions along which ranks hold the same stages: `dp`, or `dp_replicate` and `dp_shard` for hybrid sharding."""
 
 
 def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
-    """A device mesh of all processes, for `Pipeline(mesh=...)`: `device_mesh(pp=2, dp=2)`.
+    """Make a device mesh of all processes, for `Pipeline(mesh=...)`: `device_mesh(pp=2, dp=2)`.
 
-    The dimensions are those of `Grid`, in this order; one may have the size -1, for as many as there are left. torch.distributed is set
-    up first where it is not yet, so that processes which `torchrun` starts again do not meet those that are gone. `device` is `cuda`
-    where the processes have NCCL, and `cpu` otherwise.
+    The dimensions are those of `PipelineMesh`, in this order; one may have the size -1, for all processes that are left.
+    torch.distributed is initialised first if it is not yet, such that processes which `torchrun` restarts do not meet those of the run
+    before. `device` defaults to `cuda` if the processes have NCCL, and to `cpu` otherwise.
     """
     _check_names(tuple(sizes))
     current_group.refuse_threads()
@@ -39,7 +39,7 @@ def device_mesh(device: str | None = None, /, **sizes: int) -> DeviceMesh:
 
 
 def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
-    """The sizes of the dimensions, that of -1 being what is left of the processes."""
+    """Return the sizes of the dimensions; -1 becomes the number of processes that are left."""
     known = math.prod(size for size in sizes.values() if size != -1)
     free = [name for name, size in sizes.items() if size == -1]
     shown = " x ".join(f"{name} {size}" for name, size in sizes.items())
@@ -50,47 +50,57 @@ def _shape(sizes: Mapping[str, int], processes: int) -> tuple[int, ...]:
     return tuple(processes // known if size == -1 else size for size in sizes.values())
 
 
-class Grid:
-    """A device mesh by the names of its dimensions, in any order.
+class PipelineMesh:
+    """A device mesh whose dimensions have names, in any order, and this process's groups in it.
 
-    `pp` is the pipeline (one rank where there is none), `dp` or `dp_replicate` and `dp_shard` hold the same stages and split the
-    batch, and `tp` splits each stage's tensors. The ranks along `pp` are `pipe`, those along all of the data's are `data`, and
-    those along `tp` are `tensor`; each a group by itself.
+    Along `pp` are the ranks of the pipeline (one rank if there is no `pp`); along `dp`, or `dp_replicate` and `dp_shard`, ranks hold the
+    same stages and split the batch; along `tp` they split each stage's tensors. This process's groups along them are `pipe`, `data` and
+    `tensor`; `whole` is the group of all processes of the mesh.
     """
 
     def __init__(self, mesh: Any, transport: str = "auto") -> None:
-        self.mesh, self.names = mesh, _names(mesh)
+        self.device_mesh, self.names = mesh, _dimension_names(mesh)
         places = np.arange(mesh.mesh.numel()).reshape(tuple(mesh.mesh.shape))
         coordinate = mesh.get_coordinate()
         if coordinate is None:
-            raise PipelineError(f"process {dist.get_rank()} is not in the device mesh that it was given for the pipeline")
+            raise PipelineError(f"process {dist.get_rank()} is not in the device mesh that was given for the pipeline")
         self.coordinate = tuple(coordinate)
         self.whole = current_group.join_ranks(mesh.mesh.flatten().tolist(), transport)
-        self.whole.names = [self._called(place) for place in np.ndindex(places.shape)]
+        self.whole.names = [self._describe(place) for place in np.ndindex(places.shape)]
         self.data_dims = tuple(name for name in self.names if name in DATA)
         self.pipe = self._slice(places, (PIPE,))
         self.data = self._slice(places, self.data_dims)
         self.tensor = self._slice(places, (TENSOR,))
 
-    def _called(self, place: tuple[int, ...]) -> str:
+    def _describe(self, place: tuple[int, ...]) -> str:
         return ", ".join(f"{name} {at}" for name, at in zip(self.names, place, strict=True))
 
     def _slice(self, places: Any, names: tuple[str, ...]) -> ProcessSubgroup:
         at = tuple(slice(None) if name in names else self.coordinate[dim] for dim, name in enumerate(self.names))
         members = [int(place) for place in places[at].flatten()]
-        ranks = [int(self.mesh.mesh.flatten()[place]) for place in members]
-        if ranks != sorted(ranks):  # torch's process groups number them in ascending order, whatever the mesh says
-            raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {ranks}: give them in ascending order")
+        processes = self._processes(members)
+        if processes != sorted(processes):  # torch's process groups number them in ascending order, whatever the mesh says
+            raise ScheduleError(f"along {' and '.join(names)} the device mesh has processes {processes}: give them in ascending order")
         return get_subgroup(self.whole, members)
+
+    def _processes(self, members: Sequence[int]) -> list[int]:
+        """Return the processes at these places of the mesh."""
+        flat = self.device_mesh.mesh.flatten()
+        return [int(flat[place]) for place in members]
+
+    @property
+    def data_processes(self) -> list[int]:
+        """The processes that hold the same stages as this one, itself among them."""
+        return self._processes(self.data.members)
 
     @property
     def data_mesh(self) -> Any:
-        """The part of the mesh that `fully_shard` takes: one dimension, or copies first and shards second."""
-        return self.mesh[self.data_dims if len(self.data_dims) > 1 else self.data_dims[0]]
+        """The submesh that `fully_shard` takes: one dimension, or `dp_replicate` and `dp_shard`."""
+        return self.device_mesh[self.data_dims if len(self.data_dims) > 1 else self.data_dims[0]]
 
 
-def _names(mesh: Any) -> tuple[str, ...]:
-    """The names of the dimensions, if each is known and they go together."""
+def _dimension_names(mesh: Any) -> tuple[str, ...]:
+    """Return the names of the dimensions; refuse unknown ones and those that do not go together."""
     if not hasattr(mesh, "mesh_dim_names"):
         raise ScheduleError(f"mesh= takes a device mesh, got {type(mesh).__name__}; a process group goes into group=")
     names = mesh.mesh_dim_names
@@ -103,20 +113,20 @@ def _names(mesh: Any) -> tuple[str, ...]:
 def _check_names(names: Sequence[str]) -> None:
     known = (PIPE, *DATA, TENSOR)
     if not names:
-        raise ScheduleError("a device mesh without dimensions: device_mesh(pp=2, dp=2), say")
+        raise ScheduleError("a device mesh without dimensions: give some, as in device_mesh(pp=2, dp=2)")
     for name in names:
         if name not in known:
             raise ScheduleError(f"the device mesh has a dimension {name!r}; {nearest(name, known)}")
     data = [name for name in names if name in DATA]
     if data not in ([], ["dp"], ["dp_replicate"], ["dp_shard"], ["dp_replicate", "dp_shard"]):
-        raise ScheduleError(f"the device mesh has the data dimensions {data}: one is wanted, or dp_replicate before dp_shard")
+        raise ScheduleError(f"the device mesh has the data dimensions {data}: give one, or dp_replicate before dp_shard")
 
 
-def group_of(within: Any, mesh: Any, transport: str) -> tuple[Any, int, Grid | None]:
-    """The pipeline's group, this process's rank in it, and the mesh that it is a part of."""
+def find_group(within: Any, mesh: Any, transport: str) -> tuple[Any, int, PipelineMesh | None]:
+    """Return the pipeline's group, this process's rank in it, and the mesh that it is part of, if any."""
     if mesh is None:
         return *current_group.get_group(within, transport), None
     if within is not None:
         raise ScheduleError("give either group= or mesh=: the mesh's dimension 'pp' is the pipeline's group")
-    grid = Grid(mesh, transport)
-    return grid.pipe, grid.pipe.rank, grid
+    pipeline_mesh = PipelineMesh(mesh, transport)
+    return pipeline_mesh.pipe, pipeline_mesh.pipe.rank, pipeline_mesh

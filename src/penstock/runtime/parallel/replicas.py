@@ -1,4 +1,4 @@
-"""Gradients that are gathered up outside of autograd: summed over data ranks, or over microbatches in higher precision."""
+"""Gradients of replicated parameters: summed over data ranks, and over microbatches in higher precision."""
 
 from __future__ import annotations
 
@@ -11,36 +11,37 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError
 from penstock.runtime.device.timing import clock
-from penstock.runtime.tensors.dtensor import is_laid_as, laid_as, local
-from penstock.runtime.tensors.layout import add, round_to
+from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like, to_local
+from penstock.runtime.tensors.layout import add_gradients, round_gradient
 
 
-class Replicas:
-    """The parameters of a rank that are the same on every data rank, during one step.
+class ReplicaGradients:
+    """The gradients, during one step, of a rank's parameters that are the same on every data rank.
 
-    What was accumulated in earlier steps is set aside, so that only this step's gradients are summed, once, and added to it.
+    `begin` sets aside what was accumulated in earlier steps, so that only this step's gradients are summed, once; `finish` adds the sums
+    to it. In between, `accumulate` is called after each backward, and `reduce` once per stage.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.dtype = dtype
-        """What the gradients of microbatches are summed in; None for the parameters' own."""
+        """The dtype in which the gradients of microbatches are summed; None for the parameters' own."""
         self._of_stage: dict[int, list[nn.Parameter]] = {}
         self._before: list[tuple[nn.Parameter, Tensor | None]] = []
         self._sums: dict[int, Tensor] = {}
-        self._due: list[tuple[int, Any, list[tuple[nn.Parameter, Tensor]]]] = []
-        """Sums under way: the stage, the work, and each parameter's part of the sum."""
+        self._running: list[tuple[int, Any, list[tuple[nn.Parameter, Tensor]]]] = []
+        """The running all-reduces: the stage, the work, and each parameter's part of the sum."""
         self.ended: dict[int, int] = {}
-        """When each stage's sum of the last step was seen to have ended."""
+        """When each stage's all-reduce of the last step was seen to have ended."""
 
     def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
-        """A step begins; `of_stage` are the parameters that each stage is the last to give gradients to."""
-        self._of_stage, self._sums, self._due, self.ended = of_stage, {}, [], {}
+        """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
+        self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
         self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
         for parameter, _ in self._before:
             parameter.grad = None
 
-    def sweep(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Move new gradients into the sums."""
+    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Move new gradients into the sums in higher precision."""
         for parameter in parameters:
             grad = parameter.grad
             if grad is not None and self._sums_up(parameter):
@@ -48,7 +49,7 @@ class Replicas:
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
                 elif total.is_sparse:
-                    self._sums[id(parameter)] = add(total, grad.to(self.dtype))
+                    self._sums[id(parameter)] = add_gradients(total, grad.to(self.dtype))
                 else:
                     total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
@@ -57,15 +58,15 @@ class Replicas:
         return self.dtype is not None and parameter.dtype != self.dtype and parameter.is_floating_point()
 
     def _total(self, parameter: nn.Parameter) -> Tensor | None:
-        """This step's gradient so far."""
+        """Return this step's gradient so far."""
         return self._sums.get(id(parameter), parameter.grad)
 
     def present(self, stage: int) -> list[bool]:
-        """For each of a stage's parameters whether it has got a gradient in this step."""
+        """Return for each of a stage's parameters whether it has a gradient in this step."""
         return [self._total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
 
     def reduce(self, stage: int, wanted: Sequence[bool], connection: Any) -> None:
-        """Begin to sum a stage's gradients over all data ranks; `wanted` are those that any rank has one for."""
+        """Start to sum a stage's gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
         held = [parameter for parameter, want in zip(self._of_stage.get(stage, ()), wanted, strict=True) if want]
         buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in held:
@@ -77,15 +78,15 @@ class Replicas:
             dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
-            totals = [self._total(each) for each in parameters]
-            self._due.append((stage, *_summing(connection, parameters, totals, dtype, device)))
+            totals = [self._total(parameter) for parameter in parameters]
+            self._running.append((stage, *_start_all_reduce(connection, parameters, totals, dtype, device)))
 
     def finish(self, deadline: float, shared: Collection[int] = ()) -> None:
-        """Wait for the sums, round them, and add them to what was accumulated before.
+        """Wait for the all-reduces, round the sums, and add them to what was accumulated before.
 
-        The sums of parameters that other ranks hold too, given by their ids as `shared`, stay as they are until `take` asks for them.
+        The sums of `shared` parameters, given by their ids, are kept for `take`, because other ranks of the pipeline hold them too.
         """
-        for stage, work, parts in self._due:
+        for stage, work, parts in self._running:
             work.wait(timedelta(seconds=deadline))
             self.ended[stage] = clock()
             self._sums |= {id(parameter): part for parameter, part in parts}
@@ -94,38 +95,40 @@ class Replicas:
                 continue
             grad, total = parameter.grad, self._sums.pop(id(parameter), None)
             if total is not None and total.is_sparse:
-                grad = round_to(total, parameter)
+                grad = round_gradient(total, parameter)
             elif total is not None:
-                grad = torch.zeros_like(parameter, requires_grad=False) if grad is None or not is_laid_as(grad, parameter) else grad
-                local(grad).copy_(local(laid_as(total, parameter)))
+                grad = (
+                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
+                )
+                to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
             parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
-        self._before, self._due = [], []
+        self._before, self._running = [], []
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
-        """The sum for a parameter that other ranks hold too, over all data ranks and in the precision of the sums.
+        """Return the sum of a shared parameter's gradients in higher precision, and forget it.
 
         None if the parameter's own gradient is the sum.
         """
         return self._sums.pop(id(parameter), None)
 
     def reset(self) -> None:
-        """The step has failed: nothing of it is kept."""
-        self._of_stage, self._before, self._sums, self._due = {}, [], {}, []
+        """Drop the sums of a step that has failed."""
+        self._of_stage, self._before, self._sums, self._running = {}, [], {}, []
 
 
 def _add_to(before: Tensor, grad: Tensor) -> Tensor:
-    """The sum, in the memory of the first where that can hold it."""
-    return add(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)
+    """Add a gradient, in place if both are dense."""
+    return add_gradients(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)
 
 
-def _summing(
+def _start_all_reduce(
     connection: Any, parameters: list[nn.Parameter], totals: list[Tensor | None], dtype: torch.dtype, device: torch.device
 ) -> tuple[Any, list[tuple[nn.Parameter, Tensor]]]:
-    """Begin one sum over all of these; the work, and each parameter's part of it."""
-    shapes = [local(parameter.detach()).shape for parameter in parameters]
+    """Start one all-reduce for all of these; return the work, and each parameter's part of the sum."""
+    shapes = [to_local(parameter.detach()).shape for parameter in parameters]
     flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
     parts = [piece.view(shape) for piece, shape in zip(torch.split(flat, [shape.numel() for shape in shapes]), shapes, strict=True)]
     for part, parameter, total in zip(parts, parameters, totals, strict=True):
         if total is not None:
-            part.copy_(local(laid_as(total, parameter)))
+            part.copy_(to_local(redistribute_like(total, parameter)))
     return connection.allreduce([flat]), list(zip(parameters, parts, strict=True))

@@ -1,7 +1,7 @@
-"""Recording a stage's operators: who sees that a weight is applied.
+"""The parameters of a stage that can be deferred, and the contexts in which their operators are recorded.
 
-`torch.nn.functional`'s operators are seen by a wrapper that stands in their place while any thread records; all others (`x @ w`,
-`torch.bmm`) by the class of the parameters. Calls of autograd are seen by a wrapper, too.
+The operators of `torch.nn.functional` are replaced by wrappers while any thread records; all others (`x @ w`, `torch.bmm`) are
+intercepted by the class of the parameters. Calls of autograd go through a wrapper, too.
 """
 
 from __future__ import annotations
@@ -21,39 +21,43 @@ from penstock.runtime.split_backward.deferral import (
     Deferral,
     Observation,
     activate,
+    autograd_request,
     check_request,
     observe,
-    requested,
-    running,
-    tie_weights,
+    running_backwards,
+    set_tied_weights,
 )
 from penstock.runtime.split_backward.operators import FUNCTIONAL, WATCHED
-from penstock.runtime.tensors.dtensor import in_parts
+from penstock.runtime.tensors.dtensor import is_dtensor
 
 _PLAIN = (
     *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention),
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
 )
-"""Modules that apply their weights by `torch.nn.functional` and nothing else."""
+"""Modules that apply their weights only through `torch.nn.functional`."""
 
 
 class Deferrable:
-    """The parameters of a stage whose gradients can wait, and how to run its two backwards."""
+    """The parameters of a stage whose gradients can be deferred, and its two backwards.
+
+    Run a forward in `forward(deferral)`, then `backward_input(deferral, ...)`, then `deferral.run()` for the weights; call `refresh`
+    before a step.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         self.parameters: list[nn.Parameter] = []
         self.watched: list[nn.Parameter] = []
         self.hooked: dict[int, nn.Parameter] = {}
         self.stand_ins: dict[int, Tensor] = {}
-        self.look(module)
+        self.refresh(module)
 
-    def look(self, module: nn.Module) -> None:
-        """Take the module as it is now; call it when parameters may have been replaced, frozen or given hooks, as between steps."""
+    def refresh(self, module: nn.Module) -> None:
+        """Look at the module again, when parameters may have been replaced, frozen or given hooks."""
         every = [p for p in module.parameters() if p.requires_grad]
-        self.parameters = [p for p in every if _can_wait(p)]
+        self.parameters = [p for p in every if _can_defer(p)]
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
-        # Vectors are found beside their matrix; watching them would only make every normalisation slower.
-        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not in_parts(p)]
+        # Biases are seen together with their weight; watching vectors would only slow down every normalisation.
+        self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not is_dtensor(p)]
         self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
@@ -63,22 +67,22 @@ class Deferrable:
         return _Recording(deferral, self.watched)
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-        """Gradients of the inputs and of all that was not deferred; the records get what they wait for."""
+        """Compute the gradients of the inputs and of all that was not deferred; deferred operators get their outputs' gradients."""
         deferral.backward = True
-        running.append(deferral)
+        running_backwards.append(deferral)
         try:
-            with _Recording(deferral, self.watched):  # a checkpoint runs its part of the forward again
+            with _Recording(deferral, self.watched):  # for the forwards that checkpoints recompute
                 if self.hooked:
-                    with _HeldBack(deferral):
+                    with _HooksHeldBack(deferral):
                         run_backward(roots, grads)
                 else:
                     run_backward(roots, grads)
         finally:
-            running.remove(deferral)
+            running_backwards.remove(deferral)
 
     @contextmanager
-    def observed(self, *, beside: bool = False) -> Iterator[Observation]:
-        """A context for work that is not recorded, which notes whether it could be."""
+    def observe(self, *, beside: bool = False) -> Iterator[Observation]:
+        """A context for a forward that is not split, which notes whether it could be."""
         observation = Observation(self.stand_ins, beside)
         before = observe(observation)
         _wrappers.enter()
@@ -90,43 +94,45 @@ class Deferrable:
 
     @contextmanager
     def backward(self, deferral: Deferral) -> Iterator[None]:
-        """A context in which a backward for the input may be run by whatever means."""
+        """A context in which other code runs a backward for the input."""
         deferral.backward = True
-        running.append(deferral)
+        running_backwards.append(deferral)
         try:
-            with _Recording(deferral, self.watched), _HeldBack(deferral):
+            with _Recording(deferral, self.watched), _HooksHeldBack(deferral):
                 yield
         finally:
-            running.remove(deferral)
+            running_backwards.remove(deferral)
 
 
 @contextmanager
 def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
-    """A context in which asking autograd for the gradients of these weights, by their ids, is refused."""
-    before = tie_weights(tied)
+    """A context that refuses to ask autograd for the gradients of these weights, given by their ids."""
+    before = set_tied_weights(tied)
     _wrappers.enter()
     try:
         yield
     finally:
         _wrappers.exit()
-        tie_weights(before)
+        set_tied_weights(before)
 
 
 _engine = Variable._execution_engine
 
 
 def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    """`torch.autograd.backward` less its checks of the arguments, which take longer than the backward of a small layer."""
+    """Run `torch.autograd.backward` without its argument checks, which take longer than the backward of a small layer."""
     _engine.run_backward(tuple(roots), tuple(grads), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _can_wait(parameter: nn.Parameter) -> bool:
-    """A hook on the tensor wants to see the gradient in the backward, so that such parameters are left to autograd."""
-    known = type(parameter) in (nn.Parameter, _Watched) or in_parts(parameter)
+def _can_defer(parameter: nn.Parameter) -> bool:
+    """Whether a gradient can wait. A tensor hook must see it in the backward, so hooked parameters are left to autograd."""
+    known = type(parameter) in (nn.Parameter, _Watched) or is_dtensor(parameter)
     return known and parameter.is_floating_point() and not parameter._backward_hooks
 
 
 class _Recording:
+    """A context in which operators on the watched parameters are recorded."""
+
     __slots__ = ("before", "deferral", "watched")
 
     def __init__(self, deferral: Deferral, watched: list[nn.Parameter]) -> None:
@@ -146,7 +152,7 @@ class _Recording:
 
 
 class _Watched(nn.Parameter):
-    """A parameter while a stage is being recorded: it sees the operators that it is an argument of."""
+    """The class of a parameter while a stage is recorded: it intercepts the operators that take it as an argument."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -154,8 +160,8 @@ class _Watched(nn.Parameter):
             return WATCHED.get(func, func)(*args, **(kwargs or {}))
 
 
-class _HeldBack:
-    """Hooks that run once a parameter's gradient is complete are put aside: it is not before the backward for the weights."""
+class _HooksHeldBack:
+    """A context without post-accumulate hooks: a gradient is complete only after the backward for the weights."""
 
     _one_at_a_time = threading.RLock()
 
@@ -181,18 +187,18 @@ class _HeldBack:
 
 
 def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that all of torch's calls of its engine go through, with a check."""
+    """Wrap the function through which torch calls its autograd engine with a check."""
 
     def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         check_request(inputs, create_graph)
-        with requested(inputs):
+        with autograd_request(inputs):
             return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
     return run
 
 
 def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.autograd.grad` or `backward` with a check, for a torch that has no such function."""
+    """Wrap `torch.autograd.grad` or `backward` with a check, for versions of torch without that function."""
     signature = inspect.signature(original)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -201,14 +207,14 @@ def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
         several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
         asked = () if inputs is None else inputs if several else (inputs,)
         check_request(asked, bool(named.get("create_graph", False)))
-        with requested(asked):
+        with autograd_request(asked):
             return original(*args, **kwargs)
 
     return run
 
 
-def autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
-    """Of `torch.autograd`: the functions that ask for gradients, each with its wrapper."""
+def wrap_autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
+    """Return the functions of `torch.autograd` that ask for gradients, each with its wrapper."""
     engine = getattr(autograd, "_engine_run_backward", None)
     if engine is not None:
         return {"_engine_run_backward": (engine, _checked_engine(engine))}
@@ -216,12 +222,12 @@ def autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]
 
 
 class _Wrappers:
-    """The wrappers in place of torch's functions, while any thread records."""
+    """Replaces torch's functions by wrappers while any thread records."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.users = 0
-        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), autograd_calls())]
+        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), wrap_autograd_calls())]
         self.wrappers = [(place, {name: wrapper for name, (_, wrapper) in pairs.items()}) for place, pairs in places]
         self.originals = [(place, {name: original for name, (original, _) in pairs.items()}) for place, pairs in places]
 
@@ -244,8 +250,8 @@ _wrappers = _Wrappers()
 
 
 @contextmanager
-def in_place(wanted: bool) -> Iterator[None]:
-    """The wrappers stay in place meanwhile, if wanted: whoever records in it need not put them there each time."""
+def keep_wrappers(wanted: bool) -> Iterator[None]:
+    """A context that keeps the wrappers installed, if `wanted`, so that recording in it need not install them each time."""
     if not wanted:
         yield
         return

@@ -1,12 +1,10 @@
-"""Weight gradients that wait: the split backward, at the operator.
+"""Deferred operators of one forward, and the weight gradients that they are run for later.
 
-While a stage runs forward with a `Deferral`, a linear map, an embedding, a convolution, a normalisation or a (batched) matrix product
-is run with its weight cut off from autograd, and a record of it is tied to its place in the graph. The stage's backward is then the
-backward for the input, at the price of exactly that, and on its way hands each record the gradient of its operator's output. Running
-the records later gives the weight gradients. Everything else that a parameter takes part in is left to autograd and gets its
-gradient in the backward for the input. No module is changed, and the cost is linear in the operators.
-
-`operators` has the operators that can wait, `recording` puts them in place.
+While a stage runs its forward with a `Deferral`, each linear map, embedding, convolution, normalisation and (batched) matrix product
+runs with its weight detached, and a `DeferredOperator` is attached to its place in the graph. The stage's backward is then the
+backward for the input, at exactly that cost, and hands each deferred operator the gradient of its output. Everything else that a
+parameter takes part in is left to autograd and gets its gradient in the backward for the input. No module is changed, and the cost
+is linear in the number of operators.
 """
 
 from __future__ import annotations
@@ -23,45 +21,45 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
-from penstock.runtime.tensors.dtensor import is_laid_as, laid_as
+from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
 from penstock.runtime.tensors.layout import match_layout
 
 T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
-Compute = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
-"""The gradients of weight and bias, from the output's gradient, the input, the weight and the bias (None for one that is not wanted),
-and what else the operator was given."""
+ComputeGrads = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
+"""Computes the gradients of weight and bias from the output's gradient, the input, the weight and the bias (None for one whose gradient
+is not needed), and the operator's other arguments."""
 Fuse = Callable[[Tensor, Tensor, Tensor], None]
-"""Add the weight's gradient to what is there already in one operation: the output's gradient, the input, the sum."""
+"""Adds the weight's gradient to a sum in one operation: called with the output's gradient, the input and the sum."""
 
 _ANCHOR = torch.zeros((), requires_grad=True)
-"""What makes a tap's output want a gradient where the operator's input does not; it never gets one itself."""
+"""Makes an operator's output require a gradient when its input does not; never gets a gradient itself."""
 
 
-class _Here(threading.local):
-    """What this thread does for a split backward, if anything."""
+class _ThreadState(threading.local):
+    """The split backward of this thread, if there is one."""
 
     deferral: Deferral | None = None
-    """What its operators are recorded into."""
+    """Where its operators are recorded."""
     observation: Observation | None = None
-    """What its calls of autograd are noted in."""
+    """Where its calls of autograd are noted."""
     tied: Collection[int] = ()
-    """The weights, by id, that stages use which are not run here."""
+    """The ids of weights that other stages use too."""
 
 
-_here = _Here()
-running: list[Deferral] = []
-"""Those whose backward for the input runs now: torch runs a device's on a thread of its own."""
+_here = _ThreadState()
+running_backwards: list[Deferral] = []
+"""The deferrals whose backward for the input is running: torch runs a device's backward on another thread."""
 
-# Asked at every operator, so that looking them up counts.
+# Bound here because they are called for every operator.
 _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
 _set_grad_enabled = torch._C._set_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Record:
-    """One operator of one forward: what it was applied to, and the gradient of its output once the backward has been there.
+class DeferredOperator:
+    """One operator of one forward: its input, and the gradient of its output once the backward has reached it.
 
     It is itself the hook that the backward calls.
     """
@@ -69,7 +67,15 @@ class Record:
     __slots__ = ("bias", "compute", "deferral", "extra", "fuse", "grad", "packed", "value", "version", "weight")
 
     def __init__(
-        self, deferral: Deferral, value: Tensor, weight: Any, bias: Any, compute: Compute, *, extra: Any = None, fuse: Fuse | None = None
+        self,
+        deferral: Deferral,
+        value: Tensor,
+        weight: Any,
+        bias: Any,
+        compute: ComputeGrads,
+        *,
+        extra: Any = None,
+        fuse: Fuse | None = None,
     ) -> None:
         self.deferral: Deferral | None = deferral
         self.value: Tensor | None = value
@@ -85,32 +91,32 @@ class Record:
             self.pack()
 
     def pack(self) -> None:
-        """Save the input as autograd saves tensors, where hooks are set on that: a checkpoint, say, is to compute it again."""
+        """Save the input as autograd saves tensors, so that saved-tensor hooks see it: a checkpoint recomputes it, for example."""
         self.packed = _Saved.apply(self.value, _ANCHOR)  # type: ignore[no-untyped-call]
         self.value = None
 
     def __call__(self, grad: Any) -> None:
-        """The hook that is called with the gradient of the operator's output, before the operator's own backward."""
+        """Take the gradient of the operator's output; called as a hook before the operator's own backward."""
         if _is_grad_enabled():
             raise SplitError(
-                "a stage differentiates a gradient of its own (create_graph=True), which a weight that waits has no part in: "
+                "a stage differentiates a gradient of its own (create_graph=True), which deferred weights take no part in: "
                 "run its backward whole, with PassList.parse('merge-backward{stages=...,apart=true}').apply(schedule)"
             )
-        if type(grad) is tuple:  # from a node rather than a tensor
+        if type(grad) is tuple:  # a hook on a node rather than on a tensor
             grad = grad[0]
         deferral = self.deferral
-        if grad is None or (deferral is not None and not deferral.backward):  # a gradient that the forward asked for itself
+        if grad is None or (deferral is not None and not deferral.backward):  # a gradient that the forward itself asked for
             return
         self.grad = grad
         if self.packed is not None:
             (self.value,), self.packed = self.packed.grad_fn.saved_tensors, None
             self.version = self.value._version
         if deferral is not None:
-            deferral.records.append(self)
-            self.deferral = None  # no cycle, so that all of it goes as soon as it has been used
+            deferral.operators.append(self)
+            self.deferral = None  # no reference cycle, so that memory is freed as soon as it has been used
 
     def take(self) -> tuple[Tensor, Tensor]:
-        """The output's gradient and the input, which the record then no longer holds."""
+        """Return the output's gradient and the input, and let go of both."""
         grad, value = self.grad, self.value
         self.grad = self.value = None
         assert grad is not None
@@ -121,7 +127,7 @@ class Record:
 
 
 def changed_in_place(value: Tensor) -> SplitError:
-    """The error for a value that was changed after a weight was applied to it."""
+    """Return the error for an input that was changed after a weight was applied to it."""
     return SplitError(
         f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
         "was computed: change a copy"
@@ -129,12 +135,12 @@ def changed_in_place(value: Tensor) -> SplitError:
 
 
 def has_saved_tensor_hooks() -> bool:
-    """Whether tensors that autograd saves now are packed by someone, as a checkpoint does."""
+    """Whether saved-tensor hooks are set, as a checkpoint does."""
     return _saved_tensor_hooks(False) is not None
 
 
 def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:
-    """As `torch.no_grad()` does, which takes as long as a small product by itself."""
+    """Decorate with a cheaper `torch.no_grad()`, which takes as long as a small matrix product."""
 
     def run(deferral: Deferral, fused: bool = False) -> T:
         before = _is_grad_enabled()
@@ -148,187 +154,189 @@ def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:
 
 
 class Deferral:
-    """The records of one stage and microbatch, and the weights that can wait, by their id, each with what stands in for it."""
+    """The deferred operators of one stage and microbatch."""
 
-    __slots__ = ("backward", "beside", "due", "hooked", "records", "stand_ins")
+    __slots__ = ("backward", "beside", "due", "hooked", "operators", "stand_ins")
 
     def __init__(self) -> None:
         self.beside = False
-        """Whether the forward runs another stage's backward by the way."""
-        self.records: list[Record] = []
-        """Those that a gradient has reached, in the order of the backward."""
+        """Whether the forward runs another stage's backward as well."""
+        self.operators: list[DeferredOperator] = []
+        """The operators that a gradient has reached, in the order of the backward."""
         self.stand_ins: dict[int, Tensor] = {}
+        """The detached weights that operators run with, by the id of the weight."""
         self.hooked: dict[int, nn.Parameter] = {}
-        """Parameters with hooks that run when their gradient is there, by their id."""
+        """Parameters with post-accumulate hooks, by id."""
         self.due: dict[int, nn.Parameter] = {}
-        """Those of them that have got a gradient."""
+        """The hooked parameters that have got a gradient."""
         self.backward = False
+        """Whether the backward for the input is running or has run."""
 
     @_without_grad
     def run(self, fused: bool = False) -> list[nn.Parameter]:
-        """The backward for the weights; the parameters whose hooks are now due.
+        """Run the backward for the weights; return the parameters whose hooks are now due.
 
-        `fused` adds the products of linear maps straight to the gradients: one pass over them less, and a rounding of its own,
-        for sums of some tens of terms in float32 within 1e-6 of the largest gradient.
+        `fused` adds the products of linear maps straight to the gradients. That saves one pass over them, and rounds differently: sums
+        of some tens of terms in float32 are within 1e-6 of the largest gradient.
         """
-        batch = _Batch()
-        sums = _Sums(self.records, batch.add)
-        add = sums.add if sums.left else batch.add
-        for record in self.records:
-            grad, value = record.take()
-            weight, bias = record.weight, record.bias
-            if fused and record.fuse is not None and weight is not None and sums.can_fuse(weight, grad):
-                record.fuse(grad, value, weight.grad)  # type: ignore[arg-type]
+        adder = GradientAdder()
+        uses = _RepeatedUses(self.operators, adder.add)
+        add = uses.add if uses.left else adder.add
+        for operator in self.operators:
+            grad, value = operator.take()
+            weight, bias = operator.weight, operator.bias
+            if fused and operator.fuse is not None and weight is not None and uses.can_fuse(weight, grad):
+                operator.fuse(grad, value, weight.grad)  # type: ignore[arg-type]
                 weight = None
-            of_weight, of_bias = record.compute(grad, value, weight, bias, record.extra)
+            of_weight, of_bias = operator.compute(grad, value, weight, bias, operator.extra)
             if weight is not None:
                 add(weight, of_weight)  # type: ignore[arg-type]
             if bias is not None:
                 add(bias, of_bias)  # type: ignore[arg-type]
-        batch.flush()
-        self.records.clear()
+        adder.flush()
+        self.operators.clear()
         if self.hooked:
-            self.due.update((ident, self.hooked[ident]) for ident in sums.targets if ident in self.hooked)
+            self.due.update((ident, self.hooked[ident]) for ident in uses.targets if ident in self.hooked)
         return list(self.due.values())
 
 
 @dataclass
 class Observation:
-    """What is seen of a forward that is not split: whether it could be."""
+    """Whether a forward that is not split could be."""
 
     stand_ins: Mapping[int, Tensor]
-    """The weights that would have one, by their id."""
+    """The detached weights that a split forward would run with, by the id of the weight."""
     beside: bool = False
-    """Whether the forward runs another stage's backward by the way."""
+    """Whether the forward runs another stage's backward as well."""
     reason: str | None = None
-    """What it does that a split forward could not."""
+    """What it does that a split forward cannot; None if nothing was seen."""
 
 
-class _Batch:
-    """Adds to parameters' gradients, as autograd does, but those of small ones many at a time: for a device that is one launch."""
+class GradientAdder:
+    """Adds to the parameters' gradients, as autograd does; on a device, many small ones with one kernel launch."""
 
-    __slots__ = ("found", "totals")
+    __slots__ = ("grads", "totals")
     LARGEST, MOST = 1 << 16, 64
-    """Numbers of a gradient that waits for others, and how many do."""
+    """The most elements of a gradient that is added together with others, and how many are added at once."""
 
     def __init__(self) -> None:
         self.totals: list[Tensor] = []
-        self.found: list[Tensor] = []
+        self.grads: list[Tensor] = []
 
-    def add(self, target: nn.Parameter, found: Tensor) -> None:
+    def add(self, target: nn.Parameter, grad: Tensor) -> None:
         total = target.grad
         if total is None:
-            found = found if found.dtype == target.dtype else found.to(target.dtype)
-            target.grad = found if found.is_contiguous() and target.is_contiguous() else match_layout(found, target)
+            grad = grad if grad.dtype == target.dtype else grad.to(target.dtype)
+            target.grad = grad if grad.is_contiguous() and target.is_contiguous() else match_layout(grad, target)
         elif total.is_sparse:  # from an operator that was left to autograd
-            target.grad = found + total
-        elif type(total) is not Tensor and not is_laid_as(total, target):  # a sum over processes that autograd has left open
-            target.grad = laid_as(total, target) + laid_as(found, target)
-        elif found.is_cpu or found.numel() > self.LARGEST or found.dtype != total.dtype:  # on a CPU one by one is quicker
-            total.add_(found)
+            target.grad = grad + total
+        elif type(total) is not Tensor and not has_same_placements(total, target):  # autograd has left a sum over processes undone
+            target.grad = redistribute_like(total, target) + redistribute_like(grad, target)
+        elif grad.is_cpu or grad.numel() > self.LARGEST or grad.dtype != total.dtype:  # on a CPU one by one is quicker
+            total.add_(grad)
         else:
             self.totals.append(total)
-            self.found.append(found)
-            if len(self.found) == self.MOST:
+            self.grads.append(grad)
+            if len(self.grads) == self.MOST:
                 self.flush()
 
     def flush(self) -> None:
-        if self.found:
-            torch._foreach_add_(self.totals, self.found)
+        if self.grads:
+            torch._foreach_add_(self.totals, self.grads)
             self.totals.clear()
-            self.found.clear()
+            self.grads.clear()
 
 
 _NONE_LEFT: Counter[int] = Counter()
 
 
-class _Sums:
-    """Where several operators have used a parameter, their gradients are summed before they are added to it, as autograd does."""
+class _RepeatedUses:
+    """Sums the gradients of a parameter that several operators use before adding them to it, as autograd does."""
 
     __slots__ = ("add_to", "left", "sums", "targets")
 
-    def __init__(self, records: Sequence[Record], add: Callable[[nn.Parameter, Tensor], None]) -> None:
+    def __init__(self, operators: Sequence[DeferredOperator], add: Callable[[nn.Parameter, Tensor], None]) -> None:
         self.add_to = add
-        self.targets = [id(target) for record in records for target in (record.weight, record.bias) if target is not None]
+        self.targets = [id(target) for operator in operators for target in (operator.weight, operator.bias) if target is not None]
         self.left = Counter(self.targets) if len(set(self.targets)) < len(self.targets) else _NONE_LEFT
-        """How many operators have yet to give theirs; nothing where each parameter has but one."""
+        """How many gradients of each parameter are missing; empty if no parameter is used twice."""
         self.sums: dict[int, Tensor] = {}
 
     def can_fuse(self, target: nn.Parameter, grad: Tensor) -> bool:
-        """Where there is a sum of the same kind to add to, and nothing else to be added first."""
+        """Whether there is a dense sum of the same dtype to add to, and nothing to be added first."""
         total = target.grad
         alone = self.left[id(target)] <= 1 and id(target) not in self.sums
         return alone and total is not None and total.dtype == grad.dtype and not total.is_sparse
 
-    def add(self, target: nn.Parameter, found: Tensor) -> None:
-        found = found if found.dtype == target.dtype else found.to(target.dtype)
+    def add(self, target: nn.Parameter, grad: Tensor) -> None:
+        grad = grad if grad.dtype == target.dtype else grad.to(target.dtype)
         if id(target) in self.sums:
-            found = self.sums.pop(id(target)).add_(found)
+            grad = self.sums.pop(id(target)).add_(grad)
         self.left[id(target)] -= 1
         if self.left[id(target)]:
-            self.sums[id(target)] = found
+            self.sums[id(target)] = grad
         else:
-            self.add_to(target, found)
+            self.add_to(target, grad)
 
 
-def tie(out: Tensor, record: Record) -> Tensor:
-    """Tie a record to its operator's output, which must not be a view; the output to go on with."""
+def attach(out: Tensor, operator: DeferredOperator) -> Tensor:
+    """Attach an operator to its output, which must not be a view; return the output to use."""
     if not out.requires_grad:
-        return _tapped(out, record)
-    out.grad_fn.register_prehook(record)  # type: ignore[union-attr]
+        return _tap(out, operator)
+    out.grad_fn.register_prehook(operator)  # type: ignore[union-attr]
     return out
 
 
-def tie_inner(out: Any, record: Record) -> Tensor:
-    """The same for an output that only views of are handed on, so that no one else has hooks on it: at half the price."""
+def attach_inner(out: Any, operator: DeferredOperator) -> Tensor:
+    """Attach an operator to an output of which only views leave the operator, so that it has no other hooks: at half the cost."""
     if not out.requires_grad:
-        return _tapped(out, record)
-    out._backward_hooks = {0: record}  # as Tensor.register_hook does, without a handle to remove it by
+        return _tap(out, operator)
+    out._backward_hooks = {0: operator}  # as Tensor.register_hook does, without a handle to remove it by
     out.grad_fn._register_hook_dict(out)
     return out  # type: ignore[no-any-return]
 
 
-def tie_product(out: Tensor, record: Record) -> None:
-    """Tie a record to the matrix product of which a linear map over more than two dimensions returns another shape.
+def attach_product(out: Tensor, operator: DeferredOperator) -> None:
+    """Attach an operator to the matrix product of a linear map over more than two dimensions, whose output has another shape.
 
     Up to torch 2.13 the output is a view of the product. Later it is an unsafe view, which has no base, but whose node follows the
     product's.
     """
     if out._base is not None:
-        tie_inner(out._base, record)
+        attach_inner(out._base, operator)
         return
     node: Any = out.grad_fn
     if node.name() == "UnsafeViewBackward0":
         node = node.next_functions[0][0]
-    node.register_prehook(record)
+    node.register_prehook(operator)
 
 
-def _tapped(out: Tensor, record: Record) -> Tensor:
-    tapped: Tensor = _Tap.apply(out, record, _ANCHOR)  # type: ignore[no-untyped-call]
+def _tap(out: Tensor, operator: DeferredOperator) -> Tensor:
+    tapped: Tensor = _Tap.apply(out, operator, _ANCHOR)  # type: ignore[no-untyped-call]
     return tapped
 
 
 class _Tap(torch.autograd.Function):
-    """The identity, where an operator's output has no history yet, with the record filled on the way back."""
+    """The identity for an output without a graph; its backward hands the gradient to the operator."""
 
     @staticmethod
-    def forward(ctx: Any, out: Tensor, record: Record, anchor: Tensor) -> Tensor:
-        ctx.record = record
-        if record.packed is not None:  # who packs what is saved may keep the output too, and wants it unchanged
+    def forward(ctx: Any, out: Tensor, operator: DeferredOperator, anchor: Tensor) -> Tensor:
+        ctx.operator = operator
+        if operator.packed is not None:  # the saved-tensor hook may keep the output too, and needs it unchanged
             return out.clone()
-        ctx.mark_dirty(out)  # rather than a view, which nothing could then change in place
+        ctx.mark_dirty(out)  # rather than a view, which could not be changed in place
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.record(grad)
+        ctx.operator(grad)
         return grad, None, None
 
 
 class _Saved(torch.autograd.Function):
-    """Saves a tensor, to be read from the function's place in the graph; nothing ever goes backward through it.
+    """Saves a tensor, to be read from the node in the graph; no gradient ever flows through it.
 
-    What a checkpoint computes again is saved again in the same order, which tells it what the first one was.
+    A checkpoint matches recomputed tensors with the original ones by the order in which they are saved.
     """
 
     @staticmethod
@@ -337,39 +345,39 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def active(weight: Any) -> Deferral | None:
-    """The deferral that an operator on this weight is to be recorded into; none inside a compiled function or a function transform."""
+def active_deferral(weight: Any) -> Deferral | None:
+    """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None
-    if _here.deferral is None and running and torch._C._current_graph_task_id() != -1:
-        return next((deferral for deferral in running if id(weight) in deferral.stand_ins), None)
+    if _here.deferral is None and running_backwards and torch._C._current_graph_task_id() != -1:
+        return next((deferral for deferral in running_backwards if id(weight) in deferral.stand_ins), None)
     return _here.deferral
 
 
 def activate(deferral: Deferral | None) -> Deferral | None:
-    """Record what this thread does into this from now on; what was recorded into before."""
+    """Set where this thread's operators are recorded from now on; return the previous deferral."""
     before, _here.deferral = _here.deferral, deferral
     return before
 
 
 def observe(observation: Observation | None) -> Observation | None:
-    """Note this thread's calls of autograd in this from now on; what they were noted in before."""
+    """Set where this thread's calls of autograd are noted from now on; return the previous observation."""
     before, _here.observation = _here.observation, observation
     return before
 
 
-def tie_weights(tied: Collection[int]) -> Collection[int]:
-    """Have this thread's calls of autograd not ask for these weights, by their ids, from now on; those before."""
+def set_tied_weights(tied: Collection[int]) -> Collection[int]:
+    """Set the ids of weights whose gradients this thread must not ask autograd for; return the previous ones."""
     before, _here.tied = _here.tied, tied
     return before
 
 
 def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
-    """Check a call of autograd: inside a split forward, stand-ins are in the graph in place of the weights."""
-    if _here.tied and any(id(_tensor_of(each)) in _here.tied for each in inputs):
+    """Check a call of autograd: inside a split forward, the graph has stand-ins in place of the weights."""
+    if _here.tied and any(id(_tensor_of(value)) in _here.tied for value in inputs):
         raise ScheduleError(
-            "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get the part of its own "
-            "stage alone: ask for that of a weight that is not tied"
+            "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get only its "
+            "own stage's part: ask for that of a weight that is not tied"
         )
     deferral = _here.deferral
     guarded = _here.observation if deferral is None or deferral.backward else deferral
@@ -379,7 +387,7 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
         reason = "differentiates a gradient (create_graph=True)"
     elif not inputs and not guarded.beside:
         reason = "runs a backward of its own"
-    elif any(id(_tensor_of(each)) in guarded.stand_ins for each in inputs):
+    elif any(id(_tensor_of(value)) in guarded.stand_ins for value in inputs):
         reason = "asks autograd for a weight's gradient"
     else:
         return
@@ -389,18 +397,18 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
 
 
 @contextmanager
-def requested(inputs: Sequence[Any]) -> Iterator[None]:
-    """A context for a call of autograd for the gradients of these inputs, or of everything if there are none.
+def autograd_request(inputs: Sequence[Any]) -> Iterator[None]:
+    """A context for a call of autograd for the gradients of these inputs, or of all leaves if there are none.
 
-    A forward that is run again inside a backward asks again for the gradients of its inputs. That is no part of the backward, so records
-    take nothing from it. A call for everything is a part of it, as torch's reentrant checkpoint makes one, and so is one for weights,
-    by a function that runs its own forward again.
+    A forward that is recomputed inside a backward asks again for the gradients of its inputs. That is not part of the backward, so
+    deferred operators take nothing from it. A call for all leaves is part of it, as from torch's reentrant checkpoint, and so is a call
+    for weights, from a function that recomputes its own forward.
     """
     deferral = _here.deferral
     if deferral is None or not inputs or not deferral.backward or torch._C._current_graph_task_id() == -1:
         yield
         return
-    if any(id(_tensor_of(each)) in deferral.stand_ins for each in inputs):
+    if any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs):
         yield
         return
     deferral.backward = False
@@ -411,5 +419,5 @@ def requested(inputs: Sequence[Any]) -> Iterator[None]:
 
 
 def _tensor_of(asked: Any) -> Any:
-    """The tensor that a gradient is asked of, which may be named by its place in the graph."""
+    """Return the tensor whose gradient is asked for; it may be given as an edge of the graph."""
     return asked if isinstance(asked, Tensor) else getattr(getattr(asked, "node", None), "variable", None)

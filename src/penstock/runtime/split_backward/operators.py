@@ -1,10 +1,10 @@
-"""The operators whose weight gradients can wait: each runs as it would, with a stand-in for the weight, and leaves a record.
+"""The operators whose weight gradients can be deferred: each runs with a stand-in for the weight and leaves a `DeferredOperator`.
 
-Called where no deferral is active, or in a way that cannot wait, each is the operator itself. Each runs the very kernels that
-autograd would have run, in both directions, so that the numbers are the same to the last bit.
+Without an active deferral, or when called in a way that cannot be deferred, each is torch's operator itself. All run the kernels that
+autograd would run, in both directions, so the numbers are the same to the last bit.
 
-Batch norm and RNNs are left to autograd: one kernel, or one loop in C++, gives the gradients of their weights and of their input, so
-computing them apart would cost the same work twice.
+Batch norm and RNNs are left to autograd: one kernel, or one loop in C++, computes the gradients of both weights and input, so
+computing them separately would do the same work twice.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch.nn import functional
 
 from penstock.runtime.split_backward.deferral import (
     Deferral,
+    DeferredOperator,
     Grads,
-    Record,
-    active,
+    active_deferral,
+    attach,
+    attach_inner,
+    attach_product,
     changed_in_place,
     has_saved_tensor_hooks,
-    tie,
-    tie_inner,
-    tie_product,
 )
-from penstock.runtime.tensors.dtensor import laid_as
+from penstock.runtime.tensors.dtensor import redistribute_like
 
 _linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
 _layer_norm, _group_norm, _rms_norm = functional.layer_norm, functional.group_norm, functional.rms_norm
@@ -38,19 +38,19 @@ _HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm")
 
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
-    """What to record into and what to put in a weight's place, if it can wait now; weights in parts do so in linear maps alone."""
-    deferral = active(weight)
-    found = None if deferral is None else deferral.stand_ins.get(id(weight))
-    return deferral, found if type(found) is Tensor else None
+    """Return the active deferral and the weight's stand-in; None if it cannot be deferred. A `DTensor` can be only in linear maps."""
+    deferral = active_deferral(weight)
+    stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
+    return deferral, stand_in if type(stand_in) is Tensor else None
 
 
-def _kept(value: Tensor, out: Tensor) -> Tensor:
-    """What the weight's gradient needs of the input: it alone, in the type that autocast ran the operator in."""
+def _saved_input(value: Tensor, out: Tensor) -> Tensor:
+    """Return the input as the weight's gradient needs it: detached, in the dtype that autocast ran the operator in."""
     return value.detach() if value.dtype is out.dtype else value.detach().to(out.dtype)
 
 
 def _is_autocast(value: Tensor) -> bool:
-    """Whether autocast may choose the type of a normalisation: on a CPU it leaves them alone."""
+    """Whether autocast may change the dtype of a normalisation; on a CPU it does not."""
     return not value.is_cpu and torch.is_autocast_enabled(value.device.type)
 
 
@@ -60,7 +60,7 @@ It matters when the output is hooked and then changed in place."""
 
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002 - the operator's own name
-    deferral = active(weight)
+    deferral = active_deferral(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     dims = input.dim()
     if deferral is None or stand_in is None or dims < 1 or input.is_nested:
@@ -69,24 +69,26 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     added, wanted = (bias, None) if bias_in is None else (bias_in, bias)
     if type(stand_in) is not Tensor:
         out = _linear(input, stand_in, added)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _grads_in_parts))
+        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _dtensor_linear_grads))
     if dims == 2:
         out = _linear(input, stand_in, added)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
-    # As for a weight that wants a gradient: one product over all rows, with the bias in it or added after as torch does.
+        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+    # As torch does for a weight that requires a gradient: one product over all rows, with the bias fused or added afterwards.
     whole = added is not None and input.is_contiguous()
     if whole and input.requires_grad:
         out = _linear(input, stand_in, added)
-        tie_product(out, Record(deferral, _kept(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
+        attach_product(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _linear_grads, fuse=_fuse_linear))
         return out
     rows = input.reshape(-1, input.shape[-1])
     out = _linear(rows, stand_in, added if whole else None)
-    out = tie_inner(out, Record(deferral, _kept(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear))
+    out = attach_inner(
+        out, DeferredOperator(deferral, _saved_input(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear)
+    )
     shape = [*input.shape[:-1], out.shape[-1]]
     product: Tensor = out.view(shape) if whole and _LINEAR_RETURNS_VIEW else _aten._unsafe_view(out, shape)
     if whole or bias is None:
         return product
-    # A bias that is added after is summed over the gradient as it lies, in an order that only autograd knows: it does not wait.
+    # The gradient of a bias added afterwards is summed in an order that only autograd knows, so it is not deferred.
     return product.add_(bias if bias.dtype == out.dtype else bias.to(out.dtype))
 
 
@@ -96,14 +98,14 @@ def _linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: An
         return None, of_bias
     if weight.stride(1) == 1 and weight.stride(0) == weight.size(1):
         return grad.t().mm(_rows(value)), of_bias
-    return _rows(value).t().mm(grad).t(), of_bias  # autograd's choice for a weight that lies any other way
+    return _rows(value).t().mm(grad).t(), of_bias  # as autograd does for a weight with other strides
 
 
-def _grads_in_parts(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
-    """Over tensor-parallel ranks: each gradient laid out as its parameter is."""
+def _dtensor_linear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
+    """Compute gradients over tensor-parallel ranks, each distributed as its parameter is."""
     rows = grad.flatten(0, -2)
-    of_weight = None if weight is None else laid_as(rows.t().mm(value.flatten(0, -2)), weight)
-    return of_weight, None if bias is None else laid_as(rows.sum(0), bias)
+    of_weight = None if weight is None else redistribute_like(rows.t().mm(value.flatten(0, -2)), weight)
+    return of_weight, None if bias is None else redistribute_like(rows.sum(0), bias)
 
 
 def _fuse_linear(grad: Tensor, value: Tensor, total: Tensor) -> None:
@@ -129,7 +131,7 @@ def embedding(  # noqa: PLR0917 - the operator's own signature
     out = _embedding(input, stand_in, padding_idx, None, norm_type, scale_grad_by_freq)
     rows = weight.shape[0]
     extra = (rows, -1 if padding_idx is None else padding_idx % rows, scale_grad_by_freq)
-    return tie(out, Record(deferral, input, weight, None, _embedding_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input, weight, None, _embedding_grads, extra=extra))
 
 
 def _embedding_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -168,7 +170,7 @@ def embedding_bag(  # noqa: PLR0917 - the operator's own signature
         stand_in, indices, offsets, scale_grad_by_freq, _MODES[mode], False, None, include_last_offset, padding
     )
     extra = (offsets, *bags, rows, scale_grad_by_freq, _MODES[mode], False, None, padding)
-    return tie(out, Record(deferral, indices, weight, None, _embedding_bag_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, indices, weight, None, _embedding_bag_grads, extra=extra))
 
 
 def _embedding_bag_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -189,14 +191,14 @@ def _convolution(name: str) -> Callable[..., Tensor]:
     ) -> Tensor:
         deferral, stand_in = _stand_in(weight)
         if deferral is None or stand_in is None or isinstance(padding, str) or input.dim() != weight.dim():
-            made: Tensor = original(input, weight, bias, stride, padding, dilation, groups)
-            return made
+            plain: Tensor = original(input, weight, bias, stride, padding, dilation, groups)
+            return plain
         bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
         out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, dilation, groups)
-        spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation)]
+        sizes = [_per_dimension(size, weight.dim() - 2) for size in (stride, padding, dilation)]
         wanted, none = None if bias_in is None else bias, [0] * (weight.dim() - 2)
-        extra = (stand_in, *spread, False, none, groups)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+        extra = (stand_in, *sizes, False, none, groups)
+        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
 
@@ -216,19 +218,19 @@ def _transposed_convolution(name: str) -> Callable[..., Tensor]:
     ) -> Tensor:
         deferral, stand_in = _stand_in(weight)
         if deferral is None or stand_in is None or input.dim() != weight.dim():
-            made: Tensor = original(input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return made
+            plain: Tensor = original(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return plain
         bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
         out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, output_padding, groups, dilation)
-        spread = [_each(size, weight.dim() - 2) for size in (stride, padding, dilation, output_padding)]
+        sizes = [_per_dimension(size, weight.dim() - 2) for size in (stride, padding, dilation, output_padding)]
         wanted = None if bias_in is None else bias
-        extra = (stand_in, *spread[:3], True, spread[3], groups)
-        return tie(out, Record(deferral, _kept(input, out), weight, wanted, _convolution_grads, extra=extra))
+        extra = (stand_in, *sizes[:3], True, sizes[3], groups)
+        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
 
 
-def _each(size: int | Sequence[int], count: int) -> list[int]:
+def _per_dimension(size: int | Sequence[int], count: int) -> list[int]:
     sizes = [size] if isinstance(size, int) else list(size)
     return sizes * count if len(sizes) == 1 else sizes
 
@@ -246,12 +248,12 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     plain = type(input1) is Tensor and type(input2) is Tensor and input1.shape[:-1] == input2.shape[:-1]
     if deferral is None or stand_in is None or not plain or _is_autocast(input1) or has_saved_tensor_hooks():
         return _bilinear(input1, input2, weight, bias)
-    first, second = (each.reshape(-1, each.shape[-1]) for each in (input1, input2))
+    first, second = (value.reshape(-1, value.shape[-1]) for value in (input1, input2))
     out = _aten._trilinear(first, stand_in, second, [1, 3], [0], [1, 2], [2, 3])
     other = second.detach()
-    out = tie_inner(out, Record(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
+    out = attach_inner(out, DeferredOperator(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
     out = out.view(*input1.shape[:-1], out.shape[-1])
-    return out if bias is None else out + bias  # as torch adds it: an operator of its own, left to autograd
+    return out if bias is None else out + bias  # a separate operator in torch too, and left to autograd
 
 
 def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -262,7 +264,7 @@ def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: 
 
 
 def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`value @ weight` with a matrix of weights, or a batch of matrices as large as the value's own."""
+    """Wrap `value @ weight` with a weight matrix, or with as many weight matrices as the value has."""
 
     def product(*args: Any, **named: Any) -> Tensor:
         if len(args) != 2 or named:
@@ -273,15 +275,15 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(value, weight)
         if weight.dim() == 3 and value.dim() == 3 and value.shape[0] == weight.shape[0]:
             out = original(value, stand_in)
-            return tie(out, Record(deferral, _kept(value, out), weight, None, _batched_grads))
+            return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, None, _batched_grads))
         if weight.dim() != 2 or value.dim() < 2:
             return original(value, weight)
         rows = value if value.dim() == 2 else value.reshape(-1, value.shape[-1])
         out = original(rows, stand_in)
-        record = Record(deferral, _kept(rows, out), weight, None, _product_grads)
+        deferred = DeferredOperator(deferral, _saved_input(rows, out), weight, None, _product_grads)
         if value.dim() == 2:
-            return tie(out, record)
-        reshaped: Tensor = _aten._unsafe_view(tie_inner(out, record), [*value.shape[:-1], out.shape[-1]])
+            return attach(out, deferred)
+        reshaped: Tensor = _aten._unsafe_view(attach_inner(out, deferred), [*value.shape[:-1], out.shape[-1]])
         return reshaped
 
     return product
@@ -294,12 +296,12 @@ def _batched_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: A
 def _product_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     of_bias = None if bias is None else grad.sum(0)
     if weight.stride(0) == 1 and weight.stride(1) == weight.size(0):
-        return grad.t().mm(value).t(), of_bias  # autograd's choice for a weight that lies in columns
+        return grad.t().mm(value).t(), of_bias  # as autograd does for a weight in column-major order
     return value.t().mm(grad), of_bias
 
 
 def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`bias + value @ weight` with a matrix of weights and a bias for its columns."""
+    """Wrap `bias + value @ weight` with a weight matrix and a bias for its columns."""
 
     def sum_product(*args: Any, **named: Any) -> Tensor:
         if len(args) != 3 or named:
@@ -310,7 +312,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return original(bias, value, weight)
         bias_in = deferral.stand_ins.get(id(bias))
         out = original(bias if bias_in is None else bias_in, value, stand_in)
-        return tie(out, Record(deferral, _kept(value, out), weight, None if bias_in is None else bias, _product_grads))
+        return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, None if bias_in is None else bias, _product_grads))
 
     return sum_product
 
@@ -319,7 +321,7 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:  # noqa: A002
-    """What to record into, the weight's stand-in, the bias to apply, and the bias whose gradient waits."""
+    """Return the active deferral, the weight's stand-in, the bias to apply, and the bias whose gradient is deferred."""
     deferral, stand_in = _stand_in(weight)
     if deferral is None or stand_in is None or type(input) is not Tensor or not _pays(input):
         return None, None, None, None
@@ -328,13 +330,13 @@ def _norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | N
 
 
 def _pays(input: Tensor) -> bool:  # noqa: A002
-    """Whether a normalisation's weight gradients are worth a record."""
+    """Whether a normalisation's weight gradients are worth deferring."""
     return input.numel() >= SMALLEST_NORM and not _is_autocast(input)
 
 
 SMALLEST_NORM = 1 << 16
-"""How many numbers an input must have for a normalisation's weight gradients to wait: a record costs some 10 microseconds, which is
-more than the gradients of a smaller one."""
+"""The fewest elements of an input for which a normalisation's weight gradients are deferred: deferring costs some 10 microseconds, more
+than computing the gradients of a smaller one."""
 
 
 def layer_norm(
@@ -349,7 +351,7 @@ def layer_norm(
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     out, mean, deviation = torch.native_layer_norm(input, normalized_shape, stand_in, added, eps)
     extra = normalized_shape, mean, deviation, stand_in, None if wanted is None else added
-    return tie(out, Record(deferral, input.detach(), weight, wanted, _layer_norm_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input.detach(), weight, wanted, _layer_norm_grads, extra=extra))
 
 
 def _layer_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -373,7 +375,7 @@ def group_norm(
     sizes = rows, channels, input.numel() // (rows * channels), num_groups
     out, mean, deviation = torch.native_group_norm(input, stand_in, added, *sizes, eps)
     extra = mean, deviation, stand_in, *sizes
-    return tie(out, Record(deferral, input.detach(), weight, wanted, _group_norm_grads, extra=extra))
+    return attach(out, DeferredOperator(deferral, input.detach(), weight, wanted, _group_norm_grads, extra=extra))
 
 
 def _group_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -394,11 +396,11 @@ def rms_norm(
     if input.is_cuda and _HAS_FUSED_RMS_NORM:
         out, deviation = _aten._fused_rms_norm(input, normalized_shape, stand_in, eps)
         extra = normalized_shape, deviation, stand_in
-        return tie(out, Record(deferral, input.detach(), weight, None, _fused_rms_norm_grads, extra=extra))
-    if not input.is_cpu or input.dtype not in (torch.float32, torch.float64):  # computed in float32 to the end, and rounded once
+        return attach(out, DeferredOperator(deferral, input.detach(), weight, None, _fused_rms_norm_grads, extra=extra))
+    if not input.is_cpu or input.dtype not in (torch.float32, torch.float64):  # torch computes these in float32 and rounds once at the end
         return _rms_norm(input, normalized_shape, weight, eps)
     normal = _rms_norm(input, normalized_shape, None, eps)
-    return tie(normal * stand_in, Record(deferral, normal.detach(), weight, None, _scale_grads))
+    return attach(normal * stand_in, DeferredOperator(deferral, normal.detach(), weight, None, _scale_grads))
 
 
 def _fused_rms_norm_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
@@ -420,11 +422,14 @@ FUNCTIONAL: dict[str, tuple[Any, Any]] = {
     **{name: (original, _convolution(name)) for name, original in _CONVOLUTIONS.items()},
     **{name: (original, _transposed_convolution(name)) for name, original in _TRANSPOSED.items()},
 }
-"""Of `torch.nn.functional`: each operator and its wrapper."""
+"""The operators of `torch.nn.functional`, each with its wrapper."""
 
 WATCHED: dict[Any, Callable[..., Tensor]] = {
     **dict(FUNCTIONAL.values()),
-    **{each: _product(each) for each in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)},
-    **{each: _sum_product(each) for each in (torch.addmm, Tensor.addmm)},
+    **{
+        operator: _product(operator)
+        for operator in (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm, torch.mm, Tensor.mm)
+    },
+    **{operator: _sum_product(operator) for operator in (torch.addmm, Tensor.addmm)},
 }
-"""What a watched parameter puts in an operator's place."""
+"""The operators that a watched parameter intercepts, each with its wrapper."""

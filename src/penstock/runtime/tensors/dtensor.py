@@ -1,6 +1,6 @@
-"""Tensors of which each process holds a part: torch's `DTensor`.
+"""Helpers for torch's `DTensor`, of which each process holds a part.
 
-Its modules take long to import and most pipelines have none, so that they are asked for only where someone else has imported them.
+Its modules take long to import and most pipelines do not use them, so they are looked up only if they have been imported elsewhere.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def in_parts(value: object) -> TypeGuard[DTensor]:
-    """Whether this is a tensor in parts."""
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether this is a `DTensor`."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor."""
-    return tensor.to_local() if in_parts(tensor) else tensor
+def to_local(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this process holds."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
-def is_gathering(value: object) -> bool:
-    """Whether this is a tensor that torch is still gathering."""
+def is_async_collective(value: object) -> bool:
+    """Whether this is the result of a collective that may still be running."""
     module = sys.modules.get("torch.distributed._functional_collectives")
     return module is not None and isinstance(value, module.AsyncCollectiveTensor)
 
 
-def arrived(value: Any) -> Any:
-    """The value, waited for if it is a tensor that torch is still gathering."""
-    return value.wait() if is_gathering(value) else value
+def wait_for_collective(value: Any) -> Any:
+    """Return the value, once the collective that computes it has ended."""
+    return value.wait() if is_async_collective(value) else value
 
 
-def complete(value: Any) -> Any:
-    """The value with every tensor in parts put together in full, on each process."""
+def gather_full(value: Any) -> Any:
+    """Replace every `DTensor` of a tree by the full tensor. Collective over its mesh."""
     if type(value) is Tensor:
         return value
-    return pytree.tree_map(lambda leaf: leaf.full_tensor() if in_parts(leaf) else arrived(leaf), value)
+    return pytree.tree_map(lambda leaf: leaf.full_tensor() if is_dtensor(leaf) else wait_for_collective(leaf), value)
 
 
-def part_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
-    """Which part of a tensor this process holds: its number along each dimension of the mesh that splits it."""
-    if not in_parts(tensor):
+def shard_coordinates(tensor: Tensor) -> tuple[tuple[str, int], ...]:
+    """Return which part of a tensor this process holds: its index along each mesh dimension that shards the tensor."""
+    if not is_dtensor(tensor):
         return ()
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     names = mesh.mesh_dim_names or tuple(f"dimension {dim}" for dim in range(mesh.ndim))
@@ -55,29 +55,29 @@ def part_of(tensor: Tensor) -> tuple[tuple[str, int], ...]:
     return tuple((names[dim], coordinate[dim]) for dim, split in enumerate(splits) if split)
 
 
-def whole_parts(tensor: Tensor) -> Tensor:
-    """The tensor, summed over processes where each holds a term of a sum only."""
-    if in_parts(tensor) and any(placement.is_partial() for placement in tensor.placements):
+def reduce_partial(tensor: Tensor) -> Tensor:
+    """Sum a tensor along the mesh dimensions on which each process holds only one term of it."""
+    if is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements):
         from torch.distributed.tensor import Replicate
 
-        return tensor.redistribute(placements=[Replicate() if each.is_partial() else each for each in tensor.placements])
+        return tensor.redistribute(placements=[Replicate() if placement.is_partial() else placement for placement in tensor.placements])
     return tensor
 
 
-def is_laid_as(tensor: Tensor, parameter: Tensor) -> bool:
-    """Whether a gradient lies over processes as its parameter does."""
-    return not in_parts(tensor) or not in_parts(parameter) or tensor.placements == parameter.placements
+def has_same_placements(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether a gradient is distributed as its parameter is."""
+    return not is_dtensor(tensor) or not is_dtensor(parameter) or tensor.placements == parameter.placements
 
 
-def laid_as(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient laid out over processes as its parameter is."""
-    if in_parts(tensor) and in_parts(parameter) and tensor.placements != parameter.placements:
+def redistribute_like(tensor: Tensor, parameter: Tensor) -> Tensor:
+    """Distribute a gradient as its parameter is."""
+    if is_dtensor(tensor) and is_dtensor(parameter) and tensor.placements != parameter.placements:
         return tensor.redistribute(placements=parameter.placements)
     return tensor
 
 
-def like_part(parameter: DTensor, part: Tensor) -> DTensor:
-    """A tensor of the parameter's form, of which this process holds this part."""
+def from_local_like(parameter: DTensor, part: Tensor) -> DTensor:
+    """Make a tensor that is distributed as the parameter is, from a copy of this process's part."""
     from torch.distributed.tensor import DTensor
 
     shape, stride = parameter.shape, parameter.stride()

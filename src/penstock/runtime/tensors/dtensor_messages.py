@@ -1,4 +1,4 @@
-"""Tensors in parts on their way between stages: each process sends its own part to its like in the next stage's mesh."""
+"""Messages with `DTensor`s: each process sends its part to the process at the same mesh coordinates in the next stage."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.dtensor import arrived, local
+from penstock.runtime.tensors.dtensor import to_local, wait_for_collective
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a tensor lies over the processes of a mesh, which is named by its dimensions and so the same in every stage."""
+class DTensorLayout:
+    """How a tensor is distributed over a mesh; the names of the mesh dimensions are the same in every stage."""
 
     names: tuple[str, ...]
     placements: tuple[Any, ...]
@@ -25,49 +25,49 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """One process's part of a tensor."""
+class DTensorPart:
+    """One process's part of a `DTensor`."""
 
     part: Any
-    layout: Layout
+    layout: DTensorLayout
 
 
 pytree.register_pytree_node(
-    Piece,
-    lambda piece: ([piece.part], piece.layout),
-    lambda children, layout: Piece(next(iter(children)), layout),
-    serialized_type_name="penstock.runtime.tensors.dtensor_messages.Piece",
+    DTensorPart,
+    lambda packed: ([packed.part], packed.layout),
+    lambda children, layout: DTensorPart(next(iter(children)), layout),
+    serialized_type_name="penstock.runtime.tensors.dtensor_messages.DTensorPart",
 )
 
 
-class Pieces:
-    """Takes tensors apart and puts them together again on the pipeline's mesh."""
+class DTensorPacker:
+    """Packs the `DTensor`s of a message and unpacks them on the same dimensions of the pipeline's mesh."""
 
     def __init__(self, mesh: Any) -> None:
         self.mesh = mesh
         self._known: dict[tuple[str, ...], Any] = {}
 
-    def apart(self, value: Any) -> Any:
-        """The value with a piece in the place of each tensor in parts."""
-        return value if type(value) is Tensor else pytree.tree_map(self._apart, value)
+    def pack(self, value: Any) -> Any:
+        """Replace each `DTensor` by this process's part of it."""
+        return value if type(value) is Tensor else pytree.tree_map(self._pack, value)
 
-    def together(self, value: Any) -> Any:
-        """The reverse, on this process's own part of the mesh."""
-        return value if type(value) is Tensor else pytree.tree_map(self._together, value, is_leaf=lambda leaf: isinstance(leaf, Piece))
+    def unpack(self, value: Any) -> Any:
+        """Reverse `pack`, on this process's own part of the mesh."""
+        return value if type(value) is Tensor else pytree.tree_map(self._unpack, value, is_leaf=lambda leaf: isinstance(leaf, DTensorPart))
 
-    def _apart(self, leaf: Any) -> Any:
+    def _pack(self, leaf: Any) -> Any:
         if isinstance(leaf, DTensor):
             names = self._names(leaf)
-            layout = Layout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
-            return Piece(arrived(local(leaf.detach())), layout)
-        return arrived(leaf)
+            layout = DTensorLayout(names, leaf.placements, tuple(leaf.shape), leaf.stride(), leaf.requires_grad)
+            return DTensorPart(wait_for_collective(to_local(leaf.detach())), layout)
+        return wait_for_collective(leaf)
 
-    def _together(self, leaf: Any) -> Any:
-        if not isinstance(leaf, Piece):
+    def _unpack(self, leaf: Any) -> Any:
+        if not isinstance(leaf, DTensorPart):
             return leaf
-        at, form = leaf.layout, self._submesh(leaf.layout.names)
-        whole = DTensor.from_local(leaf.part, form, at.placements, run_check=False, shape=at.shape, stride=at.stride)  # type: ignore[arg-type]
-        return whole.requires_grad_(at.grad)
+        layout, mesh = leaf.layout, self._submesh(leaf.layout.names)
+        whole = DTensor.from_local(leaf.part, mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride)  # type: ignore[arg-type]
+        return whole.requires_grad_(layout.grad)
 
     def _submesh(self, names: tuple[str, ...]) -> Any:
         if names not in self._known:
@@ -75,13 +75,13 @@ class Pieces:
         return self._known[names]
 
     def _names(self, tensor: DTensor) -> tuple[str, ...]:
-        """The dimensions of the pipeline's mesh that a tensor lies over."""
+        """Return the dimensions of the pipeline's mesh that a tensor is distributed over."""
         mesh, own = tensor.device_mesh, tuple(self.mesh.mesh_dim_names)
         names = tuple(mesh.mesh_dim_names or ())
         if names and set(names) <= set(own) and self._submesh(names) == mesh:
             return names
         shown = ", ".join(f"{name}={size}" for name, size in zip(own, self.mesh.shape, strict=True))
         raise ScheduleError(
-            f"a stage passes on a tensor over processes {mesh.mesh.tolist()} (dimensions {list(names) or 'without names'}), which are not "
-            f"those along dimensions of the pipeline's mesh ({shown}): the next stage has no such mesh; pass on full_tensor() or to_local()"
+            f"a stage returns a tensor over processes {mesh.mesh.tolist()} (dimensions {list(names) or 'without names'}), which are not "
+            f"those along dimensions of the pipeline's mesh ({shown}): the next stage has no such mesh; return full_tensor() or to_local()"
         )

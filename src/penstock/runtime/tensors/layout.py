@@ -1,7 +1,4 @@
-"""How tensors lie in memory.
-
-Sums of gradients: dense and sparse ones, rounded to the precision and laid out in memory as autograd would.
-"""
+"""The memory layout and precision of gradients, as autograd would choose them; gradients may be dense or sparse."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from torch import Tensor, nn
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor fills its memory without gaps or overlaps, in whatever order of its dimensions."""
+    """Whether a tensor fills its memory without gaps or overlaps, with its dimensions in any order."""
     filled = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1):
         if stride != filled:
@@ -19,7 +16,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Give a gradient the strides that autograd would: the parameter's if it fills its memory without gaps, else contiguous ones."""
+    """Give a gradient the strides that autograd would: the parameter's if it is dense, else contiguous ones."""
     if not is_dense(parameter):
         return grad.contiguous()
     sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
@@ -28,16 +25,13 @@ def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
     return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
 
 
-def add(one: Tensor, other: Tensor) -> Tensor:
-    """The sum of two gradients, sparse only if both are: torch adds a sparse tensor to a dense one, but not the other way round."""
+def add_gradients(one: Tensor, other: Tensor) -> Tensor:
+    """Add two gradients; the sum is sparse only if both are. torch itself cannot add a dense tensor to a sparse one."""
     return other + one if one.is_sparse and not other.is_sparse else one + other
 
 
-def round_to(total: Tensor, parameter: Tensor) -> Tensor:
-    """A new tensor with the parameter's precision and the layout that autograd gives its gradient.
-
-    That is the parameter's own layout if its memory has no gaps, and rows one after the other otherwise.
-    """
+def round_gradient(total: Tensor, parameter: Tensor) -> Tensor:
+    """Copy a gradient sum into a tensor with the parameter's dtype and the strides of `match_layout`."""
     if total.is_sparse:
         return total.coalesce().to(parameter.dtype, copy=True)
     if type(total) is not Tensor or type(parameter) not in (Tensor, nn.Parameter):

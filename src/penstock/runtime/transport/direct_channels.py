@@ -19,7 +19,7 @@ from torch import Tensor
 
 from penstock.runtime.device.connections import abort_connection, connect_devices, probe_tensor
 from penstock.runtime.device.timing import clock
-from penstock.runtime.tensors.boundary import detached
+from penstock.runtime.tensors.boundary import detach_tree
 from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
 from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route
 from penstock.runtime.transport.message_format import Form, Leaf, Repeated
@@ -157,7 +157,7 @@ class DirectOutbox(Outbox):
             self.ahead.put(form.plain(value))
         try:
             connection, peer = self.group.device_connection(self.route, self.route[1])
-            for leaf, part in zip(form.leaves, form.parts(detached(value)), strict=True):
+            for leaf, part in zip(form.leaves, form.parts(detach_tree(value)), strict=True):
                 if type(leaf) is Leaf:
                     tensor = part.resolve_conj().resolve_neg().contiguous()
                     self.sends.append((connection.send([tensor], peer, 0), tensor))

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.boundary import FIXED, check_tensor, how_to_register
+from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, check_tensor, explain_registration
 from penstock.runtime.tensors.layout import is_dense
 from penstock.runtime.tensors.pickling import load_pickler
 
@@ -225,7 +225,7 @@ def _rebuild_form(tree: Any, leaves: tuple[Any, ...], size: int) -> Form:
     spec: Any = pytree.tree_structure(tree) if known is None else known
     if known is None and spec.num_leaves != len(leaves):
         unknown = next((leaf for leaf in pytree.tree_leaves(tree) if type(leaf) is not int), tree)
-        raise ScheduleError(f"a class of a message is not known to pytree on this rank: {how_to_register(type(unknown))}")
+        raise ScheduleError(f"a class of a message is not known to pytree on this rank: {explain_registration(type(unknown))}")
     return Form(spec, leaves, size)
 
 
@@ -273,4 +273,4 @@ def _part_fits(part: Any, leaf: Any, plain: bool) -> bool:
         return type(leaf) is Repeated or (type(leaf) is Leaf and leaf.fits(part))
     if not plain:
         return type(leaf) not in (Leaf, Repeated) and (part is None) == (leaf is None)
-    return type(part) is type(leaf) and type(part) in FIXED and repr(part) == repr(leaf)
+    return type(part) is type(leaf) and type(part) in IMMUTABLE_TYPES and repr(part) == repr(leaf)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import WeightsError
-from penstock.runtime.model.random_streams import draw_from, kept_random_state
+from penstock.runtime.model.random_streams import draw_from, preserve_random_state
 from penstock.runtime.weights.source import OwnedTensors, drop, move, named_tensors, put, put_built
 
 
@@ -33,7 +33,7 @@ class Initial:
     def __call__(self, model: nn.Module | OwnedTensors) -> None:
         owned = OwnedTensors.of(model)
         done: set[int] = set()
-        with kept_random_state(), torch.no_grad():
+        with preserve_random_state(), torch.no_grad():
             for name, module in _submodules_first(owned):
                 self._initialise(name, module, owned.idents, done)
         for _, tensor in owned.named():
@@ -133,7 +133,7 @@ class Built:
     def __call__(self, model: nn.Module | OwnedTensors) -> None:
         owned = OwnedTensors.of(model)
         done: set[int] = set()
-        with kept_random_state():
+        with preserve_random_state():
             for name, build in self.builders.items():
                 layer = dict(named_tensors("", owned.submodule(name)))
                 new = {key: tensor for key, tensor in layer.items() if id(tensor) in owned.idents and id(tensor) not in done}

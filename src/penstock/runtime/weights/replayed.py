@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import WeightsError
-from penstock.runtime.model.random_streams import kept_random_state
+from penstock.runtime.model.random_streams import preserve_random_state
 from penstock.runtime.weights.source import OwnedTensors, named_tensors, put_built
 
 _AT_ONCE = 8
@@ -46,7 +46,7 @@ class Replayed:
         if set(owned.modules) != {""}:
             raise WeightsError("Replayed builds a whole model: give the pipeline one, rather than one module per stage")
         tensors, names = {id(tensor): tensor for _, tensor in owned.named()}, owned.names()
-        with kept_random_state(), torch.no_grad():
+        with preserve_random_state(), torch.no_grad():
             registered = self._registered_names()
             torch.manual_seed(self.seed)
             freeing = _FreeOthers(registered, {name for tied in names.values() for name in tied})

@@ -245,7 +245,7 @@ class _PipelineSchedule(ABC):
             return
         if target_mbs is not None:
             loss = self._compute_loss(output, target_mbs[mb_index], **unless_none(loss_kwargs=loss_kwargs))
-        elif Loss(self._loss_fn, "mean").alone:
+        elif Loss(self._loss_fn, "mean").takes_output_only:
             loss = self._loss_fn(output, **(loss_kwargs or {}))
         elif not self._has_backward:
             return

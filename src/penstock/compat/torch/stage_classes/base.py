@@ -24,7 +24,7 @@ from penstock.compat.torch.stage_classes.data_parallel import EarlierGradients, 
 from penstock.compat.torch.stage_classes.messages import BatchShare
 from penstock.compat.torch.stage_classes.split_backward import StageBackward
 from penstock.errors import StageCallError
-from penstock.runtime.tensors.dtensor import arrived
+from penstock.runtime.tensors.dtensor import wait_for_collective
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -241,7 +241,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
 
 def _wait_for_tensors(ops: list[Any]) -> list[Any]:
     for op in ops:
-        op.tensor = arrived(op.tensor)
+        op.tensor = wait_for_collective(op.tensor)
     return ops
 
 

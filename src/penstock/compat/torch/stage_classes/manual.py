@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from penstock.compat.torch._backward import Grads
 from penstock.compat.torch.stage_classes.base import _PipelineStageBase
 from penstock.compat.torch.stage_classes.messages import ACTIVATIONS, GRADIENTS, BatchShare, Neighbour, StageMessages
-from penstock.runtime.tensors.dtensor import arrived, is_gathering
+from penstock.runtime.tensors.dtensor import is_async_collective, wait_for_collective
 
 
 class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
@@ -246,9 +246,9 @@ def _fill_with_zeros(grads: Grads, tensors: Sequence[Tensor | None]) -> list[Ten
 
 def _wait_for(tensor: Tensor | None) -> Tensor | None:
     """Wait for the collective that produces a tensor; the result requires a gradient if the tensor did."""
-    if tensor is None or type(tensor) is Tensor or not is_gathering(tensor):
+    if tensor is None or type(tensor) is Tensor or not is_async_collective(tensor):
         return tensor
-    whole: Tensor = arrived(tensor)
+    whole: Tensor = wait_for_collective(tensor)
     return whole.detach().requires_grad_(tensor.requires_grad)
 
 
