@@ -110,23 +110,89 @@ def test_only_the_device_room_calls_a_device() -> None:
     assert {path.parent for path in users} == {SOURCE / "runtime/device"}
 
 
-# Rooms of the runtime that others build on, and the rooms that each of them may import.
+# The rooms of the runtime, each with the rooms that it may import, also for types. `pipeline` and `options` stand above `measure`.
 ROOMS: dict[str, set[str]] = {
     "device": set(),
-    "tensors": {"device"},
+    "tensors": set(),
+    "split_backward": {"tensors"},
     "transport": {"device", "tensors"},
+    "batch": {"tensors"},
+    "model": {"device", "tensors", "split_backward", "batch"},
+    "weights": {"model"},
+    "parallel": {"device", "tensors", "transport", "batch", "model"},
+    "execution": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
+    "measure": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
     "launch": {"device", "tensors", "transport"},
+    "checkpoint": {"model", "transport", "pipeline"},
+    "train": {"device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
 }
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_rooms_of_the_runtime_import_only_those_below(room: str) -> None:
-    files = [path for path in FILES if path.parent == SOURCE / "runtime" / room]
+    files = [path for path in FILES if path.is_relative_to(SOURCE / "runtime" / room)]
     assert files
     for path in files:
-        for module, _ in imports_of(path):
-            if module.startswith("penstock.runtime."):
-                assert module.split(".")[2] in ROOMS[room] | {room}, f"{path.relative_to(SOURCE)} imports {module}"
+        nodes = [node for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ImportFrom)]
+        for node in nodes:
+            if node.module and node.module.startswith("penstock.runtime."):
+                assert node.module.split(".")[2] in ROOMS[room] | {room}, f"{path.relative_to(SOURCE)} imports {node.module}"
+
+
+def test_every_folder_of_the_runtime_is_a_room() -> None:
+    assert {path.relative_to(SOURCE / "runtime").parts[0] for path in (SOURCE / "runtime").glob("*/*.py")} == set(ROOMS)
+
+
+def test_the_runtime_is_imported_without_torch_modules_that_take_seconds() -> None:
+    slow = ("torch.distributed.fsdp", "torch.distributed.tensor", "torch.distributed.checkpoint")
+    code = f"import sys, penstock.runtime; print([name for name in {slow!r} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_no_folder_is_crowded() -> None:
+    """About a dozen modules are a room that can be looked over; `schedules` has one file per schedule."""
+    for folder in {path.parent for path in FILES} - {SOURCE / "schedules"}:
+        modules = [path.name for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(modules) <= 14, f"{folder.relative_to(SOURCE)} has {len(modules)} modules: {sorted(modules)}"
+
+
+def test_every_folder_says_what_lives_in_it() -> None:
+    for folder in {path.parent for path in FILES}:
+        text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
+        assert text and "TODO" not in text, folder
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_private_name_crosses_a_module(path: Path) -> None:
+    """The drop-in for PyTorch is left out where torch itself has the private name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
+            private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]
+            if path.is_relative_to(SOURCE / "compat" / "torch"):
+                private = [name for name in private if not is_of_torch(name)]
+            if path.parent == SOURCE / "schedules":
+                private = [name for name in private if not (SOURCE / "schedules" / f"{name}.py").exists()]
+            assert not private, f"{path.relative_to(SOURCE)} imports {private} from {node.module}"
+
+
+def is_of_torch(name: str) -> bool:
+    """Whether torch's own pipelining has this name, in any of its modules."""
+    import torch.distributed.pipelining as pipelining
+
+    return any(re.search(rf"\b{name}\b", file.read_text(encoding="utf-8")) for file in Path(pipelining.__file__).parent.glob("*.py"))
+
+
+GLOSSARY = {"Action", "Placement", "Schedule", "Program", "Timeline", "Costs", "Grid", "Plan", "Stage", "Partition", "Profile", "Rank"}
+
+
+def test_a_word_of_the_glossary_names_one_class() -> None:
+    classes: dict[str, list[str]] = {}
+    for path in FILES:
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef) and node.name.strip("_") in GLOSSARY:
+                classes.setdefault(node.name.strip("_"), []).append(str(path.relative_to(SOURCE)))
+    assert {name: places for name, places in classes.items() if len(places) > 1} == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -9,12 +9,12 @@ import torch
 
 from penstock.errors import PipelineError
 from penstock.runtime import launch, rank
-from penstock.runtime.transport.current_group import current
-from penstock.runtime.transport.thread_subgroup import VirtualSlice, join_members
+from penstock.runtime.transport.current_group import get_group
+from penstock.runtime.transport.subgroup import ThreadSubgroup, join_members
 
 
 def join(members: list[int]) -> Any:
-    return join_members(*current(), members)
+    return join_members(*get_group(), members)
 
 
 def test_members_gather_without_the_other_ranks() -> None:
@@ -22,7 +22,7 @@ def test_members_gather_without_the_other_ranks() -> None:
 
     def gather() -> list[Any]:
         group = join([0, 2] if rank() in (0, 2) else [3, 1])
-        assert isinstance(group, VirtualSlice)
+        assert isinstance(group, ThreadSubgroup)
         found = [group.gather(group.rank, "first", (rank(), group.rank), 20.0)]
         if rank() % 2:
             found.append(group.gather(group.rank, "second", rank(), 20.0))
@@ -38,7 +38,7 @@ def test_sums_and_copies(parallel: bool) -> None:
         group = join([0, 1, 3]) if rank() != 2 else join([2])
         mine = torch.tensor([2.0 ** rank(), 1.0], dtype=torch.float64)
         other = mine.clone()
-        connection = group.collectives(20.0)
+        connection = group.connect_collectives(20.0)
         connection.allreduce([mine]).wait()
         connection.broadcast([other]).wait()
         other_list = other.tolist()
@@ -66,7 +66,7 @@ def test_a_failure_outside_of_the_slice_is_raised_inside() -> None:
             raise ValueError("lost")
         group = join([0, 1])
         if rank() == 1:
-            current()[0].gather(rank(), "all ranks", None, 20.0)
+            get_group()[0].gather(rank(), "all ranks", None, 20.0)
         with pytest.raises(PipelineError) as caught:
             group.gather(group.rank, "members", None, 20.0)
         messages.append(str(caught.value))
