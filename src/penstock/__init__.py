@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from penstock.errors import VerifyError as VerifyError
     from penstock.ir.action import Action as Action
     from penstock.ir.costs import Costs as Costs
-    from penstock.ir.files import load as load
+    from penstock.ir.formats.files import load as load
     from penstock.ir.graph import StageGraph as StageGraph
     from penstock.ir.kind import Kind as Kind
     from penstock.ir.placement import Placement as Placement
@@ -43,7 +43,7 @@ _HOMES = {
     "VerifyError": "penstock.errors",
     "Action": "penstock.ir.action",
     "Costs": "penstock.ir.costs",
-    "load": "penstock.ir.files",
+    "load": "penstock.ir.formats.files",
     "StageGraph": "penstock.ir.graph",
     "Kind": "penstock.ir.kind",
     "Placement": "penstock.ir.placement",

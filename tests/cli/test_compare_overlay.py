@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.simulator.scaling import scaled
+from penstock.simulator.comparison.scaling import scaled
 
 TABLE = ps.schedule("1f1b", ranks=4, microbatches=8)
 USUAL = ps.Costs(latency=0.125)

@@ -8,8 +8,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import ScheduleError
-from penstock.ir.csv_form import refuse_for_torch
-from penstock.ir.files import save
+from penstock.ir.formats.csv_form import refuse_for_torch
+from penstock.ir.formats.files import save
 from penstock.passes.deepspeed import stream
 
 SCHEDULE = ps.schedule("zbv", ranks=3, microbatches=6)

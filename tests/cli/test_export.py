@@ -8,7 +8,7 @@ import re
 import pytest
 
 import penstock as ps
-from penstock.ir.csv_form import csv_text
+from penstock.ir.formats.csv_form import csv_text
 from penstock.simulator.simulate import simulate
 from penstock.studio.document import document
 from penstock.studio.page import source

@@ -9,7 +9,7 @@ import pytest
 import penstock as ps
 from penstock.cli.schedule_source import ScheduleSource, parse_options
 from penstock.errors import UsageError
-from penstock.ir.files import save
+from penstock.ir.formats.files import save
 
 
 def test_a_name_has_defaults_and_takes_its_shape():

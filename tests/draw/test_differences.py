@@ -10,7 +10,7 @@ import pytest
 import penstock as ps
 from penstock.draw.differences import MOST_ROWS, describe_differences, section_lines
 from penstock.ir.costs import Costs
-from penstock.simulator.differences import Differences, differences
+from penstock.simulator.comparison.differences import Differences, differences
 
 
 def laid(name: str, ranks: int, microbatches: int, one: Costs, other: Costs) -> Differences:

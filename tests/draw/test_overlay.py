@@ -22,7 +22,7 @@ from penstock.draw.html import overlay_html
 from penstock.draw.save import save_overlay
 from penstock.errors import UsageError
 from penstock.ir.kind import COMPUTE
-from penstock.simulator.differences import Differences, differences
+from penstock.simulator.comparison.differences import Differences, differences
 from penstock.simulator.simulate import retime
 
 pytestmark = pytest.mark.slow

@@ -9,7 +9,7 @@ from typing import Any
 
 import penstock as ps
 from fuzz.case import Case
-from penstock.ir.files import save
+from penstock.ir.formats.files import save
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.table import Table

@@ -15,8 +15,8 @@ from torch.distributed.pipelining.schedules import _Action, _add_reduce_grad, _a
 import penstock as ps
 from ir.naive import one_message_per_edge
 from penstock.errors import PassError, VerifyError
-from penstock.ir import json_form
-from penstock.ir.files import save
+from penstock.ir.formats import json_form
+from penstock.ir.formats.files import save
 from penstock.ir.program import Program
 from penstock.passes.lower import lower_rank
 from penstock.passes.receive import Receive

@@ -14,7 +14,7 @@ from penstock.planner.partition.cut import partition
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.problem import Problem
 from penstock.schedules.registry import algorithms
-from penstock.verifier.memory import held_in
+from penstock.verifier.rules.memory import held_in
 from planner.model_strategies import models
 
 A = ps.Layer(f=1, i=2, w=3, activation=10, weight_stash=4, output=2, parameters=100, gradients=50, optimizer=25)

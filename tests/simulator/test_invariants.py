@@ -15,7 +15,7 @@ from penstock.ir.dependencies import needs
 from penstock.ir.table import Table
 from penstock.simulator.gaps import CAUSES
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.memory import peak_memory
+from penstock.verifier.rules.memory import peak_memory
 from simulator.draws import programs, tables, timed
 from simulator.runs import Interval, lanes, made, result, run
 

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.draw.trace import build_trace
 from penstock.errors import ScheduleError
-from penstock.ir import json_form
 from penstock.ir.costs import CONTENTION, Costs
-from penstock.ir.csv_form import csv_text
+from penstock.ir.formats import json_form
+from penstock.ir.formats.csv_form import csv_text
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.simulator import timeline_json
-from penstock.simulator.flat import Flat
+from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 from penstock.studio.document import document, timeline_document

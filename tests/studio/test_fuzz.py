@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 import penstock as ps
-from penstock.ir.csv_form import csv_text
+from penstock.ir.formats.csv_form import csv_text
 from penstock.schedules.registry import algorithms
 from penstock.simulator.simulate import simulate
 from studio.page import Page

@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import penstock as ps
-from penstock.ir.csv_form import csv_text
+from penstock.ir.formats.csv_form import csv_text
 from penstock.schedules.registry import algorithms
 from penstock.simulator.simulate import simulate
 from penstock.studio import server

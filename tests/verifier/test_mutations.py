@@ -17,7 +17,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule, pack_rows
 from penstock.ir.table import Table
-from penstock.verifier.rules import RULES
+from penstock.verifier.rules.table import RULES
 from verifier.interpreter import explore, interpret
 from verifier.mutations import OPERATORS, Rows, every, move, places, regroup, shift, some, swap
 

@@ -60,7 +60,7 @@ def _finite(data: Any) -> Any:
 
 def write(path: Path, text: str) -> None:
     """Write a file, whole or not at all."""
-    from penstock.ir.csv_form import write_whole
+    from penstock.ir.formats.csv_form import write_whole
 
     write_whole(path, text)
 
@@ -107,7 +107,7 @@ def _as_lines(lines: Iterable[Line | str]) -> Iterator[Line]:
 def present(table: Table, *, as_json: bool, output: Path | None) -> None:
     """Print a schedule or program, or write it to a file: `.csv` and `.json` can be loaded again, any other suffix gets the picture."""
     if output is not None and output.suffix.lower() in (".csv", ".json"):
-        from penstock.ir.files import save
+        from penstock.ir.formats.files import save
 
         if output.suffix.lower() == ".csv":
             check_csv(table, output)
@@ -162,7 +162,7 @@ def describe_table(table: Table, kind: str | None = None) -> str:
 def check_csv(table: Table, path: Path) -> None:
     """Refuse to write a CSV file that PyTorch would read as something else."""
     from penstock.errors import FileFormatError, ScheduleError
-    from penstock.ir.csv_form import refuse_for_torch
+    from penstock.ir.formats.csv_form import refuse_for_torch
 
     try:
         refuse_for_torch(table)

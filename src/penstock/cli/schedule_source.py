@@ -52,7 +52,7 @@ class ScheduleSource:
         return self._load(strict) if self.is_file else self._build()
 
     def _load(self, strict: bool) -> Table:
-        from penstock.ir.files import load
+        from penstock.ir.formats.files import load
 
         self.refuse_shape()
         path = self.path()

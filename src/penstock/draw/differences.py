@@ -6,14 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from penstock.simulator.lateness import ACTION, AFTER, BETWEEN, MESSAGE, OPTIMIZER, SLACK
-from penstock.simulator.totals import channel_name, totals, work_name
+from penstock.simulator.comparison.lateness import ACTION, AFTER, BETWEEN, MESSAGE, OPTIMIZER, SLACK
+from penstock.simulator.comparison.totals import channel_name, totals, work_name
 from penstock.text.numbers import format_count, format_number, format_percent, format_signed
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
-    from penstock.simulator.differences import Both, Differences, Parting
-    from penstock.simulator.lateness import Delay
+    from penstock.simulator.comparison.differences import Both, Differences, Parting
+    from penstock.simulator.comparison.lateness import Delay
 
 MOST_ROWS = 12
 """Rows per table; of more, the ones that differ most are shown."""

@@ -18,7 +18,7 @@ from penstock.draw.summary import shape_of, summary_rows, title_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 # The colours of text and background in a figure become those of the page.

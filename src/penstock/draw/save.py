@@ -9,12 +9,12 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import FileFormatError
-from penstock.ir.csv_form import write_whole
+from penstock.ir.formats.csv_form import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 PICTURES = (".svg", ".png", ".html")

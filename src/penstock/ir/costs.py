@@ -10,7 +10,7 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
-from penstock.ir.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import read_settings, suffix_of
 from penstock.text.units import check_number
 from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
 
@@ -146,7 +146,7 @@ class Costs:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""
-        from penstock.ir.csv_form import write_whole
+        from penstock.ir.formats.csv_form import write_whole
 
         data = self.to_json()
         if suffix_of(path) == ".json":

@@ -109,12 +109,12 @@ class Table(ABC):
 
     def to_csv(self, path: str | PathLike[str]) -> None:
         """Write PyTorch's CSV form: a row a rank, a cell an action. Of the stage graph it has only the edges that messages name."""
-        from penstock.ir.csv_form import write_csv
+        from penstock.ir.formats.csv_form import write_csv
 
         write_csv(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Everything, as plain data; `penstock.load` reads it back from a file."""
-        from penstock.ir.json_form import encode
+        from penstock.ir.formats.json_form import encode
 
         return encode(self)

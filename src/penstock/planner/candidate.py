@@ -18,7 +18,7 @@ from penstock.planner.partition.layer_runs import Floats, PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.memory import held_in
+from penstock.verifier.rules.memory import held_in
 
 
 class Verdict(StrEnum):

@@ -9,8 +9,8 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import FileFormatError, PenstockError
-from penstock.ir import json_form, reading
-from penstock.ir.csv_form import write_whole
+from penstock.ir.formats import json_form, reading
+from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate
 from penstock.planner.profile import Profile

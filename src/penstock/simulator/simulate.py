@@ -12,9 +12,9 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
 from penstock.ir.table import Table
-from penstock.simulator.engine import Outcome, run
-from penstock.simulator.flat import Flat
-from penstock.simulator.loops import Durations
+from penstock.simulator.event_loops.engine import Outcome, run
+from penstock.simulator.event_loops.flat import Flat
+from penstock.simulator.event_loops.loops import Durations
 from penstock.simulator.timeline import Timeline
 
 Floats = NDArray[np.float64]

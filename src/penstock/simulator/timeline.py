@@ -17,7 +17,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.rows import Flags
 from penstock.ir.table import Table
-from penstock.simulator.flat import Flat, Messages
+from penstock.simulator.event_loops.flat import Flat, Messages
 
 if TYPE_CHECKING:
     from penstock.simulator.critical import PathStep

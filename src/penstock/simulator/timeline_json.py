@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import CostsError, FileFormatError
-from penstock.ir import json_form, reading
 from penstock.ir.costs import Costs
+from penstock.ir.formats import json_form, reading
 from penstock.ir.table import Table
-from penstock.simulator.flat import Flat
+from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.timeline import Timeline
 
 _MOST = sys.float_info.max

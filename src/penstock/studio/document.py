@@ -15,12 +15,12 @@ import numpy as np
 from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
-from penstock.ir.json_form import FORMAT
+from penstock.ir.formats.json_form import FORMAT
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
-from penstock.simulator.flat import Flat
+from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 from penstock.studio.limits import check_costs

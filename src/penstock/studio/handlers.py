@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.errors import FileFormatError, UsageError
-from penstock.ir import json_form
 from penstock.ir.costs import Costs
-from penstock.ir.csv_form import parse_csv
+from penstock.ir.formats import json_form
+from penstock.ir.formats.csv_form import parse_csv
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.planner.request import check_limits

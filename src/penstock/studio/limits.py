@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.errors import UsageError
 from penstock.ir.codes import MAX_STAGES
-from penstock.ir.reading import check_fields
+from penstock.ir.formats.reading import check_fields
 from penstock.ir.table import Table
 from penstock.schedules.registry import Shape
 

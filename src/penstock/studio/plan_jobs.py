@@ -19,7 +19,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BusyError, PenstockError, UnknownNameError
-from penstock.ir import json_form
+from penstock.ir.formats import json_form
 from penstock.studio.worker import prepare
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import numpy as np
 
 from penstock.errors import PenstockError
 from penstock.ir.action import Action
-from penstock.ir.csv_form import read_csv, write_csv
-from penstock.ir.json_form import decode, encode
+from penstock.ir.formats.csv_form import read_csv, write_csv
+from penstock.ir.formats.json_form import decode, encode
 from penstock.ir.kind import COMPUTE
 
 if TYPE_CHECKING:

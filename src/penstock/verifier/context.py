@@ -1,4 +1,7 @@
-"""What every rule is given: the table, and what several rules ask of it."""
+"""What every rule is given: the table, and what several rules ask of it.
+
+Small array helpers that several rules share.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,6 @@ from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows
 from penstock.ir.table import Table
-from penstock.verifier.arrays import first_of
 from penstock.verifier.finding import Finding, Severity
 
 
@@ -161,3 +163,24 @@ def ordinal(number: int) -> str:
     """1st, 2nd, 3rd, 4th."""
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
+
+
+def first_of(keys: Ints, entries: Ints, size: int) -> Ints:
+    """A table of the first entry of each key, -1 where there is none."""
+    table = np.full(size, -1, dtype=np.int64)
+    table[keys[::-1]] = entries[::-1]
+    return table
+
+
+def position_in(keys: Ints) -> Ints:
+    """For each value of a sorted array, how many equal ones come before it."""
+    starts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])) if len(keys) else np.zeros(0, dtype=np.int64)
+    return np.arange(len(keys)) - np.repeat(starts, np.diff(np.append(starts, len(keys))))
+
+
+def repeated(keys: Ints, entries: Ints) -> tuple[Ints, Ints]:
+    """The entries whose key an earlier entry has, and for each the first that has it."""
+    order = np.argsort(keys, kind="stable")
+    place = position_in(keys[order])
+    again = np.flatnonzero(place)
+    return entries[order[again]], entries[order[again - place[again]]]

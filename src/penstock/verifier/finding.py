@@ -1,8 +1,12 @@
-"""What is wrong, and where."""
+"""What is wrong, and where.
+
+All findings in one text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
@@ -86,3 +90,25 @@ def _cut(table: Table, rank: int, steps: range) -> Iterable[Action]:
     begin, end = (int(g) for g in rows.group_offsets[rank : rank + 2])
     first, last = rows.group.searchsorted([min(begin + steps.start, end), min(begin + steps.stop, end)]).tolist()
     return unpack_actions(rows.codes[first:last].tolist())
+
+
+_SHOWN = 20
+
+
+def report(table: Table, semantics: str, findings: Sequence[Finding]) -> str:
+    """The findings with their excerpts, the worst first; of many only the first few."""
+    many = f"{len(findings)} finding{'s'[: len(findings) > 1]}"
+    name = f"{table.name!r}, " if table.name else ""
+    order = ", the worst first" if len(findings) > 1 else ""
+    head = f"{many} in {name}{table.placement.describe()}, {table.microbatches} microbatches ({semantics}){order}:"
+    parts = [head, *(_entry(number, finding) for number, finding in enumerate(findings[:_SHOWN], start=1))]
+    if len(findings) > _SHOWN:
+        parts.append(f"and {len(findings) - _SHOWN} more")
+    return "\n\n".join(parts)
+
+
+def _entry(number: int, finding: Finding) -> str:
+    lines = [f"{number}. {finding.rule}, {finding.place}:", f"   {finding.message}.", f"   {finding.remedy}."]
+    if finding.excerpt:
+        lines += ["", textwrap.indent(finding.excerpt, "     ")]
+    return "\n".join(lines)

@@ -13,13 +13,12 @@ from penstock.ir.kind import SENDS
 from penstock.ir.table import Table
 from penstock.text.units import parse_size
 from penstock.verifier.context import Context
-from penstock.verifier.finding import Finding
-from penstock.verifier.known import malformed
-from penstock.verifier.memory import peak_memory
+from penstock.verifier.finding import Finding, report
 from penstock.verifier.proof import Proof
-from penstock.verifier.report import report
-from penstock.verifier.rules import RULES
-from penstock.verifier.waits import slots_of
+from penstock.verifier.rules.known import malformed
+from penstock.verifier.rules.memory import peak_memory
+from penstock.verifier.rules.table import RULES
+from penstock.verifier.rules.waits import slots_of
 
 SEMANTICS = ("channels", "rendezvous")
 MOST_FINDINGS = 1000

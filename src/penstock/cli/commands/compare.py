@@ -30,13 +30,13 @@ from penstock.errors import UsageError
 
 if TYPE_CHECKING:
     from penstock.cli.timeline_source import TimelineSource
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 
 def read_scale(text: str) -> str:
     """`auto`, or a number above 0."""
-    from penstock.simulator.differences import AUTO
+    from penstock.simulator.comparison.differences import AUTO
 
     try:
         fine = text == AUTO or 0 < float(text) < float("inf")
@@ -158,7 +158,7 @@ def compare(
 
 def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
     """A measured timeline is not simulated, only converted from seconds."""
-    from penstock.simulator.scaling import scaled
+    from penstock.simulator.comparison.scaling import scaled
     from penstock.text.units import seconds_per
 
     measured = timed.measured()
@@ -274,7 +274,7 @@ class Overlay:
         return bool(self.pairs) and len(self.pairs) == len(self.entries) - 1
 
     def data(self, unit: str | None) -> dict[str, Any]:
-        from penstock.simulator.differences_json import encode
+        from penstock.simulator.comparison.differences_json import encode
 
         pairs = [
             {"predicted": pair.base.name, "measured": pair.other.name, "unit": unit, **encode(pair.differences)} for pair in self.pairs
@@ -294,8 +294,8 @@ class Overlay:
 
 def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | None, tolerance: float | None) -> Overlay:
     """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first."""
-    from penstock.simulator.differences import TOLERANCE, differences
-    from penstock.simulator.matching import match
+    from penstock.simulator.comparison.differences import TOLERANCE, differences
+    from penstock.simulator.comparison.matching import match
 
     base, others = _split(entries, asked)
     if not others:
@@ -335,7 +335,7 @@ def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | Non
 
 def _rescale(laid: Overlay) -> Overlay:
     """Convert the simulated timelines to the unit of the measured ones."""
-    from penstock.simulator.scaling import scaled
+    from penstock.simulator.comparison.scaling import scaled
 
     factor = laid.pairs[0].differences.scale if laid.pairs else 1.0
     if factor == 1.0:

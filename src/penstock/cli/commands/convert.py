@@ -89,9 +89,9 @@ def _read(source: ScheduleSource, form: Format | None) -> Table:
         return source.table()
     form = form or Format.DEEPSPEED
     from penstock.errors import FileFormatError
-    from penstock.ir.csv_form import read_csv
-    from penstock.ir.json_form import read_json
-    from penstock.ir.reading import read_text
+    from penstock.ir.formats.csv_form import read_csv
+    from penstock.ir.formats.json_form import read_json
+    from penstock.ir.formats.reading import read_text
     from penstock.passes.deepspeed_text import parse_streams, schedule_of
 
     source.refuse_shape()
@@ -118,7 +118,7 @@ def _fit(table: Table, form: Format | None) -> Table:
 
 def _text(table: Table, form: Format, path: Path) -> str:
     from penstock.cli.output import check_csv, to_json
-    from penstock.ir.csv_form import csv_text
+    from penstock.ir.formats.csv_form import csv_text
     from penstock.passes.deepspeed import streams
     from penstock.passes.deepspeed_text import format_streams
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
     from penstock.runtime.train.trainer import TrainingProgress, TrainingResult
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.verifier.proof import Proof
 
 SHOWN = 6

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from penstock.cli.training.session import Session
     from penstock.planner.plan import Plan
     from penstock.runtime.train.trainer import TrainingResult
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
 
 MOST = 16
 """Candidates in the table."""

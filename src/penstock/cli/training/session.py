@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from penstock.planner.plan import Plan
     from penstock.runtime.train.ranks import RankProcesses
     from penstock.runtime.train.trainer import TrainingResult
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.verifier.proof import Proof
 
 
@@ -126,7 +126,7 @@ class Session:
     @property
     def differences(self) -> Differences | None:
         """The measured step over the predicted one. If ranks share cores, the prediction is scaled by the mean slowdown."""
-        from penstock.simulator.differences import differences
+        from penstock.simulator.comparison.differences import differences
 
         if self.plan is None or self.trained is None or self.trained.timeline is None:
             return None
@@ -151,7 +151,7 @@ class Session:
             self.console.saved("measured step", record)
         if report is not None:
             from penstock.cli.training.report import write_report
-            from penstock.ir.csv_form import write_whole
+            from penstock.ir.formats.csv_form import write_whole
 
             report.parent.mkdir(parents=True, exist_ok=True)
             write_whole(report, write_report(self))

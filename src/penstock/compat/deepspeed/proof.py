@@ -19,9 +19,8 @@ from penstock.ir.program import Program
 from penstock.ir.steps import walk
 from penstock.passes.deepspeed import Instruction, Stream
 from penstock.passes.deepspeed_reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
-from penstock.verifier.finding import Finding, Severity
+from penstock.verifier.finding import Finding, Severity, report
 from penstock.verifier.proof import Proof
-from penstock.verifier.report import report
 from penstock.verifier.verify import check, verify
 
 Factory = Callable[..., Any]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from penstock.simulator.differences import Differences
+    from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
 Floats = NDArray[np.float64]

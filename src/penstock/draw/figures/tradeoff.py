@@ -12,7 +12,7 @@ from penstock.draw import palette
 from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, TEXT, make_plot, render, text_width, use_style
 from penstock.draw.save import suffix_of
 from penstock.errors import UsageError
-from penstock.ir.csv_form import write_whole
+from penstock.ir.formats.csv_form import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

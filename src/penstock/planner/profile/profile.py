@@ -11,7 +11,7 @@ from typing import Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.costs import Costs
-from penstock.ir.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import read_settings, suffix_of
 from penstock.text.units import parse_size
 
 TIMES = ("f", "i", "w")
@@ -209,7 +209,7 @@ class Profile:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""
-        from penstock.ir.csv_form import write_whole
+        from penstock.ir.formats.csv_form import write_whole
 
         data = self.to_json()
         text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else toml_text(data)

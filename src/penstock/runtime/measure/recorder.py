@@ -18,7 +18,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
-from penstock.simulator.flat import Flat
+from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileFormatError, WeightsError
-from penstock.ir.reading import read_json
+from penstock.ir.formats.reading import read_json
 from penstock.runtime.weights.source import OwnedTensors, put
 
 _TYPES = {

@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.compat.torch.orders.actions import _Action, pack, unpack
 from penstock.ir import codes
-from penstock.ir.csv_form import write_whole
+from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program

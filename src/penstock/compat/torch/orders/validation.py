@@ -23,15 +23,15 @@ from penstock.compat.torch.orders.tables import (
     unpack_rows,
 )
 from penstock.ir import codes
-from penstock.ir.csv_form import write_whole
 from penstock.ir.dependencies import Needs
+from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
 from penstock.ir.steps import walk
-from penstock.verifier.report import report
+from penstock.verifier.finding import report
 from penstock.verifier.verify import check
 
 _RUNNING = {Kind.B: ("Full Backward", "Forward"), Kind.I: ("Backward Input", "Forward"), Kind.W: ("Backward Weight", "Backward Input")}

@@ -37,12 +37,12 @@ from penstock.compat.torch.orders.validation import _simulate_comms_compute
 from penstock.compat.torch.schedule_classes.multi import Format, PipelineScheduleMulti
 from penstock.compat.torch.schedule_classes.runner import _PipelineContext
 from penstock.errors import ScheduleError, VerifyError
-from penstock.ir.csv_form import refuse_for_torch
+from penstock.ir.formats.csv_form import refuse_for_torch
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.table import Table
 from penstock.schedules.registry import schedule
-from penstock.verifier.report import report
+from penstock.verifier.finding import report
 from penstock.verifier.verify import check
 
 _BACKWARDS = frozenset((FULL_BACKWARD, BACKWARD_INPUT))

@@ -1,0 +1,245 @@
+"""A measured timeline laid over its prediction: every figure of both, and where they part."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import UsageError
+from penstock.ir.action import Action
+from penstock.ir.kind import COMPUTE, Kind
+from penstock.simulator.comparison.lateness import Delay, Lateness
+from penstock.simulator.comparison.matching import Match, match
+from penstock.simulator.comparison.scaling import scaled
+from penstock.simulator.timeline import Timeline
+
+Floats = NDArray[np.float64]
+
+TOLERANCE = 0.01
+"""Of the predicted makespan: what is less late is as predicted."""
+AUTO = "auto"
+"""The scale that is found."""
+OTHER_UNIT = 10.0
+"""Actions that take so many times what was predicted, or so small a part of it, are likely told in another unit."""
+
+
+@dataclass(frozen=True)
+class Both:
+    """One figure, predicted and measured."""
+
+    predicted: float
+    measured: float
+
+    @property
+    def difference(self) -> float:
+        return self.measured - self.predicted
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where that is nothing."""
+        return self.measured / self.predicted if self.predicted else None
+
+
+Work = tuple[tuple[int, Kind], ...]
+"""A stage and a kind, or several that run together."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """What the actions of one stage and kind take, in the mean."""
+
+    work: Work
+    count: int
+    mean: Both
+
+
+@dataclass(frozen=True)
+class Channel:
+    """The messages from one rank to another, `SEND_F` activations or `SEND_B` gradients: what they take in the mean.
+
+    `held` is from the end of what makes a message to its departure, `travel` from there to its arrival.
+    """
+
+    source: int
+    target: int
+    kind: Kind
+    count: int
+    held: Both
+    travel: Both
+
+
+@dataclass(frozen=True)
+class Parting:
+    """An action that ends earlier or later than predicted, and what is on the way to it; the sum of what that adds is `late`."""
+
+    rank: int
+    action: Action
+    end: Both
+    way: list[Delay]
+
+    @property
+    def late(self) -> float:
+        return self.end.difference
+
+
+def differences(predicted: Timeline, measured: Timeline, *, scale: float | str = 1.0, tolerance: float = TOLERANCE) -> Differences:
+    """Lay a measured timeline over its prediction; both may also be simulated.
+
+    The predicted times are multiplied by `scale`, for a prediction in another unit; `auto` is the scale at which the median
+    action takes what was predicted. Timelines of other work are refused with a `UsageError` that says how they differ.
+    """
+    if not 0 <= tolerance < math.inf:
+        raise UsageError(f"a tolerance of {tolerance}: it is a share of the predicted makespan, like 0.01")
+    pair = match(predicted, measured)
+    factor = median_ratio(pair) if scale == AUTO else scale
+    if isinstance(factor, str) or not 0 < factor < math.inf:
+        raise UsageError(f"a scale of {scale!r}: it is what predicted times are multiplied by, a number above 0, or {AUTO!r}")
+    return Differences(replace(pair, predicted=scaled(predicted, factor).waits), factor, tolerance)
+
+
+def median_ratio(pair: Match) -> float:
+    """What the median action takes as a multiple of its prediction; 1 where nothing takes any time."""
+    lengths = (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
+    real = (lengths[0] > 0) & (lengths[1] > 0)
+    return float(np.median(lengths[1][real] / lengths[0][real])) if real.any() else 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Differences:
+    """Two timelines of the same work; the times of `predicted` are already multiplied by `scale`."""
+
+    match: Match
+    scale: float
+    tolerance: float
+
+    @property
+    def predicted(self) -> Timeline:
+        return self.match.predicted.timeline
+
+    @property
+    def measured(self) -> Timeline:
+        return self.match.measured.timeline
+
+    @cached_property
+    def lateness(self) -> Lateness:
+        return Lateness(self.match)
+
+    # Figures of both --------------------------------------------------------------------------------------------------
+
+    @property
+    def makespan(self) -> Both:
+        return Both(self.predicted.makespan, self.measured.makespan)
+
+    @property
+    def bubble(self) -> Both:
+        return Both(self.predicted.bubble, self.measured.bubble)
+
+    @property
+    def busy(self) -> list[Both]:
+        """How long each rank computes."""
+        return _pairs(self.predicted.busy, self.measured.busy)
+
+    @property
+    def idle(self) -> list[Both]:
+        """How long each rank stands idle until the end of all."""
+        return _pairs(self.predicted.makespan - self.predicted.busy, self.measured.makespan - self.measured.busy)
+
+    @cached_property
+    def idle_by_cause(self) -> dict[str, Both]:
+        """Over all ranks."""
+        one, other = self.predicted.idle_by_cause, self.measured.idle_by_cause
+        return {cause: Both(one.get(cause, 0.0), other.get(cause, 0.0)) for cause in (*one, *(each for each in other if each not in one))}
+
+    @cached_property
+    def communication(self) -> Both:
+        """How long all messages travel, one after the other."""
+        one, other = self.predicted, self.measured
+        return Both(float((one.arrive - one.depart).sum()), float((other.arrive - other.depart).sum()))
+
+    @cached_property
+    def lengths(self) -> list[Lengths]:
+        """By stage and kind; what runs together comes last."""
+        lengths = self._lengths
+        places: dict[Work, list[int]] = {}
+        for place, work in enumerate(_works(self.measured)):
+            places.setdefault(work, []).append(place)
+        order = sorted(places, key=lambda work: (len(work), work))
+        return [Lengths(work, len(places[work]), _mean(*lengths, np.array(places[work]))) for work in order]
+
+    @cached_property
+    def channels(self) -> list[Channel]:
+        """By ranks and kind."""
+        messages, order = self.measured.messages, self.match.message
+        held = [waits.timeline.depart - waits.end[waits.maker] for waits in (self.match.predicted, self.match.measured)]
+        travel = [timeline.arrive - timeline.depart for timeline in (self.predicted, self.measured)]
+        found = []
+        for index, (source, target, kind) in enumerate(messages.channels):
+            of = np.flatnonzero(messages.channel == index)
+            means = [_mean(one[order], other, of) for one, other in (held, travel)]
+            found.append(Channel(source, target, kind, len(of), *means))
+        return found
+
+    # Where they part --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def unlike(self) -> float | None:
+        """The scale that the median action asks for, where it is so far from 1 that the units must differ; else None."""
+        ratio = median_ratio(self.match)
+        return None if 1 / OTHER_UNIT < ratio < OTHER_UNIT else ratio
+
+    @property
+    def allowed(self) -> float:
+        """How late an action may be and still be as predicted."""
+        return self.tolerance * self.predicted.makespan
+
+    @cached_property
+    def first_place(self) -> int | None:
+        """In the order of time the first computation of `measured` that does not end as predicted."""
+        apart = np.flatnonzero(np.abs(self.lateness.late) > self.allowed + 1e-9 * self.predicted.makespan)
+        return int(apart[np.argmin(self.match.measured.end[apart])]) if len(apart) else None
+
+    @cached_property
+    def first(self) -> Parting | None:
+        """That computation, and what made it early or late."""
+        place, waits = self.first_place, self.match.measured
+        if place is None:
+            return None
+        end, late = float(waits.end[place]), float(self.lateness.late[place])
+        return Parting(int(waits.rank[place]), waits.action(place), Both(end - late, end), self.lateness.chain(place))
+
+    @cached_property
+    def way(self) -> list[Delay]:
+        """What is on the way to the measured end, in order; the sum of what it adds is the difference of the makespans."""
+        return self.lateness.to_end()
+
+    @property
+    def _lengths(self) -> tuple[Floats, Floats]:
+        one, other = self.match.predicted, self.match.measured
+        return (one.end - one.start)[self.match.action], other.end - other.start
+
+
+def _pairs(predicted: Floats, measured: Floats) -> list[Both]:
+    return [Both(*each) for each in zip(predicted.tolist(), measured.tolist(), strict=True)]
+
+
+def _mean(predicted: Floats, measured: Floats, of: NDArray[np.int64]) -> Both:
+    return Both(float(predicted[of].mean()), float(measured[of].mean()))
+
+
+def _works(timeline: Timeline) -> Iterable[Work]:
+    """The stage and kind of each computation."""
+    rows = timeline.table.rows
+    entries = np.flatnonzero(rows.is_kind(*COMPUTE))
+    parts = zip(rows.stage[entries].tolist(), map(Kind, rows.kind[entries].tolist()), rows.heads[entries].tolist(), strict=True)
+    found: list[list[tuple[int, Kind]]] = []
+    for stage, kind, head in parts:
+        if head:
+            found.append([(stage, kind)])
+        else:
+            found[-1].append((stage, kind))
+    return map(tuple, found)

@@ -1,0 +1,90 @@
+"""What two timelines differ in, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from penstock.simulator.comparison.differences import Both, Differences, Parting
+from penstock.simulator.comparison.lateness import Delay
+from penstock.simulator.comparison.totals import totals
+
+
+def encode(found: Differences) -> dict[str, Any]:
+    """Everything, each action of each rank included."""
+    return {
+        "scale": found.scale,
+        "tolerance": found.tolerance,
+        "other_unit": found.unlike,
+        "other_order": _order(found),
+        "makespan": _both(found.makespan),
+        "bubble": _both(found.bubble),
+        "communication": _both(found.communication),
+        "idle_by_cause": {cause: _both(each) for cause, each in found.idle_by_cause.items()},
+        "ranks": [{"busy": _both(busy), "idle": _both(idle)} for busy, idle in zip(found.busy, found.idle, strict=True)],
+        "stages": list(_stages(found)),
+        "channels": list(_channels(found)),
+        "first": None if found.first is None else _parting(found.first),
+        "delays": [{"what": each.what, "name": each.name, "count": len(each.delays), "added": each.added} for each in totals(found.way)],
+        "path": [_delay(delay) for delay in found.way],
+        "actions": list(_actions(found)),
+    }
+
+
+def _both(both: Both) -> dict[str, float | None]:
+    return {"predicted": both.predicted, "measured": both.measured, "ratio": both.ratio}
+
+
+def _order(found: Differences) -> dict[str, Any] | None:
+    if found.match.other_order is None:
+        return None
+    rank, predicted, measured = found.match.other_order
+    return {"rank": rank, "predicted": str(predicted), "measured": str(measured)}
+
+
+def _stages(found: Differences) -> Iterator[dict[str, Any]]:
+    for each in found.lengths:
+        parts = [{"stage": stage, "kind": kind.name} for stage, kind in each.work]
+        yield {"parts": parts, "count": each.count, "mean": _both(each.mean)}
+
+
+def _channels(found: Differences) -> Iterator[dict[str, Any]]:
+    for each in found.channels:
+        ends = {"source": each.source, "target": each.target, "kind": each.kind.name}
+        yield {**ends, "count": each.count, "held": _both(each.held), "travel": _both(each.travel)}
+
+
+def _parting(parting: Parting) -> dict[str, Any]:
+    where = {"rank": parting.rank, "action": str(parting.action), "end": _both(parting.end), "late": parting.late}
+    return {**where, "path": [_delay(delay) for delay in parting.way]}
+
+
+def _delay(delay: Delay) -> dict[str, Any]:
+    action = None if delay.action is None else str(delay.action)
+    who = {"what": delay.what, "rank": delay.rank, "action": action, "source": delay.source}
+    return {**who, "predicted": delay.predicted, "measured": delay.measured, "added": delay.added}
+
+
+def _actions(found: Differences) -> Iterator[dict[str, Any]]:
+    """Each computation: its times, what it waited for, and what its lateness is made of."""
+    pair, lateness = found.match, found.lateness
+    names = [str(action) for row in found.measured.table for action in row if action.is_compute]
+    columns = {
+        "predicted_start": pair.predicted.start[pair.action],
+        "predicted_end": pair.predicted.end[pair.action],
+        "start": pair.measured.start,
+        "end": pair.measured.end,
+        "late": lateness.late,
+        "inherited": np.append(lateness.late, 0.0)[lateness.cause],
+        "message": lateness.transit,
+        "between": lateness.between,
+        "slack": lateness.slack,
+        "own": lateness.own,
+    }
+    rank, cause = pair.measured.rank.tolist(), lateness.cause.tolist()
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    for place, row in enumerate(values):
+        waited_for = None if cause[place] < 0 else {"rank": rank[cause[place]], "action": names[cause[place]]}
+        yield {"rank": rank[place], "action": names[place], **dict(zip(columns, row, strict=True)), "waited_for": waited_for}

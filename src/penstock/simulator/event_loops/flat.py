@@ -1,0 +1,208 @@
+"""A schedule or program as flat arrays for the event loops."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.ir.costs import Costs
+from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.program import Program
+from penstock.ir.rows import Ints
+from penstock.ir.table import Table
+from penstock.simulator.event_loops.loops import Durations, Graph
+
+Floats = NDArray[np.float64]
+Small = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Flat:
+    """The timing graph of a table: built once, timed under any costs. Nodes are the groups of `table.rows`."""
+
+    table: Table
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.table.rows.group_offsets[-1])
+
+    @cached_property
+    def messages(self) -> Messages:
+        """What crosses ranks, in the order in which it is sent: what one action sends to several stages goes to the lowest first."""
+        table, rows = self.table, self.table.rows
+        deliveries = table.deliveries
+        order = np.argsort(deliveries.sent * table.stages + deliveries.peer, kind="stable")
+        begun, maker, before, after, last, _ = (column[order] for column in deliveries)
+        source, target = rows.rank[before], rows.rank[after]
+        backward = rows.kind[after] != Kind.F
+        channel = (source * len(rows) + target) * 2 + backward
+        keys, index = np.unique(channel, return_inverse=True)
+        names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
+        return Messages(before, after, maker, begun, last, backward, source, target, index, names)
+
+    def graph(self, contention: str = "independent") -> Graph:
+        """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
+        messages, ranks = self.messages, self.table.ranks
+        if contention == "independent":
+            return self._independent
+        if contention == "pair":
+            pairs, one = np.unique(messages.source * ranks + messages.target, return_inverse=True)
+            other, count = one, len(pairs)
+        elif contention == "duplex":
+            one, other, count = messages.source, ranks + messages.target, 2 * ranks
+        else:
+            one, other, count = messages.source, messages.target, ranks
+        return self._base._replace(link=_small(one), other_link=_small(other), num_links=count)
+
+    @cached_property
+    def _independent(self) -> Graph:
+        """Kept, for gaps and paths ask for it at every step."""
+        channel = _small(self.messages.channel)
+        return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
+
+    @cached_property
+    def _base(self) -> Graph:
+        rows, messages, num_nodes = self.table.rows, self.messages, self.num_nodes
+        sender, user = rows.group[messages.before], rows.group[messages.after]
+        need = np.argsort(user, kind="stable")
+        gather_at, gather = self._gathers()
+        receive, received = self._receives()
+        slot = self._slots()
+        empty = np.zeros(0, dtype=np.int32)
+        return Graph(
+            bounds=_small(rows.group_offsets),
+            rank=np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(rows.group_offsets)),
+            need_at=_starts(user, num_nodes),
+            need=_small(need),
+            send_at=_starts(sender, num_nodes),
+            gather_at=gather_at,
+            gather=_small(gather),
+            collective=rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD)[rows.heads].astype(np.int8),
+            received=_small(received),
+            sender=_small(sender),
+            user=_small(user),
+            receive=_small(receive),
+            slot=_small(slot),
+            link=empty,
+            other_link=empty,
+            num_links=0,
+            any_slots=bool((slot >= 0).any()),
+        )
+
+    def _gathers(self) -> tuple[Small, Ints]:
+        """For each compute entry, the last UNSHARD of its stage on its rank before it."""
+        rows, stages = self.table.rows, self.table.stages
+        unshards = np.flatnonzero(rows.is_kind(Kind.UNSHARD))
+        if not len(unshards):
+            return np.zeros(self.num_nodes + 1, dtype=np.int32), unshards
+        uses = np.flatnonzero(rows.is_kind(*COMPUTE))
+        span = len(rows.codes)
+        key = (rows.rank * stages + rows.stage) * span + np.arange(span)
+        order = np.argsort(key[unshards])
+        at = np.searchsorted(key[unshards][order], key[uses]) - 1
+        found = unshards[order][np.maximum(at, 0)]
+        real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
+        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[found[real]]
+
+    def _receives(self) -> tuple[Ints, Ints]:
+        """Each message's receive node, and each node's received message; -1 where there is none."""
+        rows, messages = self.table.rows, self.messages
+        receive = np.full(len(messages.before), -1, dtype=np.int64)
+        received = np.full(self.num_nodes, -1, dtype=np.int64)
+        if self.table.lowered:
+            of_send = np.full(len(rows.codes), -1, dtype=np.int64)
+            sent, taken = self.table.links.messages
+            of_send[sent] = taken
+            receive = rows.group[of_send[messages.before]]
+            received[receive] = np.arange(len(receive))
+        return receive, received
+
+    def _slots(self) -> Ints:
+        """For each message, the one of its channel whose slot it takes over; -1 where there is a slot from the start."""
+        messages = self.messages
+        slot = np.full(len(messages.before), -1, dtype=np.int64)
+        buffers = self.table.buffers if isinstance(self.table, Program) else None
+        if buffers is None or not buffers.channels:
+            return slot
+        order = np.argsort(messages.channel, kind="stable")
+        first = np.searchsorted(messages.channel[order], np.arange(len(messages.channels)))
+        unlimited = len(order) + 1
+        counts = np.array([buffers.channels.get(channel, unlimited) for channel in messages.channels], dtype=np.int64)
+        place = np.arange(len(order)) - first[messages.channel[order]]
+        back = counts[messages.channel[order]]
+        late = np.flatnonzero(place >= back)
+        slot[order[late]] = order[late - back[late]]
+        return slot
+
+    def durations(self, costs: Costs) -> Durations:
+        """How long every node, message and collective takes."""
+        table, rows = self.table, self.table.rows
+        costs.check(table.stages, table.microbatches)
+        taken = np.zeros(len(rows.codes))
+        for kind, name in ((Kind.F, "f"), (Kind.B, "b"), (Kind.I, "i"), (Kind.W, "w")):
+            self._fill(taken, rows.is_kind(kind), costs, name)
+        heads = np.flatnonzero(rows.heads)
+        node = taken if len(heads) == len(taken) else np.add.reduceat(taken, heads) if len(heads) else taken
+        if len(heads) != len(taken):
+            node = np.where(np.diff(np.append(heads, len(taken))) > 1, node * costs.overlap, node)
+        collective = np.zeros(len(rows.codes))
+        for kind, name in ((Kind.UNSHARD, "unshard"), (Kind.REDUCE_GRAD, "reduce")):
+            of_kind = rows.is_kind(kind)
+            collective[of_kind] = np.array(costs.per_stage(name, table.stages))[rows.stage[of_kind]]
+        return Durations(node, self._travel(costs), collective[heads])
+
+    def _fill(self, taken: Floats, of_kind: NDArray[np.bool_], costs: Costs, name: str) -> None:
+        rows, table = self.table.rows, self.table
+        value = getattr(costs, name)
+        if isinstance(value, float):
+            taken[of_kind] = value
+        else:
+            taken[of_kind] = costs.table(name, table.stages, table.microbatches)[rows.stage[of_kind], rows.microbatch[of_kind]]
+
+    def _travel(self, costs: Costs) -> Floats:
+        if costs.bandwidth is None:
+            return np.full(len(self.messages.before), costs.latency)
+        return costs.latency + self.sizes(costs) / costs.bandwidth
+
+    def sizes(self, costs: Costs) -> Floats:
+        """The size of each message: what the lower stage of its edge puts out."""
+        rows, messages = self.table.rows, self.messages
+        lower = np.where(messages.backward, rows.stage[messages.after], rows.stage[messages.before])
+        if isinstance(costs.output, float):
+            return np.full(len(lower), costs.output)
+        return costs.table("output", self.table.stages, self.table.microbatches)[lower, rows.microbatch[messages.before]]
+
+
+@dataclass(frozen=True)
+class Messages:
+    """One value a message: the entries that send, use and compute it, its way, its ranks and its channel."""
+
+    before: Ints
+    after: Ints
+    """The first that uses it: those after it on the rank need not wait."""
+    maker: Ints
+    begun: Ints
+    """The first that adds to it, where it is a sum of gradients whose last part is the maker's; else the maker."""
+    last: Ints
+    """The last that uses it."""
+    backward: NDArray[np.bool_]
+    source: Ints
+    target: Ints
+    channel: Ints
+    channels: tuple[tuple[int, int, Kind], ...]
+    """Each channel's ranks, from and to, and the kind of its sends."""
+
+
+def _small(values: Ints) -> Small:
+    """Four bytes an index: a graph of a thousand ranks has tens of millions."""
+    return values.astype(np.int32)
+
+
+def _starts(owner: Ints, count: int) -> Small:
+    """For items sorted by owner, where each owner's items begin, and their number at the end."""
+    starts = np.zeros(count + 1, dtype=np.int32)
+    np.cumsum(np.bincount(owner, minlength=count), out=starts[1:])
+    return starts

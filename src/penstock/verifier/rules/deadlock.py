@@ -1,0 +1,136 @@
+"""No rank waits for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from penstock.ir import codes
+from penstock.ir.dependencies import Needs
+from penstock.ir.kind import Kind
+from penstock.ir.rows import Ints
+from penstock.ir.steps import Walk, walk
+from penstock.verifier.context import Context, code_name
+from penstock.verifier.finding import Finding, Severity
+from penstock.verifier.rules.rendezvous import disagreements
+from penstock.verifier.rules.waits import Waits, waits
+
+_LINKS_SHOWN = 8
+
+
+def deadlock(context: Context) -> Iterator[Finding]:
+    """Every rank gets to the end of its row; where it does not, the ranks that wait for each other are named as a chain."""
+    stuck = _Stuck(context, waits(context))
+    if not stuck.walk.complete:
+        for chain in stuck.cycles():
+            yield _cycle(context, stuck, chain)
+        for wait in stuck.dead_ends().tolist():
+            yield _dead_end(context, stuck, wait)
+    if context.semantics == "rendezvous" and context.table.lowered:
+        yield from disagreements(context)
+
+
+@dataclass(frozen=True)
+class _Stuck:
+    """Which ranks stop, and at which wait."""
+
+    context: Context
+    waits: Waits
+
+    @cached_property
+    def walk(self) -> Walk:
+        """Run every rank as far as its waits allow; who waits for what nobody runs waits for itself."""
+        before, after = self.waits.before, self.waits.after
+        return walk(self.context.rows, Needs(np.where(before < 0, after, before), after))
+
+    @cached_property
+    def at_heads(self) -> Ints:
+        """The unmet waits of the actions that the ranks stop at, in the order of the ranks."""
+        rows, (before, after, _, _) = self.context.rows, self.waits
+        heads = rows.group_offsets[:-1] + self.walk.done
+        unmet = (before < 0) | (self.walk.step[rows.group[before]] < 0)
+        at = np.flatnonzero(unmet & (rows.group[after] == heads[rows.rank[after]]))
+        return at[np.argsort(rows.rank[after[at]], kind="stable")]
+
+    def dead_ends(self) -> Ints:
+        """The waits for what nobody runs."""
+        return self.at_heads[self.waits.before[self.at_heads] < 0]
+
+    def cycles(self) -> Iterator[list[int]]:
+        """Each cycle of ranks once, from its lowest rank, as the waits that lead from one rank to the next."""
+        onward = self._onward()
+        seen: dict[int, int] = {}
+        for start in sorted(onward):
+            rank, path = start, list[int]()
+            while rank in onward and rank not in seen:
+                seen[rank] = start
+                path.append(rank)
+                rank = self._awaited(onward[rank])
+            if seen.get(rank) == start and rank in path:
+                cycle = path[path.index(rank) :]
+                lowest = cycle.index(min(cycle))
+                yield [onward[each] for each in cycle[lowest:] + cycle[:lowest]]
+
+    def _onward(self) -> dict[int, int]:
+        """For each rank that stops, its first wait for what another rank has yet to run."""
+        onward: dict[int, int] = {}
+        for wait in self.at_heads[self.waits.before[self.at_heads] >= 0].tolist():
+            onward.setdefault(int(self.context.rows.rank[self.waits.after[wait]]), wait)
+        return onward
+
+    def _awaited(self, wait: int) -> int:
+        return int(self.context.rows.rank[self.waits.before[wait]])
+
+    def describe(self, wait: int) -> str:
+        """`rank 0 waits in step 5 (0B0) for 1SEND_B0, which is step 7 of rank 1`."""
+        context, entry, before = self.context, int(self.waits.after[wait]), int(self.waits.before[wait])
+        what = context.name(before) if before >= 0 else _never_name(int(self.waits.never[wait]))
+        what = f"the slot that {what} frees" if self.waits.slot[wait] else what
+        where = f"which is {context.place(before)}" if before >= 0 else "which nobody runs"
+        rows = context.rows
+        return f"rank {int(rows.rank[entry])} waits in step {int(rows.step[entry])} ({rows.action_at(entry)}) for {what}, {where}"
+
+
+def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
+    links = [stuck.describe(wait) for wait in (chain if len(chain) <= _LINKS_SHOWN else [*chain[: _LINKS_SHOWN - 1], chain[-1]])]
+    if len(chain) > _LINKS_SHOWN:
+        links.insert(-1, f"and so on over {len(chain) - _LINKS_SHOWN} more ranks")
+    message = f"{len(chain)} ranks wait for each other in a cycle: {'; '.join(links)}" if len(chain) > 1 else links[0]
+    return context.finding("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
+
+
+def _way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
+    """Let some rank of the chain run what the one before it waits for: one that could at once, if there is any."""
+    links = [(int(stuck.waits.before[wait]), int(stuck.waits.after[chain[(at + 1) % len(chain)]])) for at, wait in enumerate(chain)]
+    before, stop = next((link for link in links if _could_run(context, *link)), links[0])
+    also = "" if _could_run(context, before, stop) else ", and what that needs,"
+    rank, step = int(context.rows.rank[before]), int(context.rows.step[stop])
+    first = f"Let rank {rank} run {context.name(before)}{also} before its step {step}"
+    for each in chain:
+        if stuck.waits.slot[each]:
+            channel = int(context.channel[stuck.waits.after[each]])
+            return f"Give the channel {context.channel_name(channel)} more slots; or: {first}"
+    return first
+
+
+def _could_run(context: Context, entry: int, stop: int) -> bool:
+    """Whether all that an entry needs of its own rank is done where the rank stops."""
+    local = context.table.links.local
+    return bool((local.before[local.after == entry] < stop).all())
+
+
+def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
+    """Severity as that of the missing work, which `complete` reports first."""
+    code = int(stuck.waits.never[wait])
+    rank = context.placement.rank_of(codes.stage_of(code), codes.microbatch_of(code))
+    return context.finding("deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_never_name(code)} on rank {rank}")
+
+
+def _never_name(code: int) -> str:
+    """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
+    if codes.kind_of(code) == Kind.I:
+        return f"{code_name(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
+    return code_name(code)

@@ -1,0 +1,86 @@
+"""Every action is one, and names stages, microbatches and peers that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.ir import codes
+from penstock.ir.dependencies import peer_stages
+from penstock.ir.kind import Kind
+from penstock.ir.table import Table
+from penstock.verifier.context import Context
+from penstock.verifier.finding import Finding, Severity
+from penstock.verifier.rules.waits import slots_of
+
+
+def known(context: Context) -> Iterator[Finding]:
+    """Stages and microbatches are inside the counts, and messages go along edges of the graph."""
+    yield from _counts(context)
+    yield from _edges(context) if context.table.lowered else _early_messages(context)
+    yield from _slots(context)
+
+
+def _counts(context: Context) -> Iterator[Finding]:
+    rows, table = context.rows, context.table
+    for entry in np.flatnonzero(~context.inside).tolist():
+        stage, microbatch = int(rows.stage[entry]), int(rows.microbatch[entry])
+        wrong = [f"stage {stage} of 0..{table.stages - 1}"] if stage >= table.stages else []
+        wrong += [f"microbatch {microbatch} of 0..{table.microbatches - 1}"] if microbatch >= table.microbatches else []
+        message = f"{context.name(entry)} names {' and '.join(wrong)}, which does not exist"
+        yield context.finding("known", entry, message, "Remove it, or raise the count that the table was made with")
+
+
+def _edges(context: Context) -> Iterator[Finding]:
+    rows, peers = context.rows, peer_stages(context.rows)
+    for entry in np.flatnonzero(context.communicates & context.inside & (context.edge < 0)).tolist():
+        stage, peer = int(rows.stage[entry]), int(peers[entry])
+        up = rows.kind[entry] in (Kind.SEND_F, Kind.RECV_B)
+        source, target = (stage, peer) if up else (peer, stage)
+        others = context.graph.outputs_of(stage) if up else context.graph.inputs_of(stage)
+        what = f"stage {stage} {'is read by' if up else 'reads'} {', '.join(map(str, others)) or 'no stage'}"
+        message = f"{context.name(entry)} goes along an edge from stage {source} to stage {target}, but there is none: {what}"
+        yield context.finding("known", entry, message, "Remove it, name the right peer, or add the edge to the stage graph")
+
+
+def _early_messages(context: Context) -> Iterator[Finding]:
+    for entry in np.flatnonzero(context.communicates).tolist():
+        message = f"{context.name(entry)} is communication, but this table is not lowered: its compute actions wait for each other directly"
+        yield context.finding("known", entry, message, "Make the table a lowered Program, or leave the messages to penstock.lower")
+
+
+def _slots(context: Context) -> Iterator[Finding]:
+    buffers = slots_of(context)
+    for (source, target, kind), count in sorted(buffers.channels.items() if buffers else ()):
+        if count < 1:
+            message = (
+                f"the channel from rank {source} to rank {target} for {kind.name} has {count} slots, so that nothing can be sent on it"
+            )
+            yield context.absence("known", source, "", message, "Give it at least 1, or leave it out for as many as needed")
+
+
+def malformed(table: Table) -> Iterator[Finding]:
+    """What keeps the rows from being read as actions at all; no other rule can run on them."""
+    rows = table.rows
+    if len(rows) != table.ranks:
+        message = f"there are {len(rows)} rows for {table.ranks} ranks"
+        yield Finding("known", Severity.WRONG, 0, 0, "", message, "Give one row a rank, an empty one where a rank has nothing to do")
+        return
+    compute, joined = rows.kind <= Kind.W, codes.is_joined(rows.codes)
+    last = np.zeros(len(rows.codes), dtype=np.bool_)
+    last[rows.offsets[1:][np.diff(rows.offsets) > 0] - 1] = True
+    followed = np.append(compute[1:], False) & ~last
+    unreadable = (rows.codes >> 61 != 0) | (rows.kind > Kind.REDUCE_GRAD)
+    unreadable |= (rows.peer >= 0) & ~rows.is_kind(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+    for flags, what in (
+        (unreadable, "is no code of an action"),
+        (joined & ~unreadable & ~(compute & followed), "is joined to the next, but only compute actions of one rank run together"),
+    ):
+        for entry in np.flatnonzero(flags).tolist():
+            rank = int(rows.rank[entry])
+            place = entry - int(rows.offsets[rank])
+            message = f"entry {place} of the row, {int(rows.codes[entry]):#x}, {what}"
+            yield Finding(
+                "known", Severity.WRONG, rank, place, "", message, "Build rows from actions, or with penstock.ir.codes.pack and overlap"
+            )

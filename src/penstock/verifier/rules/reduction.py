@@ -1,0 +1,53 @@
+"""Gradients are reduced once, when they are whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from penstock.ir.kind import Kind
+from penstock.ir.rows import Ints
+from penstock.verifier.context import Context, first_of
+from penstock.verifier.finding import Finding
+
+
+def is_reduced(context: Context) -> bool:
+    """Whether the program reduces at all; then every stage that trains is reduced."""
+    return bool(context.rows.is_kind(Kind.REDUCE_GRAD).any())
+
+
+def reduction(context: Context) -> Iterator[Finding]:
+    """Each rank's stages that train are reduced once, after their last weight gradient."""
+    rows, size = context.rows, context.table.ranks * context.table.stages
+    key = rows.rank * context.table.stages + rows.stage
+    reduces = np.flatnonzero(rows.is_kind(Kind.REDUCE_GRAD) & context.inside)
+    trains = np.flatnonzero(rows.is_kind(Kind.B, Kind.W) & context.inside)
+    last = np.full(size, -1, dtype=np.int64)
+    last[key[trains]] = trains  # of several values for one key the last is kept
+    first = first_of(key[reduces], reduces, size)
+    for place in np.flatnonzero((last >= 0) & (first < 0)).tolist():
+        yield _never(context, *divmod(place, context.table.stages), int(last[place]))
+    for entry in reduces.tolist():
+        yield from _reduce(context, entry, first[key[entry]], last[key[entry]])
+
+
+def _never(context: Context, rank: int, stage: int, last: int) -> Finding:
+    name = f"{stage}REDUCE_GRAD"
+    message = f"stage {stage} trains on rank {rank}, but its gradients are never reduced, though those of other stages are"
+    remedy = f"Run {name} after {context.name(last)}, step {int(context.rows.step[last])}"
+    return context.absence("reduction", rank, name, message, remedy, beside=last)
+
+
+def _reduce(context: Context, entry: int, first: Ints, last: Ints) -> Iterator[Finding]:
+    rank, stage, name = int(context.rows.rank[entry]), int(context.rows.stage[entry]), context.name(entry)
+    if entry != first:
+        message = f"rank {rank} reduces the gradients of stage {stage} again, after {context.place(int(first))}"
+        yield context.finding("reduction", entry, message, f"Keep one {name}, after the last weight gradient")
+    elif last < 0:
+        yield context.finding("reduction", entry, f"stage {stage} makes no gradients on rank {rank} that {name} could reduce", "Remove it")
+    elif entry < last:
+        message = (
+            f"{name} runs before {context.name(int(last))}, step {int(context.rows.step[last])}: that weight gradient is never reduced"
+        )
+        yield context.finding("reduction", entry, message, f"Move {name} behind step {int(context.rows.step[last])} of rank {rank}")

@@ -1,0 +1,40 @@
+"""The table of rules, in the order in which they are tried."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from penstock.verifier.context import Context
+from penstock.verifier.finding import Finding
+from penstock.verifier.rules.complete import complete
+from penstock.verifier.rules.deadlock import deadlock
+from penstock.verifier.rules.known import known
+from penstock.verifier.rules.matching import matching
+from penstock.verifier.rules.memory import memory
+from penstock.verifier.rules.order import order
+from penstock.verifier.rules.placed import placed
+from penstock.verifier.rules.reduction import is_reduced, reduction
+from penstock.verifier.rules.sharding import is_sharded, sharding
+
+
+class Rule(NamedTuple):
+    """One invariant: what breaks it, what holds when nothing does, and whether a table is subject to it."""
+
+    name: str
+    check: Callable[[Context], Iterator[Finding]]
+    holds: str
+    applies: Callable[[Context], bool] = lambda context: True
+
+
+RULES = (
+    Rule("known", known, "stages, microbatches and peers exist"),
+    Rule("placed", placed, "every action is on the rank of its stage"),
+    Rule("complete", complete, "all work and every message is there once"),
+    Rule("order", order, "every action follows what it needs of its own rank"),
+    Rule("matching", matching, "messages are received in the order of their channel", lambda context: context.table.lowered),
+    Rule("deadlock", deadlock, "no rank waits for ever"),
+    Rule("sharding", sharding, "parameters are unsharded when used", is_sharded),
+    Rule("reduction", reduction, "gradients are reduced once, after the last weight gradient", is_reduced),
+    Rule("memory", memory, "no rank holds more than its limit", lambda context: context.limits is not None),
+)

@@ -1,0 +1,89 @@
+"""What keeps a rank from going on: data that another rank has not sent, and slots that another rank has not freed."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.ir import codes
+from penstock.ir.dependencies import message_code
+from penstock.ir.kind import SENDS, Kind
+from penstock.ir.program import Buffers
+from penstock.ir.rows import Flags, Ints
+from penstock.verifier.context import Context, first_of, position_in
+
+
+class Waits(NamedTuple):
+    """`after[k]` waits for `before[k]`; where that is -1, for ever, for the code `never[k]`. `slot[k]` says it is for a slot, not data."""
+
+    before: Ints
+    after: Ints
+    never: Ints
+    slot: Flags
+
+
+def slots_of(context: Context) -> Buffers | None:
+    """The slot counts that the proof has to respect, if there are any."""
+    buffers = getattr(context.table, "buffers", None)
+    return buffers if context.semantics == "channels" and isinstance(buffers, Buffers) and buffers.channels else None
+
+
+def waits(context: Context) -> Waits:
+    """Everything that any action of the table waits for."""
+    parts = [_data(context), _missing(context)]
+    buffers = slots_of(context)
+    if buffers is not None:
+        parts.append(_slots(context, buffers))
+    return Waits(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _data(context: Context) -> Waits:
+    before, after = context.table.links.data
+    return Waits(before, after, np.zeros(len(after), dtype=np.int64), np.zeros(len(after), dtype=np.bool_))
+
+
+def _missing(context: Context) -> Waits:
+    """What should come from another rank but nobody runs; what the own rank lacks stops nobody, and is left to `complete`."""
+    after, code = context.table.links.missing
+    maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
+    far = maker != context.home[after]
+    after, code = after[far], code[far]
+    return Waits(np.full(len(after), -1, dtype=np.int64), after, code, np.zeros(len(after), dtype=np.bool_))
+
+
+def _slots(context: Context, buffers: Buffers) -> Waits:
+    """With c slots in a channel, its k-th send waits until the receive of message k - c is posted."""
+    sends = np.flatnonzero(context.rows.is_kind(*SENDS) & (context.channel >= 0))
+    sends = sends[np.argsort(context.channel[sends], kind="stable")]
+    channel = context.channel[sends]
+    ids, group = np.unique(channel, return_inverse=True)
+    count = np.array([_count(context, buffers, each) for each in ids.tolist()], dtype=np.int64)[group]
+    waiting = np.flatnonzero(position_in(channel) >= count)
+    after, earlier = sends[waiting], sends[waiting - count[waiting]]
+    return Waits(_receives(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
+
+
+def _count(context: Context, buffers: Buffers, channel: int) -> int:
+    """The slots of a channel; one that has no count has as many as there are messages."""
+    source, target = divmod(channel // 2, context.table.ranks)
+    count = buffers.channels.get((source, target, Kind.SEND_B if channel % 2 else Kind.SEND_F))
+    return len(context.rows.codes) if count is None else max(count, 1)  # fewer than 1 is a finding of its own
+
+
+def _receives(context: Context) -> Ints:
+    """For each entry that is a send with a receive, that receive; else -1."""
+    sent, received = context.table.links.messages
+    return first_of(sent, received, len(context.rows.codes))
+
+
+def _receive_codes(context: Context, sends: Ints) -> Ints:
+    """The code of the receive that belongs to each send."""
+    rows, ends = context.rows, context.edges[context.edge[sends]]
+    forward = rows.kind[sends] == Kind.SEND_F
+    microbatch = rows.microbatch[sends]
+    return np.where(
+        forward,
+        message_code(Kind.RECV_F, ends[:, 1], ends[:, 0], microbatch),
+        message_code(Kind.RECV_B, ends[:, 0], ends[:, 1], microbatch),
+    )
