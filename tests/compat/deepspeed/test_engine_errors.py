@@ -280,7 +280,7 @@ def test_data_that_do_not_fit(make: Callable[[], Any], said: str) -> None:
 
 
 def test_a_loss_that_is_no_number() -> None:
-    fails("a loss is a tensor of one number; give loss_fn=", PipelineError, loss_fn=None)
+    fails("a loss is a tensor with one element; give loss_fn=", PipelineError, loss_fn=None)
 
 
 def test_a_schedule_that_fails_while_it_is_made() -> None:
