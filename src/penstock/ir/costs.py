@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.ir.placement import Placement
+
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
 
@@ -100,6 +102,13 @@ class Costs:
         """Every stage's value of a field."""
         self._check_stages(name, stages)
         return tuple(self.of_stage(name, stage) for stage in range(stages))
+
+    def per_rank(self, name: str, placement: Placement) -> NDArray[np.float64]:
+        """The sum of a field over the stages of each rank."""
+        import numpy as np
+
+        values = np.tile(self.per_stage(name, placement.stages), len(placement.copies))
+        return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
 
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
         """A field's value for every stage (row) and microbatch (column); `b` is i + w unless given."""

@@ -342,14 +342,15 @@ def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
 
 
 def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Deliveries:
-    """Every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
+    """List every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
 
+    They are in the order in which they are sent; messages that one action sends to several stages go to the lowest stage first.
     `sharing` says whether any output has several readers; without, each pair of entries is a message.
     """
     before, after = links.data
     begun, made = _makers(links, rows, sharing)
     if not sharing:
-        return Deliveries(begun[before], made[before], before, after, after, rows.stage[after])
+        return _in_order(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
     span, ranks = len(rows.codes), len(rows)
     key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
@@ -360,7 +361,12 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = before[order], after[order]
     first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
     sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
-    return Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer)
+    return _in_order(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
+
+
+def _in_order(deliveries: Deliveries) -> Deliveries:
+    order = np.argsort(deliveries.sent * (deliveries.peer.max(initial=0) + 1) + deliveries.peer, kind="stable")
+    return Deliveries(*(column[order] for column in deliveries))
 
 
 def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:

@@ -102,13 +102,7 @@ class Timeline:
     @cached_property
     def optimizer(self) -> Floats:
         """How long each rank's optimizer takes."""
-        return self.of_ranks("optimizer")
-
-    def of_ranks(self, name: str) -> Floats:
-        """What a cost of the stages comes to on each rank."""
-        copies = self.table.placement.copies
-        values = np.tile(self.costs.per_stage(name, self.table.stages), len(copies))
-        return np.asarray(np.bincount(np.ravel(copies), weights=values, minlength=self.ranks), dtype=np.float64)
+        return self.costs.per_rank("optimizer", self.table.placement)
 
     @cached_property
     def finished(self) -> Floats:
@@ -178,9 +172,9 @@ class Timeline:
 
     @cached_property
     def _curves(self) -> list[Curve]:
-        from penstock.simulator.memory import curves
+        from penstock.simulator.memory import build_curves
 
-        return curves(self)
+        return build_curves(self)
 
     def memory(self, rank: int) -> Curve:
         """What the rank holds over time, by what it is held for."""

@@ -31,17 +31,15 @@ class Flat:
 
     @cached_property
     def messages(self) -> Messages:
-        """What crosses ranks, in the order in which it is sent: what one action sends to several stages goes to the lowest first."""
-        table, rows = self.table, self.table.rows
-        deliveries = table.deliveries
-        order = np.argsort(deliveries.sent * table.stages + deliveries.peer, kind="stable")
-        begun, maker, before, after, last, _ = (column[order] for column in deliveries)
+        """What crosses ranks, in the order in which it is sent."""
+        rows = self.table.rows
+        _, maker, before, after, _, _ = self.table.deliveries
         source, target = rows.rank[before], rows.rank[after]
         backward = rows.kind[after] != Kind.F
         channel = (source * len(rows) + target) * 2 + backward
         keys, index = np.unique(channel, return_inverse=True)
         names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
-        return Messages(before, after, maker, begun, last, backward, source, target, index, names)
+        return Messages(before, after, maker, backward, source, target, index, names)
 
     def graph(self, contention: str = "independent") -> Graph:
         """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
@@ -178,16 +176,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class Messages:
-    """One value a message: the entries that send, use and compute it, its way, its ranks and its channel."""
+    """One value per message: the entries that send, use and compute it, its way, its ranks and its channel."""
 
     before: Ints
     after: Ints
-    """The first that uses it: those after it on the rank need not wait."""
+    """The first that uses it: later ones on the rank need not wait."""
     maker: Ints
-    begun: Ints
-    """The first that adds to it, where it is a sum of gradients whose last part is the maker's; else the maker."""
-    last: Ints
-    """The last that uses it."""
+    """The last that adds to it."""
     backward: NDArray[np.bool_]
     source: Ints
     target: Ints
