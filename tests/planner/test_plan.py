@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError, UnknownNameError
 from penstock.planner import plan as planning
 from penstock.planner.candidate import Verdict
-from penstock.planner.partition.cut import partition
+from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.schedules.registry import algorithms
 from planner.model_strategies import models
@@ -33,7 +33,7 @@ def zoo(profile: ps.Profile, ranks: int, microbatches: int, limits: list[float] 
                 continue
             if not schedule.training or schedule.stages > len(profile):
                 continue
-            cut = partition(profile, schedule.placement, limits=limits)
+            cut = cut_layers(profile, schedule.placement, limits=limits)
             costs = stage_costs(profile, cut.sizes, schedule.placement, [False] * schedule.stages)
             timeline = ps.simulate(ps.lower(schedule), costs)
             found[f"{name} {chunks}"] = (timeline.makespan, timeline.peak_memory)

@@ -80,7 +80,7 @@ class Deliveries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Links:
+class Dependencies:
     """Every dependency of a schedule or program, resolved to entries."""
 
     local: Needs
@@ -103,7 +103,7 @@ class Linker:
     lowered: bool
     """Whether what crosses ranks crosses by messages."""
 
-    def links(self) -> Links:
+    def links(self) -> Dependencies:
         local: list[Needs] = []
         data: list[Needs] = []
         missing: list[Missing] = []
@@ -111,7 +111,7 @@ class Linker:
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
         messages = self._send_rules(local, missing) if self.lowered else _no_needs()
-        return Links(_joined(local), _joined(data), messages, _joined_missing(missing))
+        return Dependencies(_joined(local), _joined(data), messages, _joined_missing(missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
@@ -341,7 +341,7 @@ def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
     return carriers
 
 
-def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Deliveries:
+def find_deliveries(links: Dependencies, rows: Rows, *, sharing: bool = True) -> Deliveries:
     """List every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
 
     They are in the order in which they are sent; messages that one action sends to several stages go to the lowest stage first.
@@ -369,7 +369,7 @@ def _in_order(deliveries: Deliveries) -> Deliveries:
     return Deliveries(*(column[order] for column in deliveries))
 
 
-def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
+def _makers(links: Dependencies, rows: Rows, sharing: bool) -> Needs:
     """For each entry that sends, the first and the last that makes what it sends; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]

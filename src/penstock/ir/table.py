@@ -11,7 +11,7 @@ from typing import Any
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
-from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
+from penstock.ir.dependencies import Deliveries, Dependencies, Linker, find_deliveries
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
@@ -60,7 +60,7 @@ class Table(ABC):
         return bool(self.rows.is_kind(Kind.B, Kind.I, Kind.W).any())
 
     @cached_property
-    def links(self) -> Links:
+    def links(self) -> Dependencies:
         """Every dependency, resolved to entries of `rows`."""
         return self.linker.links()
 

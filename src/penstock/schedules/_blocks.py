@@ -69,7 +69,7 @@ class Squeeze:
         most = max(max(accumulate(CHANGE[kind] for kind, _, _ in plan)) for plan in plans)
         backward = Kind.I if any(kind is Kind.I for kind, _, _ in plans[0]) else Kind.B
         arrivals = Arrivals(2 * len(plans), microbatches, backward)
-        ranks = [_Rank((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
+        ranks = [_RankQueue((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
         now = 0
         while any(rank.plan for rank in ranks):
             for rank in ranks:
@@ -80,7 +80,7 @@ class Squeeze:
         self.makespan = max(rank.free for rank in ranks)
 
 
-class _Rank:
+class _RankQueue:
     """One rank's plan, what is done of it, and what is held."""
 
     def __init__(self, stages: tuple[int, int], plan: list[Planned], most: int, give_way: bool) -> None:

@@ -1,8 +1,8 @@
-"""A zero-bubble pipeline on a stopwatch: the rows that an order comes out as under given costs, and what they take.
+"""A zero-bubble pipeline on a stopwatch: the rows that a lookahead gives under given costs, and how long they take.
 
-An order is two numbers a rank: how many forwards run ahead of the first backward, and how many weight backwards are kept
-back. zb-h1 and zb-h2 are two such orders. Here a weight backward is also run where a wait is long enough for it, and
-where its memory is needed.
+A lookahead is two numbers per rank: how many forwards run ahead of the first backward, and how many weight backwards are kept
+back. zb-h1 and zb-h2 are two lookaheads. Here a weight backward also runs when a wait is long enough for it, and when its
+memory is needed.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from typing import NamedTuple
 from penstock.ir.codes import F, I, W
 
 SLACK = 1 + 1e-9
-"""Room for rounding, where sums are compared with a limit or an arrival."""
+"""Room for rounding when sums are compared with a limit or an arrival."""
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What each microbatch takes and holds on one stage, `hop` the way to the next stage or back."""
+class StageCosts:
+    """The times and sizes of each microbatch on one stage; `hop` is the time to the next stage or back."""
 
     f: Sequence[float]
     i: Sequence[float]
@@ -29,8 +29,8 @@ class Stage:
     weight_stash: Sequence[float]
 
 
-class Order(NamedTuple):
-    """For each rank the forwards ahead of its first pair of forward and backward, and the weight backwards kept back.
+class Lookahead(NamedTuple):
+    """Per rank, the forwards ahead of its first pair of forward and backward, and the weight backwards kept back.
 
     No rank may run further ahead than the one before it: it would wait for a forward that waits for its backward.
     """
@@ -39,12 +39,12 @@ class Order(NamedTuple):
     kept: tuple[int, ...]
 
 
-class Rank:
+class RankClock:
     """One rank as it runs."""
 
     __slots__ = ("before", "begin", "clock", "forwards", "held", "inputs", "kept", "limit", "returned", "row", "sent", "stage", "weights")
 
-    def __init__(self, stage: Stage, before: Rank | None, kept: int, limit: float) -> None:
+    def __init__(self, stage: StageCosts, before: RankClock | None, kept: int, limit: float) -> None:
         self.stage, self.before, self.kept, self.limit = stage, before, kept, limit * SLACK
         self.forwards = self.inputs = self.weights = 0
         self.begin = self.clock = self.held = self.returned = 0.0
@@ -65,8 +65,8 @@ class Rank:
         self.sent.append(self.clock)
         self.row.append(F(0, number))
 
-    def backward(self, after: Rank | None) -> None:
-        """The input's half, and the weights' half of an earlier one if more are pending than are kept back."""
+    def backward(self, after: RankClock | None) -> None:
+        """Run an I, and then an earlier W if more are pending than are kept back."""
         number, stage = self.inputs, self.stage
         grows = stage.weight_stash[number] - stage.activation[number]
         while self.weights < number and self.held + grows > self.limit:
@@ -95,11 +95,11 @@ class Rank:
             self.clock = until
 
 
-def rehearse(stages: Sequence[Stage], microbatches: int, order: Order, limit: float) -> list[Rank]:
-    """Run the order to its end. Going down with the forwards and up with the backwards, what a rank waits for is always known."""
-    ranks: list[Rank] = []
-    for stage, ahead, kept in zip(stages, order.ahead, order.kept, strict=True):
-        ranks.append(Rank(stage, ranks[-1] if ranks else None, kept, limit))
+def rehearse(stages: Sequence[StageCosts], microbatches: int, lookahead: Lookahead, limit: float) -> list[RankClock]:
+    """Run the lookahead to the end. Going down with the forwards and up with the backwards, what a rank waits for is known."""
+    ranks: list[RankClock] = []
+    for stage, ahead, kept in zip(stages, lookahead.ahead, lookahead.kept, strict=True):
+        ranks.append(RankClock(stage, ranks[-1] if ranks else None, kept, limit))
         for _ in range(ahead):  # nF
             ranks[-1].forward()
     for _ in range(microbatches):  # nF I W

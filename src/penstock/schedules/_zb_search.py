@@ -1,4 +1,4 @@
-"""The search for the order of a zero-bubble pipeline that suits its costs and memory."""
+"""Search the lookahead of a zero-bubble pipeline that suits its costs and memory."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from statistics import fmean
 
-from penstock.schedules._rehearsal import SLACK, Order, Stage, rehearse
+from penstock.schedules._rehearsal import SLACK, Lookahead, StageCosts, rehearse
 
 SCALES = (1.0, 0.5, 1.1, 0.9, 0.75, 0.6, 1.25, 0.25)
 MOVES = ((0, 1), (0, -1), (1, 0), (-1, 0), (1, -1), (-1, 1), (0, 3), (0, -3))
 BUDGET = 500_000
-"""How many microbatches on a rank are rehearsed in all: about half a second."""
+"""Microbatches per rank that are rehearsed in all: about half a second."""
 AT_ONCE = 4_096
-"""How many in one rehearsal, if that is four microbatches a rank or more; what follows then only repeats."""
+"""Microbatches in one rehearsal, if that is at least four per rank; the rest only repeats."""
 
 
-def search(stages: Sequence[Stage], microbatches: int, limit: float) -> Order:
-    """The order with the least time from a rank's first action to its last, the worst rank counted, and then the least in all."""
-    tried = _Search(stages, min(microbatches, max(4 * len(stages), AT_ONCE // len(stages))), limit)
+def search(stages: Sequence[StageCosts], microbatches: int, limit: float) -> Lookahead:
+    """Return the lookahead with the least time from first to last action on the worst rank, and then the least in all."""
+    tried = _LookaheadSearch(stages, min(microbatches, max(4 * len(stages), AT_ONCE // len(stages))), limit)
     for ahead, kept in _guesses(stages, microbatches, tried.most[0]):
         if tried.spent > BUDGET // 2:
             break
@@ -28,30 +28,30 @@ def search(stages: Sequence[Stage], microbatches: int, limit: float) -> Order:
     return tried.best
 
 
-class _Search:
-    """The best order so far."""
+class _LookaheadSearch:
+    """The best lookahead so far."""
 
-    def __init__(self, stages: Sequence[Stage], microbatches: int, limit: float) -> None:
+    def __init__(self, stages: Sequence[StageCosts], microbatches: int, limit: float) -> None:
         self.stages, self.microbatches, self.limit = stages, microbatches, limit
         self.most = [most_ahead(stage, microbatches, limit) for stage in stages]
         self.spent = 0
-        self.seen: set[Order] = set()
+        self.seen: set[Lookahead] = set()
         self.best = self._fitting([0] * len(stages), [0] * len(stages))
         self.takes = self._time(self.best)
 
     def consider(self, ahead: Sequence[int], kept: Sequence[int]) -> bool:
-        """Try an order, cut down to what memory allows; whether it is better than all before."""
-        order = self._fitting(ahead, kept)
-        if order in self.seen:
+        """Try a lookahead, cut down to what fits in memory; returns whether it is better than all before."""
+        lookahead = self._fitting(ahead, kept)
+        if lookahead in self.seen:
             return False
-        takes = self._time(order)
+        takes = self._time(lookahead)
         if takes >= self.takes:
             return False
-        self.best, self.takes = order, takes
+        self.best, self.takes = lookahead, takes
         return True
 
     def climb(self) -> bool:
-        """One round of small changes to the best order, to all ranks and to each; whether another one is worth it."""
+        """Try small changes of the best lookahead, of all ranks and of each; returns whether another round is worth it."""
         better, every = False, range(len(self.stages))
         for ranks, (forwards, weights) in product([every, *([rank] for rank in every)], MOVES):
             if self.spent > BUDGET:
@@ -63,27 +63,27 @@ class _Search:
             better |= self.consider(ahead, kept)
         return better
 
-    def _fitting(self, ahead: Sequence[int], kept: Sequence[int]) -> Order:
+    def _fitting(self, ahead: Sequence[int], kept: Sequence[int]) -> Lookahead:
         fitting: list[int] = []
         for wanted, most in zip(ahead, self.most, strict=True):
             fitting.append(max(0, min(wanted, most, fitting[-1] if fitting else most)))
-        return Order(tuple(fitting), tuple(max(0, min(count, self.microbatches)) for count in kept))
+        return Lookahead(tuple(fitting), tuple(max(0, min(count, self.microbatches)) for count in kept))
 
-    def _time(self, order: Order) -> tuple[float, float]:
-        self.seen.add(order)
+    def _time(self, lookahead: Lookahead) -> tuple[float, float]:
+        self.seen.add(lookahead)
         self.spent += self.microbatches * len(self.stages)
-        ranks = rehearse(self.stages, self.microbatches, order, self.limit)
+        ranks = rehearse(self.stages, self.microbatches, lookahead, self.limit)
         return max(rank.clock - rank.begin for rank in ranks), max(rank.clock for rank in ranks)
 
 
-def most_ahead(stage: Stage, microbatches: int, limit: float) -> int:
-    """How many forwards may run ahead of a pair, so that the pair still fits in the memory; negative where not even one does."""
+def most_ahead(stage: StageCosts, microbatches: int, limit: float) -> int:
+    """How many forwards may run ahead of a pair, so that the pair still fits in the memory; negative if not even one does."""
     activation, weight_stash = max(stage.activation), max(stage.weight_stash)
     room = limit * SLACK - max(activation, weight_stash)
     return min(microbatches - 1, int(room // activation)) if activation else (microbatches - 1 if room >= 0 else -1)
 
 
-def _guesses(stages: Sequence[Stage], microbatches: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
+def _guesses(stages: Sequence[StageCosts], microbatches: int, most: int) -> Iterator[tuple[list[int], list[int]]]:
     """zb-h1, zb-h2, and what fills the wait for the first backward and after the last: all of it, what memory allows, or a part."""
     ranks = range(len(stages))
     for depth in (1, 2):

@@ -59,9 +59,9 @@ def hanayo(shape: Shape) -> list[list[int]]:
     return [rank.row for rank in min(runs, key=lambda ranks: max(rank.free for rank in ranks))]
 
 
-def _run(placement: Placement, microbatches: int, patience: int) -> list[_Rank]:
+def _run(placement: Placement, microbatches: int, patience: int) -> list[_RankProgress]:
     arrivals = Arrivals(placement.stages, microbatches, Kind.B)
-    ranks = [_Rank(placement.stages_of(rank), placement.stages, microbatches, patience) for rank in range(placement.ranks)]
+    ranks = [_RankProgress(placement.stages_of(rank), placement.stages, microbatches, patience) for rank in range(placement.ranks)]
     now, left = 0, 2 * placement.stages * microbatches
     while left:
         for rank in ranks:
@@ -70,7 +70,7 @@ def _run(placement: Placement, microbatches: int, patience: int) -> list[_Rank]:
     return ranks
 
 
-class _Candidate(NamedTuple):
+class _ReadyAction(NamedTuple):
     due: int
     depth: int
     kind: Kind
@@ -78,7 +78,7 @@ class _Candidate(NamedTuple):
     arrives: int
 
 
-class _Rank:
+class _RankProgress:
     """How far one rank is with each chunk, and what it holds."""
 
     def __init__(self, stages: tuple[int, ...], of_all: int, microbatches: int, patience: int) -> None:
@@ -104,7 +104,7 @@ class _Rank:
         self.row.append(codes.pack(chunk, int(kind), microbatch))
         return True
 
-    def _arriving(self, time: int, arrivals: Arrivals) -> Iterator[_Candidate]:
+    def _arriving(self, time: int, arrivals: Arrivals) -> Iterator[_ReadyAction]:
         """What can run at this time."""
         for kind, following in self.next.items():
             for chunk, microbatch in enumerate(following):
@@ -114,7 +114,7 @@ class _Rank:
                 arrives = arrivals.at(kind, stage)[microbatch]
                 if arrives <= time:
                     way = stage if kind is Kind.F else self.of_all + 2 * (self.of_all - 1 - stage)
-                    yield _Candidate(3 * len(self.stages) * microbatch + 2 * way, -stage, kind, chunk, arrives)
+                    yield _ReadyAction(3 * len(self.stages) * microbatch + 2 * way, -stage, kind, chunk, arrives)
 
     def _fits(self, kind: Kind, chunk: int) -> bool:
         """Whether a forward leaves room for one of each later chunk, without which no microbatch might come to its end."""

@@ -6,25 +6,25 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
-from penstock.schedules._rehearsal import Stage, rehearse
+from penstock.schedules._rehearsal import StageCosts, rehearse
 from penstock.schedules._zb_search import search
 from penstock.schedules.registry import Shape, linear, register
 from penstock.text.units import parse_size
 
 
-def _stages(shape: Shape, costs: Costs) -> list[Stage]:
+def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
     hop = costs.table("output", shape.ranks, shape.microbatches) / (costs.bandwidth or float("inf")) + costs.latency
-    return [Stage(*of_stage) for of_stage in zip(f, i, w, hop.tolist(), activation, stash, strict=True)]
+    return [StageCosts(*of_stage) for of_stage in zip(f, i, w, hop.tolist(), activation, stash, strict=True)]
 
 
-def _least(stages: list[Stage]) -> float:
+def _least(stages: list[StageCosts]) -> float:
     """What one microbatch at a time needs on the stage that needs most."""
     return max(max(map(max, (stage.activation, stage.weight_stash))) for stage in stages)
 
 
-def _limit(stages: list[Stage], memory_limit: float | str | None) -> float:
+def _limit(stages: list[StageCosts], memory_limit: float | str | None) -> float:
     if memory_limit is not None:
         return parse_size(memory_limit)
     return max(_least(stages), len(stages) * max(max(stage.activation) for stage in stages))

@@ -29,11 +29,11 @@ class PathStep:
 
 def critical_path(timeline: Timeline) -> list[PathStep]:
     """Walk back from the end: each piece starts when the one before it ends."""
-    return _Walk(timeline).path()
+    return _PathSearch(timeline).path()
 
 
 @dataclass
-class _Walk:
+class _PathSearch:
     timeline: Timeline
 
     def path(self) -> list[PathStep]:

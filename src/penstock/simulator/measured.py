@@ -13,7 +13,7 @@ from penstock.simulator.gaps import OVERHEAD, Gap, tail
 if TYPE_CHECKING:
     from penstock.ir.action import Action
     from penstock.simulator.timeline import Timeline
-    from penstock.simulator.waits import Waits
+    from penstock.simulator.waits import WaitCauses
 
 
 def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
@@ -26,7 +26,7 @@ def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     return found + list(tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
 
 
-def _waits(waits: Waits, place: int) -> Iterator[Gap]:
+def _waits(waits: WaitCauses, place: int) -> Iterator[Gap]:
     """One idle time: for each thing that was waited for a piece, and what is left over at the end."""
     clock, start = float(waits.free[place]), float(waits.start[place])
     for until, cause, action, rank in _causes(waits, place):
@@ -35,7 +35,7 @@ def _waits(waits: Waits, place: int) -> Iterator[Gap]:
             clock = min(until, start)
 
 
-def _causes(waits: Waits, place: int) -> Iterator[tuple[float, str, Action, int]]:
+def _causes(waits: WaitCauses, place: int) -> Iterator[tuple[float, str, Action, int]]:
     """What was waited for and until when, in the order in which a program comes to it."""
     timeline, graph, rows = waits.timeline, waits.timeline.flat.graph(), waits.timeline.table.rows
     node, rank = int(waits.node[place]), int(waits.rank[place])
@@ -54,7 +54,7 @@ def _causes(waits: Waits, place: int) -> Iterator[tuple[float, str, Action, int]
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
 
 
-def _sending(waits: Waits, send: int, free: float) -> Iterator[tuple[float, str, Action, int]]:
+def _sending(waits: WaitCauses, send: int, free: float) -> Iterator[tuple[float, str, Action, int]]:
     """A send begins when it has a slot; what it takes from there on is its own."""
     timeline, action = waits.timeline, _action(waits.timeline, send)
     start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from penstock.simulator.critical import PathStep
     from penstock.simulator.gaps import Gap
     from penstock.simulator.memory import Curve
-    from penstock.simulator.waits import Waits
+    from penstock.simulator.waits import WaitCauses
 
 Floats = NDArray[np.float64]
 
@@ -142,11 +142,11 @@ class Timeline:
         return len(self.depart)
 
     @cached_property
-    def waits(self) -> Waits:
+    def waits(self) -> WaitCauses:
         """What each computation waited for."""
-        from penstock.simulator.waits import Waits
+        from penstock.simulator.waits import WaitCauses
 
-        return Waits(self)
+        return WaitCauses(self)
 
     # Parts ------------------------------------------------------------------------------------------------------------
 

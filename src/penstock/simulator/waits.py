@@ -23,7 +23,7 @@ NEGLIGIBLE = 0.01
 
 
 @dataclass(frozen=True, eq=False)
-class Waits:
+class WaitCauses:
     """One value for each computation, in the order of the rows; others are named by their place among the computations."""
 
     timeline: Timeline

@@ -13,7 +13,7 @@ from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE
 from penstock.ir.rows import Ints, Rows
 from penstock.simulator.timeline import Timeline
-from penstock.simulator.waits import Waits
+from penstock.simulator.waits import WaitCauses
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,8 +23,8 @@ class Match:
     One may be of a schedule and the other of its program: what is computed is matched by what it is, not by where it stands.
     """
 
-    predicted: Waits
-    measured: Waits
+    predicted: WaitCauses
+    measured: WaitCauses
     action: Ints
     """For each computation of `measured`, its place among those of `predicted`."""
     message: Ints
