@@ -230,7 +230,7 @@ def test_the_schedule_of_a_plan_can_be_loaded_alone(plan, tmp_path):
     [
         ({"type": "schedule"}, "not a Penstock plan"),
         ({"version": 9}, "version 9"),
-        ({"partition": None}, "'partition' has a value of the wrong type"),
+        ({"partition": None}, "'partition' must be a list, got null"),
         ({"partition": [2, 2, 2, 1]}, "does not share 8 layers"),
         ({"partition": [2.0, 2, 2, 2]}, "does not share 8 layers"),
         ({"recompute": [True]}, "'recompute' must be true or false"),

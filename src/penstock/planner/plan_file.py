@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +75,7 @@ def encode(plan: Plan) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Plan:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "plan")
-    for name, kinds in _FIELDS.items():
-        if name not in data:
-            raise FileFormatError(file, f"there is no {name!r}")
-        if type(data[name]) not in kinds:
-            raise FileFormatError(file, f"{name!r} has a value of the wrong type: {data[name]!r}")
+    reading.check_fields(data, _FIELDS, error=partial(FileFormatError, file))
     schedule = json_form.decode(data["schedule"], file)
     if not isinstance(schedule, Schedule):
         raise FileFormatError(file, "'schedule' holds a lowered program: a plan has a schedule")

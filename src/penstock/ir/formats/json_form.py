@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from os import PathLike
 from typing import Any, TypeVar
@@ -24,7 +25,6 @@ VERSION = 1
 
 _FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "microbatches": (int,), "placement": (dict,), "edges": (list,), "rows": (list,)}
 _PROGRAM_FIELDS: dict[str, tuple[type, ...]] = {"passes": (str,), "lowered": (bool,), "buffers": (dict, type(None))}
-_JSON_NAMES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
 _Part = TypeVar("_Part")
 
 
@@ -50,11 +50,8 @@ def encode(table: Table) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Table:
     """The reverse of `encode`."""
     check_header(data, file, "schedule", "program")
-    for name, kinds in (_FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS).items():
-        if name not in data:
-            raise FileFormatError(file, f"there is no {name!r}")
-        if type(data[name]) not in kinds:
-            raise FileFormatError(file, f"{name!r} must be {' or '.join(_JSON_NAMES[kind] for kind in kinds)}, got {data[name]!r}")
+    fields = _FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS
+    reading.check_fields(data, fields, error=partial(FileFormatError, file))
     try:
         return _decode(data, file)
     except ScheduleError as error:
@@ -65,8 +62,8 @@ def check_header(data: Any, file: str, *types: str) -> None:
     """Refuse what is not one of our files of these types, in a version that is known."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in types:
         kind = data.get("type") if isinstance(data, dict) and data.get("format") == FORMAT else None
-        said = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
-        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: {said}")
+        reason = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
+        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: {reason}")
     if data.get("version") != VERSION:
         raise FileFormatError(file, f"version {data.get('version')!r}: this Penstock reads version {VERSION}")
 
