@@ -18,15 +18,12 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import peer_stages
 from penstock.ir.kind import RECEIVES, Kind
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
-
-Floats = NDArray[np.float64]
 
 CATEGORIES = ("activations", "weight stash", "receive buffers", "parameters")
 _ACTIVATIONS, _WEIGHT_STASH, _RECEIVE_BUFFERS, _PARAMETERS = range(4)

@@ -50,7 +50,7 @@ class Placement:
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
-        """The V, repeated: 2 x waves chunks a rank."""
+        """The V, repeated: 2 x waves chunks per rank."""
         return cls._made("wave", ranks, [_waves(ranks, waves)])
 
     @classmethod

@@ -48,7 +48,7 @@ class Buffers:
 class Program(Table):
     """Compute, communication, sharding and reduction, in the order in which each rank runs them.
 
-    `lowered` is false for a program half-way through lowering: what crosses ranks has no messages yet.
+    `lowered` is false for a program halfway through lowering: data that crosses ranks has no messages yet.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Program(Table):
         graph: StageGraph | None = None,
         name: str = "",
     ) -> Program:
-        """A program from written-out actions, one sequence a rank; the microbatch count is one past the highest unless given."""
+        """A program from written-out actions, one sequence per rank; `microbatches` defaults to one more than the highest index."""
         rows = pack_rows(actions)
         count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
         return cls(rows, placement, count, graph=graph, name=name)

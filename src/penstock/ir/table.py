@@ -1,4 +1,4 @@
-"""What schedules and programs share: a row of actions for each rank."""
+"""The common part of schedules and programs: one row of actions per rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.ir.rows import Ints, Rows
 
 
 class Table(ABC):
-    """Rows of actions, one a rank: `table[rank]` is a tuple of `Action`, `table.rows` the packed whole."""
+    """One row of actions per rank: `table[rank]` is a tuple of `Action`, `table.rows` holds all rows packed."""
 
     lowered: bool
 
@@ -66,12 +66,12 @@ class Table(ABC):
 
     @property
     def linker(self) -> Linker:
-        """Made anew each time: its tables take room."""
+        """Built anew each time, because its tables take memory."""
         return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered)
 
     @property
     def deliveries(self) -> Deliveries:
-        """Everything that crosses ranks, by message; made anew each time."""
+        """Every message between ranks; built anew each time."""
         return find_deliveries(self.links, self.rows, sharing=self.graph.output_table.shape[1] > 1)
 
     def __len__(self) -> int:
@@ -84,7 +84,7 @@ class Table(ABC):
         return (self[rank] for rank in range(self.ranks))
 
     def __eq__(self, other: object) -> bool:
-        """The same rows on the same ranks, whatever their names."""
+        """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
         same = (self.placement.copies, self.graph, self.microbatches) == (other.placement.copies, other.graph, other.microbatches)
@@ -102,13 +102,13 @@ class Table(ABC):
         return rank % self.ranks
 
     def grid(self, *, mark: int | None = None, steps: range | None = None) -> str:
-        """The picture in text: a row a step, a column a rank, idle slots empty; `mark` points at a step, `steps` cuts out a part."""
+        """Draw the table in text: one row per step, one column per rank; `mark` points at a step, `steps` cuts out a part."""
         from penstock.ir.grid import Grid
 
         return Grid.spaced(self).text(mark=mark, steps=steps)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write PyTorch's CSV form: a row a rank, a cell an action. Of the stage graph it has only the edges that messages name."""
+        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name."""
         from penstock.ir.formats.csv_form import write_csv
 
         write_csv(self, path)

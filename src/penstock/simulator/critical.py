@@ -68,8 +68,7 @@ class _PathSearch:
             action = rows.part_at(int(messages.before[index]))
             return PathStep(what, int(messages.target[index]), action, float(timeline.depart[index]), float(timeline.arrive[index]))
         starts, ends = (timeline.start, timeline.end) if what == "action" else (timeline.collective_start, timeline.collective_end)
-        action = rows.action_at(int(rows.group.searchsorted(index)))
-        return PathStep(what, int(timeline.flat.graph().rank[index]), action, float(starts[index]), float(ends[index]))
+        return PathStep(what, int(timeline.flat.graph().rank[index]), rows.action_of(index), float(starts[index]), float(ends[index]))
 
     def _before(self, what: str, index: int) -> tuple[str, int] | None:
         """What ended when this began."""

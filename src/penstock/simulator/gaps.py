@@ -77,13 +77,13 @@ def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterato
     """One idle time before a node: for another rank to act, for a slot to send what it made, and for that to arrive."""
     table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
     if not timeline.computes[node]:
-        yield Gap(clock, start, "memory", _action(timeline, node), int(graph.rank[node]))
+        yield Gap(clock, start, "memory", timeline.table.rows.action_of(node), int(graph.rank[node]))
         return
     arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
     if not arrivals:
         gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
         last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
-        yield Gap(clock, start, "communication", _action(timeline, last), int(graph.rank[last]))
+        yield Gap(clock, start, "communication", timeline.table.rows.action_of(last), int(graph.rank[last]))
         return
     message = arrivals[0]
     sender = int(graph.sender[message])
@@ -92,13 +92,9 @@ def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterato
     made, who = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
     for until, cause, action in (
         (float(timeline.end[computed]), "waiting", made),
-        (float(timeline.end[sender]), "memory", _action(timeline, blocked)),
+        (float(timeline.end[sender]), "memory", timeline.table.rows.action_of(blocked)),
         (start, "communication", made),
     ):
         if min(until, start) > clock:
             yield Gap(clock, min(until, start), cause, action, who)
             clock = min(until, start)
-
-
-def _action(timeline: Timeline, node: int) -> Action:
-    return timeline.table.rows.action_at(int(timeline.table.rows.group.searchsorted(node)))

@@ -50,13 +50,13 @@ def _causes(waits: WaitCauses, place: int) -> Iterator[tuple[float, str, Action,
         yield from _sending(waits, sender, float(waits.end[maker]))
         yield float(timeline.arrive[message]), "communication", made, who
     for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
-        yield float(timeline.collective_end[gather]), "communication", _action(timeline, gather), rank
+        yield float(timeline.collective_end[gather]), "communication", timeline.table.rows.action_of(gather), rank
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
 
 
 def _sending(waits: WaitCauses, send: int, free: float) -> Iterator[tuple[float, str, Action, int]]:
     """A send begins when it has a slot; what it takes from there on is its own."""
-    timeline, action = waits.timeline, _action(waits.timeline, send)
+    timeline, action = waits.timeline, waits.timeline.table.rows.action_of(send)
     start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])
     if start - free > waits.negligible:
         yield start, "memory", action, rank
@@ -88,7 +88,3 @@ def measured_path(timeline: Timeline) -> list[PathStep]:
 def _optimizer(timeline: Timeline, rank: int) -> PathStep:
     end = float(timeline.finished[rank])
     return PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end)
-
-
-def _action(timeline: Timeline, node: int) -> Action:
-    return timeline.table.rows.action_at(int(timeline.table.rows.group.searchsorted(node)))

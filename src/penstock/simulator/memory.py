@@ -7,15 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import CATEGORIES, When, list_changes, sum_static
+from penstock.ir.rows import Floats
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import unpack_actions
+from penstock.ir.action import unpack_code
 from penstock.ir.costs import Costs
+from penstock.ir.rows import Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.engine import Outcome, run
 from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.event_loops.loops import Durations
 from penstock.simulator.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 _ADVICE = "verify the schedule to see everything that is wrong with it"
 
@@ -41,7 +39,7 @@ def _flat(table: Table) -> Flat:
     """The table laid flat, if every action comes after what it needs of its own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
-        entry, needed = int(missing.after[0]), next(unpack_actions([int(missing.code[0])]))
+        entry, needed = int(missing.after[0]), unpack_code(int(missing.code[0]))
         raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which is nowhere: {_ADVICE}")
     wrong = np.flatnonzero(rows.group[before] >= rows.group[after])
     if len(wrong):
@@ -63,7 +61,7 @@ def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
     stopped = np.flatnonzero(outcome.reached != rows.group_offsets[1:])
     if len(stopped):
         rank = int(stopped[0])
-        action = rows.action_at(int(rows.group.searchsorted(outcome.reached[rank])))
+        action = rows.action_of(int(outcome.reached[rank]))
         raise ScheduleError(f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: {_ADVICE}")
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, Kind
-from penstock.ir.rows import Flags
+from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from penstock.simulator.gaps import Gap
     from penstock.simulator.memory import Curve
     from penstock.simulator.waits import WaitCauses
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action
 from penstock.ir.kind import SENDS
-from penstock.ir.rows import Flags, Ints
+from penstock.ir.rows import Flags, Floats, Ints
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 
 NEGLIGIBLE = 0.01
 """Of the median computation: a rank that stands idle for less has not waited. Measured times never fall together to the last digit."""
@@ -108,5 +106,4 @@ class WaitCauses:
 
     def action(self, place: int) -> Action:
         """A computation as an action."""
-        rows = self.timeline.table.rows
-        return rows.action_at(int(rows.group.searchsorted(self.node[place])))
+        return self.timeline.table.rows.action_of(int(self.node[place]))

@@ -10,13 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Flags, Ints, Rows
+from penstock.ir.rows import Flags, Ints, Rows, first_of
 from penstock.ir.table import Table
 from penstock.verifier.finding import Finding, Severity
 
@@ -86,23 +85,17 @@ class Context:
 
     @cached_property
     def edges(self) -> Ints:
-        """The graph's edges, a row each: source stage, target stage."""
-        return np.array(self.graph.edges, dtype=np.int64).reshape(-1, 2)
+        """The edges of the graph, one row each: source stage, target stage."""
+        return self.graph.edge_table
 
     @cached_property
     def edge(self) -> Ints:
-        """The edge that a communication entry goes along; -1 for other entries and where there is no such edge."""
-        rows, found = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
+        """The edge that a communication entry goes along; -1 for other entries and if there is no such edge."""
+        rows, edge = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
         entries = np.flatnonzero(self.communicates & self.inside)
         stage, peer, up = rows.stage[entries], peer_stages(rows)[entries], rows.is_kind(Kind.SEND_F, Kind.RECV_B)[entries]
-        source, target = np.where(up, stage, peer), np.where(up, peer, stage)
-        there = (source >= 0) & (source < target) & (target < self.table.stages)
-        keys = self.edges[:, 0] * self.table.stages + self.edges[:, 1]
-        if len(keys):
-            wanted = source * self.table.stages + target
-            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            found[entries] = np.where(there & (keys[at] == wanted), at, -1)
-        return found
+        edge[entries] = np.where(up == (stage < peer), self.linker.edge_between(stage, peer), -1)
+        return edge
 
     @cached_property
     def message(self) -> Ints:
@@ -154,22 +147,10 @@ class Context:
         return Finding(rule, Severity.WRONG, rank, step, action, message, remedy, self.table)
 
 
-def code_name(code: int) -> str:
-    """A code as text."""
-    return str(next(unpack_actions([code])))
-
-
 def ordinal(number: int) -> str:
     """1st, 2nd, 3rd, 4th."""
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def first_of(keys: Ints, entries: Ints, size: int) -> Ints:
-    """A table of the first entry of each key, -1 where there is none."""
-    table = np.full(size, -1, dtype=np.int64)
-    table[keys[::-1]] = entries[::-1]
-    return table
 
 
 def position_in(keys: Ints) -> Ints:

@@ -11,7 +11,7 @@ from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyE
 from penstock.ir.costs import Costs
 from penstock.ir.kind import SENDS
 from penstock.ir.table import Table
-from penstock.text.units import parse_size
+from penstock.text.units import has_byte_unit, parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, report
 from penstock.verifier.proof import Proof
@@ -92,9 +92,7 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
     costs.check(table.stages, table.microbatches)
     sizes = _sizes(memory_limit, table.ranks)
     limits = None if sizes is None else tuple(parse_size(size, f"memory_limit of rank {rank}") for rank, size in enumerate(sizes))
-    return Context(
-        table, semantics, costs, limits, in_bytes=any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
-    )
+    return Context(table, semantics, costs, limits, in_bytes=any(map(has_byte_unit, sizes or ())))
 
 
 def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.draw.differences import WORDS
 from penstock.draw.figures.canvas import FAINT, INK, POINTS, annotate, use_style
@@ -17,6 +16,7 @@ from penstock.draw.figures.legend import LegendEntry, timeline_entries
 from penstock.draw.figures.rank_rows import RankRows
 from penstock.draw.figures.sheet import SMALL, Band, Sheet, check_names
 from penstock.draw.summary import shape_of, title_of
+from penstock.ir.rows import Floats
 from penstock.text.numbers import format_number, format_percent, format_signed
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 
 LATE, EARLY = "#b2182b", "#2166ac"
 _PALE = 0.55

@@ -29,7 +29,7 @@ _Part = TypeVar("_Part")
 
 
 def encode(table: Table) -> dict[str, Any]:
-    """Plain data with everything a schedule or program is."""
+    """Return everything of a schedule or program as plain data."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -59,7 +59,7 @@ def decode(data: Any, file: str = "JSON") -> Table:
 
 
 def check_header(data: Any, file: str, *types: str) -> None:
-    """Refuse what is not one of our files of these types, in a version that is known."""
+    """Refuse data that is not a Penstock file of one of these types and of a known version."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in types:
         kind = data.get("type") if isinstance(data, dict) and data.get("format") == FORMAT else None
         reason = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
@@ -90,7 +90,7 @@ def _decode(data: dict[str, Any], file: str) -> Table:
 
 
 def _read(file: str, data: dict[str, Any], name: str, read: Callable[[Any], _Part]) -> _Part:
-    """One field by its reader; whatever is wrong in it is an error of the file."""
+    """Read one field; an error in it is an error of the file."""
     try:
         return read(data[name])
     except KeyError as error:

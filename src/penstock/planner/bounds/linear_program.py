@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from penstock.ir.memory_ledger import LIFETIMES, When, net_changes
+from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import NAMES, ActionKey, RankTerms
-from penstock.planner.bounds.terms import Floats
 from penstock.planner.budget import SolverBudget
 
 EPSILON = 1e-6

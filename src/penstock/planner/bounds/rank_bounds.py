@@ -15,8 +15,9 @@ from heapq import heappop, heappush
 import numpy as np
 
 from penstock.ir.kind import Kind
+from penstock.ir.rows import Floats
 from penstock.planner.bounds.events import Events, earliest_starts, list_waits, remaining_times
-from penstock.planner.bounds.terms import Floats, ModelCopy, Terms
+from penstock.planner.bounds.terms import ModelCopy, Terms
 
 NAMES = {Kind.F: "forward", Kind.I: "gradient", Kind.W: "weight"}
 KINDS = tuple(NAMES.values())

@@ -8,11 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.ir.rows import Floats
 from penstock.planner.problem import SLACK, Problem
-
-Floats = NDArray[np.float64]
 
 _MOST_SUMS = 20_000
 

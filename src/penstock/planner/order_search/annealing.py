@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.ir.rows import Floats
 from penstock.planner.budget import SearchBudget
 from penstock.planner.order_search.evaluator import Evaluator, Order
-from penstock.planner.order_search.flat_problem import Column, FlatProblem, Floats
+from penstock.planner.order_search.flat_problem import Column, FlatProblem
 from penstock.planner.order_search.random_numbers import MODULUS, draw
 from penstock.planner.order_search.timing import Clock, time_order
 

@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import ACTIVATION, WEIGHT_STASH, When, net_changes
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Floats, Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.planner.problem import SLACK, Problem
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.int8]
 
 # Lists in the plain loops, arrays in the compiled ones.

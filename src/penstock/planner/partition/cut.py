@@ -9,9 +9,10 @@ import numpy as np
 
 from penstock.errors import PlacementError
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Ints
 from penstock.planner.partition.any_placement import branch_and_bound, find_best, list_cuts, shift_cuts
 from penstock.planner.partition.chain import cut_chain, cut_stages
-from penstock.planner.partition.layer_runs import SLACK, Cutting, Ints, LayerRuns, PeakMoment
+from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment
 from penstock.planner.partition.nested import cut_nested, is_nested
 from penstock.planner.profile import Profile
 

@@ -13,12 +13,11 @@ from numpy.typing import NDArray
 from penstock.errors import UsageError
 from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.rows import Floats
 from penstock.simulator.comparison.lateness import Delay, Lateness
 from penstock.simulator.comparison.matching import Match, match
 from penstock.simulator.comparison.scaling import scaled
 from penstock.simulator.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 TOLERANCE = 0.01
 """Of the predicted makespan: what is less late is as predicted."""

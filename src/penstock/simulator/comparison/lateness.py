@@ -12,14 +12,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.simulator.comparison.matching import Match
-
-Floats = NDArray[np.float64]
 
 ACTION, MESSAGE, BETWEEN, AFTER, OPTIMIZER, SLACK = "action", "message", "between", "after", "optimizer", "slack"
 

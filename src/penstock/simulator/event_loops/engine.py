@@ -18,8 +18,6 @@ from penstock.errors import MissingExtraError, ScheduleError
 from penstock.simulator.event_loops import loops
 from penstock.simulator.event_loops.loops import Durations, Graph, Times
 
-Floats = NDArray[np.float64]
-
 
 class Outcome(NamedTuple):
     """When everything happened; `reached` is the node that each rank came to, its end where nothing hangs."""

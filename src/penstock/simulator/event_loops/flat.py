@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
-Floats = NDArray[np.float64]
 Small = NDArray[np.int32]
 
 

@@ -9,11 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from penstock.ir import codes
+from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import Needs
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Ints
 from penstock.ir.steps import Walk, walk
-from penstock.verifier.context import Context, code_name
+from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.rules.rendezvous import disagreements
 from penstock.verifier.rules.waits import Waits, waits
@@ -132,5 +133,5 @@ def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
 def _never_name(code: int) -> str:
     """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
     if codes.kind_of(code) == Kind.I:
-        return f"{code_name(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
-    return code_name(code)
+        return f"{unpack_code(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
+    return str(unpack_code(code))

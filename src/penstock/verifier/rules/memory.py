@@ -6,16 +6,14 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
 from penstock.ir.memory_ledger import CATEGORIES, When, list_changes, sum_static
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
+from penstock.text.units import Units
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, Severity
-
-Floats = NDArray[np.float64]
 
 _SLACK = 1e-9  # of the limit: sums of fractions are not exact
 
@@ -60,22 +58,10 @@ def _over(context: Context, rank: int, limit: float, held: Floats, over: Ints) -
     step = int(np.argmax(held))
     peak = float(held[step])
     entry = int(np.searchsorted(context.rows.group, context.rows.group_offsets[rank] + step))
-    size = _bytes if context.in_bytes else _plain
+    size = Units(in_bytes=True).size if context.in_bytes else "{:.6g}".format
     message = (
         f"rank {rank} holds {size(peak)} at its peak, {size(peak - limit)} over its limit of {size(limit)}; "
         f"{len(over)} of its {len(held)} steps are over, the first is step {int(over[0])}"
     )
     remedy = "Run backwards earlier, choose a schedule with a lower peak, recompute activations, or raise the limit"
     return context.finding("memory", entry, message, remedy, Severity.MEMORY)
-
-
-def _plain(size: float) -> str:
-    return f"{size:.6g}"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.4g}{unit}"
-        size /= 1024
-    return f"{size:.4g}TiB"

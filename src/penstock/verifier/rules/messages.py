@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import SENDS, Kind
 from penstock.ir.rows import Flags, Ints
-from penstock.verifier.context import Context, code_name, repeated
+from penstock.verifier.context import Context, repeated
 from penstock.verifier.finding import Finding
 
 _OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}
@@ -65,7 +66,7 @@ def _lacks(context: Context, kind: Kind, message: int, beside: Ints) -> Finding:
 
 def _name(kind: Kind, stage: int, other: int, microbatch: int) -> str:
     at = (np.array([value], dtype=np.int64) for value in (stage, other, microbatch))
-    return code_name(int(message_code(kind, *at)[0]))
+    return str(unpack_code(int(message_code(kind, *at)[0])))
 
 
 def _needless(context: Context, entry: int) -> Finding:

@@ -10,8 +10,8 @@ from penstock.ir import codes
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import SENDS, Kind
 from penstock.ir.program import Buffers
-from penstock.ir.rows import Flags, Ints
-from penstock.verifier.context import Context, first_of, position_in
+from penstock.ir.rows import Flags, Ints, first_of
+from penstock.verifier.context import Context, position_in
 
 
 class Waits(NamedTuple):
