@@ -1,6 +1,6 @@
-"""DeepSpeed's dialect: a rank's program as lists of instructions, one list a step.
+"""DeepSpeed's dialect: a rank's program as lists of instructions, one list per step.
 
-Works on what that language can say: one stage a rank in a line, full backwards. Each list can be run between two
+Works on schedules that DeepSpeed can express: one stage per rank in a line, full backwards. Each list can be run between two
 barriers: a send and its receive stand in the same step on both sides. An activation crosses in the step after the forward
 that made it. A gradient crosses in the step of the backward that uses it, since DeepSpeed's engine has room for one.
 """
@@ -34,7 +34,7 @@ Stream = list[list[Instruction]]
 
 
 def stream(table: Table, rank: int, *, style: str | None = None) -> Stream:
-    """One rank's instructions, a list a step.
+    """One rank's instructions, one list per step.
 
     `style` is `train` (forward and backward slots that alternate), `inference` or `data-parallel`; by default a schedule
     without backwards is inference, the one called data-parallel is that, and everything else trains.
@@ -54,9 +54,9 @@ def streams(table: Table, *, style: str | None = None) -> list[Stream]:
 
 
 def _expressible(table: Table) -> Table:
-    """The compute actions, once it is clear that the dialect can say them."""
+    """Return the compute actions; refuse a table that the dialect cannot express."""
     if table.placement.copies != (tuple(range(table.ranks)),) or not table.graph.is_chain:
-        raise PassError(f"DeepSpeed's instructions know one stage a rank in a line, not {table.placement.describe()}")
+        raise PassError(f"DeepSpeed's instructions know one stage per rank in a line, not {table.placement.describe()}")
     rows = table.rows
     strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W) | ~rows.heads)
     if len(strange):
@@ -77,11 +77,11 @@ def _check_style(style: str, schedule: Table) -> None:
 
 
 Slot = tuple[Kind, int] | None
-"""What a rank computes in a step: forward or backward, and the microbatch."""
+"""The computation of a rank in a step: forward or backward, and the microbatch."""
 
 
 def _clock(schedule: Table, style: str) -> list[list[Slot]]:
-    """Each rank's slots: the next action of its order runs in the first step that is of its kind, after the steps of what it needs.
+    """Each rank's slots: the next action of its order runs in the first step of its kind after those of the actions that it needs.
 
     Training alternates: a stage goes forward in the steps of its own parity and backward in the others.
     """
@@ -106,7 +106,7 @@ def _clock(schedule: Table, style: str) -> list[list[Slot]]:
                 slots[rank].append(None)
         step += 1
         if idle > 2:
-            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see where")
+            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see which")
     return slots
 
 
@@ -154,7 +154,7 @@ def _inference(slots: list[list[Slot]], rank: int) -> Said:
 
 
 def _compute(slot: Slot, loads: bool) -> list[tuple[str, int | None]]:
-    """The computation of a slot, behind the load of a microbatch where inputs or targets enter."""
+    """The computation of a slot, after the load of a microbatch on ranks that read inputs or targets."""
     if slot is None:
         return []
     kind, microbatch = slot

@@ -1,4 +1,4 @@
-"""Reads a stage's instructions in order: which microbatch each one is about, and what is wrong with it.
+"""Reads a stage's instructions in order: the microbatch of each one, and the mistakes in it.
 
 Proofs and text files read whole streams; an engine can read each instruction as it runs it.
 """
@@ -81,7 +81,7 @@ class Checklist:
     done: list[str] = field(default_factory=list)
 
     def check_off(self, each: Instruction) -> Iterator[tuple[str, str]]:
-        """Note an instruction; yield what is wrong with it, and the remedy."""
+        """Note an instruction; yield its mistakes, each with the remedy."""
         name = each.name
         if self.duties.fills(name):
             yield from self._fill(each)
@@ -160,7 +160,7 @@ class StreamReader:
                 )
 
     def read(self, each: Instruction) -> Iterator[tuple[str, str, str]]:
-        """Read the next instruction; yield the rule that it breaks, what is wrong, and the remedy."""
+        """Read the next instruction; yield the rule that it breaks, the reason, and the remedy."""
         nowhere = self.duties.nowhere(each.name)
         if nowhere:
             yield "place", f"it cannot run: {nowhere}", "Remove it"

@@ -53,7 +53,7 @@ def check_place(pass_name: str, option: str, place: Placing) -> None:
 
 
 def prove(program: Program, place: Placing) -> Program:
-    """The program itself, once it is shown that no rank waits for ever.
+    """Return the program after a proof that no rank waits for ever.
 
     Paired receives are placed along one order in which every rank gets to its end and both ends of every message stand at
     one moment, so that order is the proof, under either semantics.
@@ -67,7 +67,7 @@ def prove(program: Program, place: Placing) -> Program:
 
 
 def place_receives(sent: Program, place: Placing) -> Rows:
-    """Rows with a receive for each send. Where a rank's row is empty, as when one rank is lowered alone, it gets none."""
+    """Rows with a receive for each send. An empty row, as when one rank is lowered alone, gets none."""
     linker = Linker(sent.rows, sent.placement, sent.graph, sent.microbatches, lowered=False)
     messages = _Receives.of(linker)
     if place == "paired":
@@ -77,7 +77,7 @@ def place_receives(sent: Program, place: Placing) -> Rows:
 
 @dataclass(frozen=True)
 class _Receives:
-    """One entry a message, in the order of the rows: the send, the receive's code and rank, and the first entry that uses the message."""
+    """One value per message, in the order of the rows: the send, the receive's code and rank, and the first entry that uses the message."""
 
     send: Ints
     code: Ints
@@ -131,7 +131,8 @@ def _paired(linker: Linker, messages: _Receives) -> Rows:
     local, missing = links.local, links.missing
     is_send = rows.is_kind(*SENDS)
     acting = rows.keep(~is_send)
-    place = np.arange(len(rows.codes)) - np.cumsum(is_send)  # where an entry stands once the sends are out; for a send, the entry before it
+    # The place of each entry once the sends are removed; for a send, that of the entry before it.
+    place = np.arange(len(rows.codes)) - np.cumsum(is_send)
     sender = rows.rank[messages.send]
     waits = Needs(
         place[np.concatenate((messages.send, local.before))],
@@ -141,7 +142,7 @@ def _paired(linker: Linker, messages: _Receives) -> Rows:
     rounds = walk(acting, waits, lag)
     if len(missing.after) or not rounds.complete:
         raise PassError(
-            "the order cannot run: some rank waits for ever for what comes later or nobody makes; verify the schedule to see where"
+            "the order cannot run: some rank waits for ever for an action that comes later or is missing; verify the schedule to see which"
         )
     turn = rounds.step[acting.group[np.maximum(place, 0)]]
     return _merged(rows, messages, turn, turn[messages.send], sender)

@@ -18,10 +18,10 @@ LENGTH = {Kind.F: 1, Kind.B: 2}
 def hanayo(shape: Shape) -> list[list[int]]:
     """Pass the ranks in waves, down and up several times, so that the pipeline fills and drains by smaller chunks.
 
-    `waves` = w is the number of times down and up. A rank runs what is due first of what it can run and hold: microbatches
+    `waves` = w is the number of times down and up. A rank runs the action that is due first among those it can run and hold: microbatches
     enter at the rate of their work and are due at a stage twice as late as they could be there. Hanayo, arXiv 2308.15762.
 
-    Bubble: (2p-2)/(3pw+2p-2) of the time where B = 2F and m = p; 2/3 (p-1)(F+B) with one wave and m >= p
+    Bubble: (2p-2)/(3pw+2p-2) of the time if B = 2F and m = p; 2/3 (p-1)(F+B) with one wave and m >= p
     Memory: p
     Needs: any ranks, any waves (of two chunks each), any microbatches
 
@@ -54,7 +54,7 @@ def hanayo(shape: Shape) -> list[list[int]]:
     23  0B3
     """
     placement = Placement.wave(shape.ranks, shape.chunks // 2)
-    # Waiting a slot for what is due earlier pays while the pipeline fills and drains, not in between.
+    # Waiting a slot for an action that is due earlier pays while the pipeline fills and drains, not in between.
     runs = [_run(placement, shape.microbatches, patience) for patience in (1, 0)]
     return [rank.row for rank in min(runs, key=lambda ranks: max(rank.free for rank in ranks))]
 
@@ -79,7 +79,7 @@ class _ReadyAction(NamedTuple):
 
 
 class _RankProgress:
-    """How far one rank is with each chunk, and what it holds."""
+    """How far one rank is with each chunk, and how much it holds."""
 
     def __init__(self, stages: tuple[int, ...], of_all: int, microbatches: int, patience: int) -> None:
         self.stages, self.of_all, self.microbatches, self.patience = stages, of_all, microbatches, patience
@@ -88,11 +88,11 @@ class _RankProgress:
         self.row: list[int] = []
 
     def step(self, now: int, arrivals: Arrivals) -> bool:
-        """Run what is due first, or meanwhile what is done before that arrives; if anything can run now."""
+        """Run the action that is due first, or another one that ends before it arrives; returns whether anything ran."""
         soon = list(self._arriving(now + self.patience, arrivals))
         until = min(soon, default=None)
         if until is not None and until.arrives > now:
-            soon = [each for each in soon if each.arrives <= now and now + LENGTH[each.kind] <= until.arrives]
+            soon = [ready for ready in soon if ready.arrives <= now and now + LENGTH[ready.kind] <= until.arrives]
         if not soon:
             return False
         _, _, kind, chunk, _ = min(soon)
@@ -105,7 +105,7 @@ class _RankProgress:
         return True
 
     def _arriving(self, time: int, arrivals: Arrivals) -> Iterator[_ReadyAction]:
-        """What can run at this time."""
+        """The actions that can run at this time."""
         for kind, following in self.next.items():
             for chunk, microbatch in enumerate(following):
                 if microbatch == self.microbatches or not self._fits(kind, chunk):

@@ -1,4 +1,4 @@
-"""Schedules by name: the ones that ship, and those that other packages bring by entry point."""
+"""Schedules by name: built-in ones, and those of other packages by entry point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY_POINT_GROUP = "penstock.schedules"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a generator is told: how many ranks, chunks a rank, and microbatches."""
+    """The input of a generator: the number of ranks, of chunks per rank, and of microbatches."""
 
     ranks: int
     chunks: int
@@ -36,9 +36,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family of placements, and how many chunks a rank holds in it: a fixed number, or a default that can be changed.
+    """A family of placements, and the number of chunks per rank: a fixed number, or a default that can be changed.
 
-    `unit` is what chunks come in where they do not come one by one, and how many make one: `("waves", 2)`.
+    `unit` is the name of a group of chunks and its size, if chunks do not come one by one: `("waves", 2)`.
     """
 
     place: Callable[[Shape], Placement]
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """The options that say how many chunks a rank holds."""
+        """The options that set the number of chunks per rank."""
         return () if self.fixed else tuple(dict.fromkeys((self.unit[0], "chunks")))
 
 
@@ -116,11 +116,11 @@ class Algorithm:
                 f"{self.name} places {layout.chunks} stage{'s'[: layout.chunks > 1]} on each rank, got chunks={shape.chunks}"
             )
         if shape.chunks % size:
-            raise ScheduleError(f"{self.name} places {size} chunks a rank for each of its {unit}, got chunks={shape.chunks}")
+            raise ScheduleError(f"{self.name} places {size} chunks per rank for each of its {unit}, got chunks={shape.chunks}")
         return shape
 
     def build(self, ranks: Any, microbatches: Any, chunks: Any = None, graph: StageGraph | None = None, **options: Any) -> Schedule:
-        """The schedule for this shape, made when looked at: rank by rank where the algorithm allows it."""
+        """The schedule for this shape, generated when read, rank by rank if the algorithm allows it."""
         from penstock.ir.schedule import Schedule
 
         shape = self.shape(ranks, microbatches, self._chunks(chunks, options))

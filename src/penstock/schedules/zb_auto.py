@@ -50,7 +50,7 @@ def zb_auto(shape: Shape, *, costs: Costs | None = None, memory_limit: float | s
     whose worst rank has the shortest span is kept. No rank ever holds more than `memory_limit`, in the unit of the costs'
     `activation` and `weight_stash`; unless given, it is one activation a rank. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: searched, that of zb-h1 or zb-h2 or less where they fit
+    Bubble: searched, that of zb-h1 or zb-h2 or less if they fit
     Memory: the limit, counted to W
     Needs: any ranks, any microbatches; a memory_limit that holds one microbatch
 

@@ -1,4 +1,4 @@
-"""The chain that makes the makespan what it is."""
+"""The critical path: the chain of actions and messages that determines the makespan."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class PathStep:
 
 
 def critical_path(timeline: Timeline) -> list[PathStep]:
-    """Walk back from the end: each piece starts when the one before it ends."""
+    """Find the critical path, backwards from the end: each piece starts when the one before it ends."""
     return _PathSearch(timeline).path()
 
 
@@ -71,7 +71,7 @@ class _PathSearch:
         return PathStep(what, int(timeline.flat.graph().rank[index]), rows.action_of(index), float(starts[index]), float(ends[index]))
 
     def _before(self, what: str, index: int) -> tuple[str, int] | None:
-        """What ended when this began."""
+        """The piece that ended when this one began."""
         return {"action": self._before_action, "message": self._before_message, "collective": self._before_collective}[what](index)
 
     def _before_action(self, node: int) -> tuple[str, int] | None:

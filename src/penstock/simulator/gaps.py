@@ -1,4 +1,4 @@
-"""Why a rank stands idle."""
+"""The idle times of a rank, each with its cause."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class Gap:
 
     - `fill`: before the rank's first computation, and `drain`: after its last;
     - `waiting`: for `action` on `rank` to end;
-    - `communication`: for what `action` on `rank` sent, or gathered, to arrive;
+    - `communication`: for the message or the parameters of `action` on `rank` to arrive;
     - `memory`: for a slot of the channel that `action` is sent on;
-    - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
+    - `overhead`, only measured: everything was there for `action`, but the rank had not begun it.
     """
 
     start: float
@@ -65,7 +65,7 @@ def gaps(timeline: Timeline, rank: int) -> list[Gap]:
 
 
 def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
-    """What follows the last action: the optimizer's step is work, the rest drains."""
+    """The idle time after the last action: the optimizer's step is work, the rest drains."""
     step_end = float(timeline.finished[rank])
     step = float(timeline.optimizer[rank])
     for start, end in ((clock, step_end - step if step else clock), (step_end if step else clock, timeline.makespan)):
@@ -74,7 +74,7 @@ def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
 
 
 def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
-    """One idle time before a node: for another rank to act, for a slot to send what it made, and for that to arrive."""
+    """One idle time before a node, in parts: until another rank has computed, has a slot to send, and its message arrives."""
     table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
     if not timeline.computes[node]:
         yield Gap(clock, start, "memory", timeline.table.rows.action_of(node), int(graph.rank[node]))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
-    """The rank's idle times in order: everything that is no computation and not the optimizer's step."""
+    """The rank's idle times in order: everything but computation and the optimizer's step."""
     waits = timeline.waits
     low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
     found: list[Gap] = []
@@ -27,7 +27,7 @@ def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
 
 
 def _waits(waits: WaitCauses, place: int) -> Iterator[Gap]:
-    """One idle time: for each thing that was waited for a piece, and what is left over at the end."""
+    """One idle time, one piece per cause, and the rest at the end."""
     clock, start = float(waits.free[place]), float(waits.start[place])
     for until, cause, action, rank in _causes(waits, place):
         if min(until, start) > clock:
@@ -36,7 +36,7 @@ def _waits(waits: WaitCauses, place: int) -> Iterator[Gap]:
 
 
 def _causes(waits: WaitCauses, place: int) -> Iterator[tuple[float, str, Action, int]]:
-    """What was waited for and until when, in the order in which a program comes to it."""
+    """The causes of a wait and until when each lasted, in the order in which a program comes to them."""
     timeline, graph, rows = waits.timeline, waits.timeline.flat.graph(), waits.timeline.table.rows
     node, rank = int(waits.node[place]), int(waits.rank[place])
     for own in range(int(waits.node[place - 1]) + 1, node):
@@ -55,7 +55,7 @@ def _causes(waits: WaitCauses, place: int) -> Iterator[tuple[float, str, Action,
 
 
 def _sending(waits: WaitCauses, send: int, free: float) -> Iterator[tuple[float, str, Action, int]]:
-    """A send begins when it has a slot; what it takes from there on is its own."""
+    """A send begins when it has a slot; its time from then on is its own."""
     timeline, action = waits.timeline, waits.timeline.table.rows.action_of(send)
     start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])
     if start - free > waits.negligible:

@@ -1,4 +1,4 @@
-"""What each rank holds over time."""
+"""The memory of each rank over time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """A rank's memory: from `times[k]` on it holds `held[category][k]`, on top of the `static` that it always keeps."""
+    """A rank's memory: from `times[k]` on it holds `held[category][k]`, on top of the `static` memory that it always holds."""
 
     times: Floats
     held: dict[str, Floats]

@@ -23,7 +23,7 @@ _ADVICE = "verify the schedule to see everything that is wrong with it"
 def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") -> Timeline:
     """Time a schedule or program under these costs.
 
-    One compute lane and one lane for each channel a rank. A send returns at once unless the channel's slots are all
+    A rank has one compute lane and one lane per channel. A send returns at once unless the channel's slots are all
     taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. `engine` is `auto`,
     `plain` or `compiled` (needs numba).
     """
@@ -31,16 +31,16 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
-    """The same order under other costs, without building anything anew."""
+    """Time the same order under other costs, without building anything anew."""
     return _timed(timeline.flat, costs, engine)
 
 
 def _flat(table: Table) -> Flat:
-    """The table laid flat, if every action comes after what it needs of its own rank."""
+    """Lay the table flat; refuse actions that do not come after everything they need of their own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
         entry, needed = int(missing.after[0]), unpack_code(int(missing.code[0]))
-        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which is nowhere: {_ADVICE}")
+        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which does not exist: {_ADVICE}")
     wrong = np.flatnonzero(rows.group[before] >= rows.group[after])
     if len(wrong):
         entry, needed = int(after[wrong[0]]), rows.part_at(int(before[wrong[0]]))
@@ -102,13 +102,13 @@ def simulate_many(
     graph, takes = flat.graph(costs.contention), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
-    made: list[tuple[float, float, float]] = []
+    figures: list[tuple[float, float, float]] = []
     for _ in range(scenarios):
-        drawn = Durations(*(each * np.exp(chance.normal(-(spread**2) / 2, spread, len(each))) for each in takes))
+        drawn = Durations(*(column * np.exp(chance.normal(-(spread**2) / 2, spread, len(column))) for column in takes))
         outcome = run(graph, drawn, costs.contention, engine)
         _refuse_hang(flat, outcome)
         timeline = Timeline(table, costs, *outcome.times)
         timeline.__dict__["flat"] = flat
         span = float((timeline.finished - timeline.begun).max(initial=0.0))
-        made.append((timeline.makespan, timeline.bubble, span))
-    return Scenarios(*np.array(made).T)
+        figures.append((timeline.makespan, timeline.bubble, span))
+    return Scenarios(*np.array(figures).T)

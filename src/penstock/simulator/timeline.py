@@ -1,4 +1,4 @@
-"""When everything ran: simulated or measured."""
+"""Timelines: when everything ran, simulated or measured."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every action and message, and what follows from them.
+    """Start and end of every action and message, and the figures that follow from them.
 
-    `start` and `end` have one value for each action of `table.rows` (a group), `depart` and `arrive` one for each message,
-    `collective_start` and `collective_end` one an action, -1 for those that start no collective.
+    `start` and `end` have one value per action of `table.rows` (a group), `depart` and `arrive` one per message,
+    `collective_start` and `collective_end` one per action, -1 for actions that start no collective.
     """
 
     table: Table
@@ -68,7 +68,7 @@ class Timeline:
     collective_start: Floats
     collective_end: Floats
     held_by: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared."""
+    """For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared."""
     source: str = "simulated"
 
     @cached_property
@@ -104,7 +104,7 @@ class Timeline:
 
     @cached_property
     def finished(self) -> Floats:
-        """When each rank is through with everything."""
+        """When each rank has finished everything."""
         bounds = self.table.rows.group_offsets
         latest = np.maximum(self.end, self.collective_end)
         ends = [latest[low:high].max(initial=0.0) for low, high in pairwise(bounds.tolist())]
@@ -141,7 +141,7 @@ class Timeline:
 
     @cached_property
     def waits(self) -> WaitCauses:
-        """What each computation waited for."""
+        """The cause of each computation's wait."""
         from penstock.simulator.waits import WaitCauses
 
         return WaitCauses(self)
@@ -150,15 +150,15 @@ class Timeline:
 
     def spans(self, rank: int) -> list[Span]:
         """The rank's compute actions in order."""
-        found: list[Span] = []
+        spans: list[Span] = []
         before = 0.0
         low = int(self.table.rows.group_offsets[rank])
         for node, action in enumerate(self.table[rank], start=low):
             if self.computes[node]:
                 start, end = float(self.start[node]), float(self.end[node])
-                found.append(Span(action, start, end, start - before))
+                spans.append(Span(action, start, end, start - before))
                 before = end
-        return found
+        return spans
 
     def transfers(self) -> Iterator[Transfer]:
         """Every message, in the order of the sending rank."""
@@ -175,7 +175,7 @@ class Timeline:
         return build_curves(self)
 
     def memory(self, rank: int) -> Curve:
-        """What the rank holds over time, by what it is held for."""
+        """The memory of the rank over time, by category."""
         return self._curves[rank]
 
     @cached_property
@@ -203,7 +203,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> list[PathStep]:
-        """A chain of actions and messages from the start to the makespan; without a pause where it is simulated."""
+        """A chain of actions and messages from the start to the makespan; without a pause if simulated."""
         from penstock.simulator.critical import critical_path
         from penstock.simulator.measured import measured_path
 

@@ -34,7 +34,7 @@ def check_schedule(schedule: Schedule) -> None:
     """Raise `AssertionError` with the reason unless all of this holds.
 
     - A rank's row is the same asked alone and as part of the whole.
-    - Every stage and microbatch has its forward once and, where anything trains, its backward (B, or I and W) once, each on
+    - Every stage and microbatch has its forward once and, if anything trains, its backward (B, or I and W) once, each on
       its rank; a backward follows its forward and a W its I; the order can run to its end.
     - Text, CSV and JSON give the same schedule back.
     - Every way of lowering keeps the order and gives a program that the verifier proves, with receives as `paired` under

@@ -1,7 +1,4 @@
-"""What every rule is given: the table, and what several rules ask of it.
-
-Small array helpers that several rules share.
-"""
+"""The input of every rule: the table under proof, arrays that several rules read, and small array helpers."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from penstock.verifier.finding import Finding, Severity
 
 @dataclass(frozen=True)
 class Context:
-    """The table under proof. Arrays are one value an entry of `rows` unless they say otherwise."""
+    """The table under proof. Arrays have one value per entry of `rows` unless they say otherwise."""
 
     table: Table
     semantics: str = "channels"
@@ -30,7 +27,7 @@ class Context:
     limits: tuple[float, ...] | None = None
     """The memory limit of each rank."""
     in_bytes: bool = False
-    """Whether a limit was given with a unit, so that sizes are bytes."""
+    """Whether sizes are bytes, because a limit has a unit."""
 
     @property
     def rows(self) -> Rows:
@@ -77,7 +74,7 @@ class Context:
         return self.rows.stage * self.table.microbatches + self.rows.microbatch
 
     def first(self, *kinds: Kind) -> Ints:
-        """For each cell, the first entry of these kinds, -1 where there is none."""
+        """For each cell, the first entry of these kinds, -1 if there is none."""
         entries = np.flatnonzero(self.rows.is_kind(*kinds) & self.inside)
         return first_of(self.cell[entries], entries, self.table.stages * self.table.microbatches)
 
@@ -99,12 +96,12 @@ class Context:
 
     @cached_property
     def message(self) -> Ints:
-        """The edge that a message is named after and its microbatch in one number, -1 where there is no edge. One for each direction."""
+        """The edge that a message is named after and its microbatch in one number, the same for both directions; -1 without an edge."""
         return np.where(self.edge >= 0, self.edge * self.table.microbatches + self.rows.microbatch, -1)
 
     @cached_property
     def away(self) -> Ints:
-        """The rank at the other end of a communication entry, -1 where there is none."""
+        """The rank at the other end of a communication entry, -1 if there is none."""
         away, entries = np.full(len(self.rows.codes), -1, dtype=np.int64), np.flatnonzero(self.edge >= 0)
         ends = self.edges[self.edge[entries]]
         other = np.where(ends[:, 0] == self.rows.stage[entries], ends[:, 1], ends[:, 0])
@@ -113,7 +110,7 @@ class Context:
 
     @cached_property
     def channel(self) -> Ints:
-        """From rank, to rank and kind of traffic in one number; -1 where the entry is not one end of a message between two ranks."""
+        """Source rank, target rank and kind of traffic in one number; -1 if the entry is not one end of a message between two ranks."""
         rows, ranks = self.rows, self.table.ranks
         sends, backward = rows.is_kind(*SENDS), rows.is_kind(Kind.SEND_B, Kind.RECV_B)
         source, target = np.where(sends, rows.rank, self.away), np.where(sends, self.away, rows.rank)
@@ -139,7 +136,7 @@ class Context:
         return Finding(rule, severity, rank, step, str(self.rows.action_at(entry)), message, remedy, self.table)
 
     def absence(self, rule: str, rank: int, action: str, message: str, remedy: str, *, beside: int = -1) -> Finding:
-        """A finding about an action that is not there: beside an entry of its rank, else at the end of the row."""
+        """A finding about a missing action, placed beside an entry of its rank or at the end of the row."""
         if beside >= 0 and self.rows.rank[beside] == rank:
             step = int(self.rows.step[beside])
         else:
@@ -160,8 +157,8 @@ def position_in(keys: Ints) -> Ints:
 
 
 def repeated(keys: Ints, entries: Ints) -> tuple[Ints, Ints]:
-    """The entries whose key an earlier entry has, and for each the first that has it."""
+    """The entries with the key of an earlier entry, and for each the first entry with that key."""
     order = np.argsort(keys, kind="stable")
     place = position_in(keys[order])
-    again = np.flatnonzero(place)
-    return entries[order[again]], entries[order[again - place[again]]]
+    later = np.flatnonzero(place)
+    return entries[order[later]], entries[order[later - place[later]]]

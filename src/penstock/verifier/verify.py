@@ -22,16 +22,16 @@ from penstock.verifier.rules.waits import slots_of
 
 SEMANTICS = ("channels", "rendezvous")
 MOST_FINDINGS = 1000
-"""Of each rule: a table that is wrong everywhere is not reported action by action."""
+"""Per rule, because a table that is wrong everywhere need not be reported action by action."""
 
 Limit = float | str | Sequence[float | str] | None
 
 
 def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> Proof:
-    """A proof that a schedule or program neither hangs, drops work nor holds too much; else `VerifyError` with every finding.
+    """Prove that a schedule or program neither hangs, drops work nor exceeds its memory; raise `VerifyError` with every finding otherwise.
 
-    `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, where both
-    ends must meet in order). `memory_limit` is one size or one a rank, in the units of `costs` or like "40GiB".
+    `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, in which
+    both ends must meet in order). `memory_limit` is one size or one per rank, in the units of `costs` or like "40GiB".
 
     >>> from penstock.ir.placement import Placement
     >>> from penstock.ir.schedule import Schedule
@@ -46,7 +46,7 @@ def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = N
 
 
 def check(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> list[Finding]:
-    """Every finding, the worst first, and none where the proof succeeds."""
+    """List every finding, the worst first; none if the proof succeeds."""
     return _check(_context(table, semantics, memory_limit, costs))
 
 
@@ -96,11 +96,11 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
 
 
 def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
-    """One size a rank, as given."""
+    """One size per rank, not parsed yet."""
     if memory_limit is None:
         return None
     if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence | np.ndarray):
         return [memory_limit] * ranks
     if len(memory_limit) != ranks:
-        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one a rank")
+        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one per rank")
     return list(memory_limit)

@@ -20,7 +20,7 @@ from penstock.simulator.waits import WaitCauses
 class Match:
     """For each computation and message of `measured`, the same one of `predicted`.
 
-    One may be of a schedule and the other of its program: what is computed is matched by what it is, not by where it stands.
+    One may be of a schedule and the other of its program: computations are matched by stage, kind and microbatch, not by place.
     """
 
     predicted: WaitCauses
@@ -105,7 +105,7 @@ class _Sorted:
 
     @property
     def _ends(self) -> tuple[Ints, Ints]:
-        """What makes each message and what uses it."""
+        """The actions that make and use each message."""
         messages, plain = self.timeline.messages, self.rows.codes & ~codes.JOIN
         return plain[messages.maker], plain[messages.after]
 

@@ -30,7 +30,7 @@ class Flat:
 
     @cached_property
     def messages(self) -> Messages:
-        """What crosses ranks, in the order in which it is sent."""
+        """The messages between ranks, in the order in which they are sent."""
         rows = self.table.rows
         _, maker, before, after, _, _ = self.table.deliveries
         source, target = rows.rank[before], rows.rank[after]
@@ -41,7 +41,7 @@ class Flat:
         return Messages(before, after, maker, backward, source, target, index, names)
 
     def graph(self, contention: str = "independent") -> Graph:
-        """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
+        """The structure with its links: one per channel, per direction of a pair, per direction of a rank, or per rank."""
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
             return self._independent
@@ -56,7 +56,7 @@ class Flat:
 
     @cached_property
     def _independent(self) -> Graph:
-        """Kept, for gaps and paths ask for it at every step."""
+        """Cached, because gaps and paths read it at every step."""
         channel = _small(self.messages.channel)
         return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
 
@@ -100,12 +100,12 @@ class Flat:
         key = (rows.rank * stages + rows.stage) * span + np.arange(span)
         order = np.argsort(key[unshards])
         at = np.searchsorted(key[unshards][order], key[uses]) - 1
-        found = unshards[order][np.maximum(at, 0)]
-        real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
-        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[found[real]]
+        before = unshards[order][np.maximum(at, 0)]
+        real = (at >= 0) & (rows.rank[before] == rows.rank[uses]) & (rows.stage[before] == rows.stage[uses])
+        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[before[real]]
 
     def _receives(self) -> tuple[Ints, Ints]:
-        """Each message's receive node, and each node's received message; -1 where there is none."""
+        """Each message's receive node, and each node's received message; -1 if there is none."""
         rows, messages = self.table.rows, self.messages
         receive = np.full(len(messages.before), -1, dtype=np.int64)
         received = np.full(self.num_nodes, -1, dtype=np.int64)
@@ -118,7 +118,7 @@ class Flat:
         return receive, received
 
     def _slots(self) -> Ints:
-        """For each message, the one of its channel whose slot it takes over; -1 where there is a slot from the start."""
+        """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""
         messages = self.messages
         slot = np.full(len(messages.before), -1, dtype=np.int64)
         buffers = self.table.buffers if isinstance(self.table, Program) else None
@@ -165,7 +165,7 @@ class Flat:
         return costs.latency + self.sizes(costs) / costs.bandwidth
 
     def sizes(self, costs: Costs) -> Floats:
-        """The size of each message: what the lower stage of its edge puts out."""
+        """The size of each message: the output of the lower stage of its edge."""
         rows, messages = self.table.rows, self.messages
         lower = np.where(messages.backward, rows.stage[messages.after], rows.stage[messages.before])
         if isinstance(costs.output, float):
@@ -191,12 +191,12 @@ class Messages:
 
 
 def _small(values: Ints) -> Small:
-    """Four bytes an index: a graph of a thousand ranks has tens of millions."""
+    """Four bytes per index: a graph of a thousand ranks has tens of millions."""
     return values.astype(np.int32)
 
 
 def _starts(owner: Ints, count: int) -> Small:
-    """For items sorted by owner, where each owner's items begin, and their number at the end."""
+    """For items sorted by owner, the index of each owner's first item, and the number of items at the end."""
     starts = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.bincount(owner, minlength=count), out=starts[1:])
     return starts

@@ -1,4 +1,4 @@
-"""How much each rank holds."""
+"""Peak memory of each rank against its limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a rank from going on: data that another rank has not sent, and slots that another rank has not freed."""
+"""What a rank waits for: data that another rank has not sent, and slots that another rank has not freed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from penstock.verifier.context import Context, position_in
 
 
 class Waits(NamedTuple):
-    """`after[k]` waits for `before[k]`; where that is -1, for ever, for the code `never[k]`. `slot[k]` says it is for a slot, not data."""
+    """`after[k]` waits for `before[k]`; if that is -1, for ever, for the code `never[k]`. `slot[k]`: for a slot, not for data."""
 
     before: Ints
     after: Ints
@@ -30,7 +30,7 @@ def slots_of(context: Context) -> Buffers | None:
 
 
 def waits(context: Context) -> Waits:
-    """Everything that any action of the table waits for."""
+    """List everything that any action of the table waits for."""
     parts = [_data(context), _missing(context)]
     buffers = slots_of(context)
     if buffers is not None:
@@ -44,7 +44,7 @@ def _data(context: Context) -> Waits:
 
 
 def _missing(context: Context) -> Waits:
-    """What should come from another rank but nobody runs; what the own rank lacks stops nobody, and is left to `complete`."""
+    """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
     far = maker != context.home[after]
