@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir import codes
-from penstock.ir.action import Action, unpack_actions, unpack_code, unpack_row
+from penstock.ir.action import Action, pack_action, unpack_actions, unpack_code, unpack_row
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -156,3 +156,9 @@ class Rows:
     def group_starts(self) -> Ints:
         """For each entry, the index of its group's first part."""
         return np.asarray(np.flatnonzero(self.heads)[self.group], dtype=np.int64)
+
+
+def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:
+    """Pack written-out actions, one sequence per rank."""
+    parsed = [[Action.parse(action) if isinstance(action, str) else action for action in row] for row in actions]
+    return Rows.join([np.array([code for action in row for code in pack_action(action)], dtype=np.int64) for row in parsed])

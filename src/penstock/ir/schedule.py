@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
-
-from penstock.ir.action import Action, pack_action
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
@@ -41,26 +38,10 @@ class Schedule(Table):
         self.options = dict(options or {})
 
     @classmethod
-    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Schedule:
-        """A schedule from rows that are already packed."""
+    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
         schedule = cls(placement, microbatches, rows.row, graph=graph, name=name)
         schedule.__dict__["rows"] = rows
         return schedule
-
-    @classmethod
-    def from_actions(
-        cls,
-        actions: Sequence[Sequence[Action | str]],
-        placement: Placement,
-        *,
-        microbatches: int | None = None,
-        graph: StageGraph | None = None,
-        name: str = "",
-    ) -> Schedule:
-        """A schedule from written-out actions, one sequence per rank; `microbatches` defaults to one more than the highest index."""
-        rows = pack_rows(actions)
-        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
-        return cls.from_rows(rows, placement, count, graph=graph, name=name)
 
     @cached_property
     def rows(self) -> Rows:
@@ -75,12 +56,3 @@ class Schedule(Table):
         again = self.remake
         remake = None if again is None else lambda microbatches: again(microbatches).with_graph(graph)
         return Schedule(self.placement, self.microbatches, self.row, graph=graph, name=self.name, options=self.options, remake=remake)
-
-
-def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:
-    """Written-out actions as packed rows."""
-    packed = []
-    for row in actions:
-        entries = [code for action in row for code in pack_action(Action.parse(action) if isinstance(action, str) else action)]
-        packed.append(np.array(entries, dtype=np.int64))
-    return Rows.join(packed)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, unpack_row
@@ -15,7 +15,7 @@ from penstock.ir.dependencies import Deliveries, Dependencies, Linker, find_deli
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Ints, Rows, pack_rows
 
 
 class Table(ABC):
@@ -32,6 +32,26 @@ class Table(ABC):
         self.name = name
         if self.graph.stages != placement.stages:
             raise ScheduleError(f"the stage graph has {self.graph.stages} stages, the placement {placement.stages}")
+
+    @classmethod
+    @abstractmethod
+    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
+        """Build from rows that are already packed."""
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Sequence[Sequence[Action | str]],
+        placement: Placement,
+        *,
+        microbatches: int | None = None,
+        graph: StageGraph | None = None,
+        name: str = "",
+    ) -> Self:
+        """Build from written-out actions, one sequence per rank; `microbatches` defaults to one more than the highest index."""
+        rows = pack_rows(actions)
+        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
+        return cls.from_rows(rows, placement, count, graph=graph, name=name)
 
     @property
     @abstractmethod

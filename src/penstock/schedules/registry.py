@@ -82,14 +82,14 @@ class Algorithm:
     @property
     def bubble(self) -> str:
         """The bubble formula: the docstring's `Bubble:` line."""
-        return self._said("Bubble:")
+        return self._read_line("Bubble:")
 
     @property
     def memory(self) -> str:
         """The memory formula: the docstring's `Memory:` line."""
-        return self._said("Memory:")
+        return self._read_line("Memory:")
 
-    def _said(self, label: str) -> str:
+    def _read_line(self, label: str) -> str:
         return next((line.removeprefix(label).strip() for line in self._doc if line.startswith(label)), "")
 
     @property
@@ -148,7 +148,7 @@ class Algorithm:
         return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options, remake=remake)
 
     def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
-        """The chunks asked for, by their number or in the layout's unit, which is taken out of the options."""
+        """The requested chunks, by their number or in the layout's unit, which is removed from the options."""
         unit, size = self.layout.unit
         if unit not in options:
             return chunks
@@ -158,15 +158,15 @@ class Algorithm:
         return wanted
 
     def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
-        """Each rank's row; a whole pipeline is generated once, when the first is asked for."""
+        """Each rank's row; a whole pipeline is generated once, when the first row is read."""
         if not self.whole:
             return lambda rank: cast("Iterable[int]", self.generate(shape, rank, **options))
-        made: list[Sequence[Iterable[int]]] = []  # a plain list, so that a schedule can go to another process
+        pipeline: list[Sequence[Iterable[int]]] = []  # a plain list, so that a schedule can go to another process
 
         def row(rank: int) -> Iterable[int]:
-            if not made:
-                made.append(self.generate(shape, **options))
-            return made[0][rank]
+            if not pipeline:
+                pipeline.append(self.generate(shape, **options))
+            return pipeline[0][rank]
 
         return row
 
@@ -201,7 +201,7 @@ def register(
     """Make a generator known by name.
 
     `accepts(shape, **options)` is the next microbatch count that the algorithm can be built for; the actions of the
-    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses what cannot work. A `whole` generator
+    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses shapes that cannot work. A `whole` generator
     builds all ranks together and takes no rank. The generator's docstring starts with a one-line summary and has a
     `Bubble:` and a `Memory:` line.
     """
@@ -248,7 +248,7 @@ def algorithm(name: str) -> Algorithm:
 
 def available() -> dict[str, str]:
     """Every schedule's name and one-line summary."""
-    return {name: each.summary for name, each in algorithms().items()}
+    return {name: known.summary for name, known in algorithms().items()}
 
 
 def schedule(

@@ -1,4 +1,4 @@
-"""The shapes that a schedule is tried on."""
+"""The shapes on which a schedule is tested."""
 
 from __future__ import annotations
 
