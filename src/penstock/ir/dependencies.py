@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,9 @@ class Missing(NamedTuple):
 
     after: Ints
     code: Ints
+
+
+_Pairs = TypeVar("_Pairs", Needs, Missing)
 
 
 class Deliveries(NamedTuple):
@@ -110,8 +113,8 @@ class Linker:
         self._stage_rules(local, missing)
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
-        messages = self._send_rules(local, missing) if self.lowered else _no_needs()
-        return Dependencies(_joined(local), _joined(data), messages, _joined_missing(missing))
+        messages = self._send_rules(local, missing) if self.lowered else []
+        return Dependencies(_joined(Needs, local), _joined(Needs, data), _joined(Needs, messages), _joined(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
@@ -153,7 +156,7 @@ class Linker:
             for kind, at, away, into in ((receive, stage, other, local), (send, other, stage, data)):
                 self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
 
-    def _send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
+    def _send_rules(self, local: list[Needs], missing: list[Missing]) -> list[Needs]:
         """Let sends need the actions that compute their data; returns the pairs of send and receive."""
         pairs: list[Needs] = []
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
@@ -170,7 +173,7 @@ class Linker:
         entries, reader, microbatch = entries[there], reader[there], microbatch[there]
         code = codes.pack(reader, int(Kind.I), microbatch)
         self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
-        return _joined(pairs)
+        return pairs
 
     @staticmethod
     def _resolve(before: Ints, after: Ints, code: Ints, into: list[Needs], missing: list[Missing]) -> None:
@@ -386,17 +389,6 @@ def message_code(kind: Kind, stage: Ints, other: Ints, microbatch: Ints) -> Ints
     return np.asarray(codes.pack(stage, int(kind), microbatch, np.where(neighbour, -1, other)), dtype=np.int64)
 
 
-def _joined(parts: list[Needs]) -> Needs:
-    if not parts:
-        return _no_needs()
-    return Needs(np.concatenate([part.before for part in parts]), np.concatenate([part.after for part in parts]))
-
-
-def _joined_missing(parts: list[Missing]) -> Missing:
-    if not parts:
-        return Missing(*_no_needs())
-    return Missing(np.concatenate([part.after for part in parts]), np.concatenate([part.code for part in parts]))
-
-
-def _no_needs() -> Needs:
-    return Needs(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+def _joined(kind: type[_Pairs], parts: list[_Pairs]) -> _Pairs:
+    none = kind(*(np.zeros(0, dtype=np.int64),) * 2)
+    return kind(*map(np.concatenate, zip(none, *parts, strict=True)))

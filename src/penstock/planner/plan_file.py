@@ -120,21 +120,17 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
     if len(recompute) != schedule.stages or not all(isinstance(flag, bool) for flag in recompute):
         raise FileFormatError(file, f"'recompute' must be true or false for each of the {schedule.stages} stages")
     return Plan(
-        name=data["name"],
+        **{name: data[name] for name in ("name", "barrier", "split", "chosen", "in_bytes")},
         profile=profile,
         schedule=schedule,
         partition=partition,
         recompute=recompute,
         memory_limit=None if data["memory_limit"] is None else check_limits(data["memory_limit"], schedule.ranks),
-        barrier=data["barrier"],
-        split=data["split"],
         bounds=_bounds(data["bounds"], file),
         overall_bound=float(data["overall_bound"]),
         p95=None if data["p95"] is None else float(data["p95"]),
         jitter=float(data["jitter"]),
         alternatives=tuple(Candidate.from_json(entry, file) for entry in data["alternatives"]),
-        chosen=data["chosen"],
-        in_bytes=data["in_bytes"],
         notes=tuple(map(str, data["notes"])),
     )
 

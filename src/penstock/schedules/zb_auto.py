@@ -6,8 +6,7 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
-from penstock.schedules._rehearsal import StageCosts, rehearse
-from penstock.schedules._zb_search import search
+from penstock.schedules._zb_search import StageCosts, rehearse, search
 from penstock.schedules.registry import Shape, linear, register
 from penstock.text.units import parse_size
 
@@ -20,7 +19,7 @@ def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
 
 
 def _least(stages: list[StageCosts]) -> float:
-    """What one microbatch at a time needs on the stage that needs most."""
+    """The memory of one microbatch at a time on the stage that needs most."""
     return max(max(map(max, (stage.activation, stage.weight_stash))) for stage in stages)
 
 
@@ -46,9 +45,9 @@ def _check(shape: Shape, costs: Any = None, memory_limit: Any = None) -> None:
 def zb_auto(shape: Shape, *, costs: Costs | None = None, memory_limit: float | str | None = None) -> list[list[int]]:
     """Fit zero bubble to given costs and memory: as many forwards ahead and weight backwards kept back as pay on each rank.
 
-    zb-h1 and zb-h2 fix both for equal times; here they are searched for `costs` (equal times unless given), and the order
+    zb-h1 and zb-h2 fix both for equal times; here they are searched for `costs` (by default equal times), and the order
     whose worst rank has the shortest span is kept. No rank ever holds more than `memory_limit`, in the unit of the costs'
-    `activation` and `weight_stash`; unless given, it is one activation a rank. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    `activation` and `weight_stash`; by default, it is one activation per rank. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
     Bubble: searched, that of zb-h1 or zb-h2 or less if they fit
     Memory: the limit, counted to W

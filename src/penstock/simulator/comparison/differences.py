@@ -103,9 +103,9 @@ def differences(predicted: Timeline, measured: Timeline, *, scale: float | str =
 
 def median_ratio(pair: Match) -> float:
     """The time of the median action as a multiple of its prediction; 1 if nothing takes any time."""
-    lengths = (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
-    real = (lengths[0] > 0) & (lengths[1] > 0)
-    return float(np.median(lengths[1][real] / lengths[0][real])) if real.any() else 1.0
+    predicted, measured = _lengths(pair)
+    real = (predicted > 0) & (measured > 0)
+    return float(np.median(measured[real] / predicted[real])) if real.any() else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -163,7 +163,7 @@ class Differences:
     @cached_property
     def lengths(self) -> list[Lengths]:
         """By stage and kind; actions that run together come last."""
-        lengths = self._lengths
+        lengths = _lengths(self.match)
         places: dict[Work, list[int]] = {}
         for place, work in enumerate(_works(self.measured)):
             places.setdefault(work, []).append(place)
@@ -216,10 +216,10 @@ class Differences:
         """The delays on the way to the measured end, in order; they add up to the difference of the makespans."""
         return self.lateness.to_end()
 
-    @property
-    def _lengths(self) -> tuple[Floats, Floats]:
-        one, other = self.match.predicted, self.match.measured
-        return (one.end - one.start)[self.match.action], other.end - other.start
+
+def _lengths(pair: Match) -> tuple[Floats, Floats]:
+    """The predicted and the measured time of each computation."""
+    return (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
 
 
 def _pairs(predicted: Floats, measured: Floats) -> list[Both]:
