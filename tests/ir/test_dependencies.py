@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from ir.naive import NaiveLinks, lowered_rows, naive_links, shared_rows
 from ir.strategies import graphs, packed, placements, row_lists
 from penstock.ir.action import Action, pack_action, unpack_actions
-from penstock.ir.dependencies import Dependencies, Linker, message_code, needs, peer_stages, towards
+from penstock.ir.dependencies import Linker, Links, message_code, needs, peer_stages, towards
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
 
 
-def as_sets(links: Dependencies, rows: list[list[Action]]) -> NaiveLinks:
+def as_sets(links: Links, rows: list[list[Action]]) -> NaiveLinks:
     """The library's links in the form of the search."""
     found = NaiveLinks(*({(int(b), int(a)) for b, a in zip(*pairs, strict=True)} for pairs in (links.local, links.data, links.messages)))
     for after, code in zip(*links.missing, strict=True):

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 
@@ -64,9 +64,6 @@ class Missing(NamedTuple):
     code: Ints
 
 
-_Pairs = TypeVar("_Pairs", Needs, Missing)
-
-
 class Deliveries(NamedTuple):
     """The messages between ranks: one value per message and column; all columns but `peer` hold entries."""
 
@@ -83,7 +80,7 @@ class Deliveries(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Dependencies:
+class Links:
     """Every dependency of a schedule or program, resolved to entries."""
 
     local: Needs
@@ -106,15 +103,15 @@ class Linker:
     lowered: bool
     """Whether data crosses ranks by messages."""
 
-    def links(self) -> Dependencies:
+    def links(self) -> Links:
         local: list[Needs] = []
         data: list[Needs] = []
         missing: list[Missing] = []
         self._stage_rules(local, missing)
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
-        messages = self._send_rules(local, missing) if self.lowered else []
-        return Dependencies(_joined(Needs, local), _joined(Needs, data), _joined(Needs, messages), _joined(Missing, missing))
+        messages = self._send_rules(local, missing) if self.lowered else _no_needs()
+        return Links(_joined(local), _joined(data), messages, _joined_missing(missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
@@ -156,7 +153,7 @@ class Linker:
             for kind, at, away, into in ((receive, stage, other, local), (send, other, stage, data)):
                 self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
 
-    def _send_rules(self, local: list[Needs], missing: list[Missing]) -> list[Needs]:
+    def _send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
         """Let sends need the actions that compute their data; returns the pairs of send and receive."""
         pairs: list[Needs] = []
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
@@ -173,7 +170,7 @@ class Linker:
         entries, reader, microbatch = entries[there], reader[there], microbatch[there]
         code = codes.pack(reader, int(Kind.I), microbatch)
         self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
-        return pairs
+        return _joined(pairs)
 
     @staticmethod
     def _resolve(before: Ints, after: Ints, code: Ints, into: list[Needs], missing: list[Missing]) -> None:
@@ -330,7 +327,7 @@ def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
     return carriers
 
 
-def find_deliveries(links: Dependencies, rows: Rows, *, sharing: bool = True) -> Deliveries:
+def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Deliveries:
     """List every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
 
     They are in the order in which they are sent; messages that one action sends to several stages go to the lowest stage first.
@@ -358,7 +355,7 @@ def _in_order(deliveries: Deliveries) -> Deliveries:
     return Deliveries(*(column[order] for column in deliveries))
 
 
-def _makers(links: Dependencies, rows: Rows, sharing: bool) -> Needs:
+def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
     """For each send, the first and the last entry that compute its data; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]
@@ -389,6 +386,17 @@ def message_code(kind: Kind, stage: Ints, other: Ints, microbatch: Ints) -> Ints
     return np.asarray(codes.pack(stage, int(kind), microbatch, np.where(neighbour, -1, other)), dtype=np.int64)
 
 
-def _joined(kind: type[_Pairs], parts: list[_Pairs]) -> _Pairs:
-    none = kind(*(np.zeros(0, dtype=np.int64),) * 2)
-    return kind(*map(np.concatenate, zip(none, *parts, strict=True)))
+def _joined(parts: list[Needs]) -> Needs:
+    if not parts:
+        return _no_needs()
+    return Needs(np.concatenate([part.before for part in parts]), np.concatenate([part.after for part in parts]))
+
+
+def _joined_missing(parts: list[Missing]) -> Missing:
+    if not parts:
+        return Missing(*_no_needs())
+    return Missing(np.concatenate([part.after for part in parts]), np.concatenate([part.code for part in parts]))
+
+
+def _no_needs() -> Needs:
+    return Needs(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))

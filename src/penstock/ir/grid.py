@@ -25,7 +25,7 @@ class Grid:
 
     @classmethod
     def spaced(cls, table: Table) -> Grid:
-        """Put each action in the first step in which it could run if every action took one step, and those that never can at the end."""
+        """Each action in the first step in which it could run if every action took one step; what never can run follows at the end."""
         waits = Needs(*(np.concatenate(pair) for pair in zip(table.links.local, table.links.data, strict=True)))
         steps = walk(table.rows, waits).step.tolist()
         bounds = table.rows.group_offsets.tolist()

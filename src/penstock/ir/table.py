@@ -11,7 +11,7 @@ from typing import Any, Self
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
-from penstock.ir.dependencies import Deliveries, Dependencies, Linker, find_deliveries
+from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
@@ -80,7 +80,7 @@ class Table(ABC):
         return bool(self.rows.is_kind(Kind.B, Kind.I, Kind.W).any())
 
     @cached_property
-    def links(self) -> Dependencies:
+    def links(self) -> Links:
         """Every dependency, resolved to entries of `rows`."""
         return self.linker.links()
 

@@ -15,7 +15,7 @@ from penstock.passes.shard import Shard
 from penstock.passes.split_backward import SplitBackward
 
 _CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Shard, ReduceGrad, SendReceive, Receive, Buffers)
-_BY_NAME = {cls.name: cls for cls in _CLASSES}
+_BY_NAME = {each.name: each for each in _CLASSES}
 
 
 def passes() -> dict[str, str]:

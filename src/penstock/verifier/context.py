@@ -27,7 +27,7 @@ class Context:
     limits: tuple[float, ...] | None = None
     """The memory limit of each rank."""
     in_bytes: bool = False
-    """Whether sizes are bytes, because a limit has a unit."""
+    """Whether a limit was given with a unit, so that sizes are bytes."""
 
     @property
     def rows(self) -> Rows:

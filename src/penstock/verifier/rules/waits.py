@@ -1,4 +1,4 @@
-"""What a rank waits for: data that another rank has not sent, and slots that another rank has not freed."""
+"""What keeps a rank from going on: data that another rank has not sent, and slots that another rank has not freed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def slots_of(context: Context) -> Buffers | None:
 
 
 def waits(context: Context) -> Waits:
-    """List everything that any action of the table waits for."""
+    """Everything that any action of the table waits for."""
     parts = [_data(context), _missing(context)]
     buffers = slots_of(context)
     if buffers is not None:
