@@ -11,7 +11,7 @@ from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyE
 from penstock.ir.costs import Costs
 from penstock.ir.kind import SENDS
 from penstock.ir.table import Table
-from penstock.text.units import has_byte_unit, parse_size
+from penstock.text.units import parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, report
 from penstock.verifier.proof import Proof
@@ -28,10 +28,10 @@ Limit = float | str | Sequence[float | str] | None
 
 
 def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> Proof:
-    """Prove that a schedule or program neither hangs, drops work nor exceeds its memory; raise `VerifyError` with every finding otherwise.
+    """A proof that a schedule or program neither hangs, drops work nor holds too much; else `VerifyError` with every finding.
 
-    `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, in which
-    both ends must meet in order). `memory_limit` is one size or one per rank, in the units of `costs` or like "40GiB".
+    `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, where both
+    ends must meet in order). `memory_limit` is one size or one a rank, in the units of `costs` or like "40GiB".
 
     >>> from penstock.ir.placement import Placement
     >>> from penstock.ir.schedule import Schedule
@@ -46,7 +46,7 @@ def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = N
 
 
 def check(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> list[Finding]:
-    """List every finding, the worst first; none if the proof succeeds."""
+    """Every finding, the worst first, and none where the proof succeeds."""
     return _check(_context(table, semantics, memory_limit, costs))
 
 
@@ -92,7 +92,9 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
     costs.check(table.stages, table.microbatches)
     sizes = _sizes(memory_limit, table.ranks)
     limits = None if sizes is None else tuple(parse_size(size, f"memory_limit of rank {rank}") for rank, size in enumerate(sizes))
-    return Context(table, semantics, costs, limits, in_bytes=any(map(has_byte_unit, sizes or ())))
+    return Context(
+        table, semantics, costs, limits, in_bytes=any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
+    )
 
 
 def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
