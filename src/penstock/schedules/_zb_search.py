@@ -203,5 +203,5 @@ def _guesses(stages: Sequence[StageCosts], microbatches: int, most: int) -> Iter
         yield [round(part * count) for count in ahead], [round(later * count) for count in kept]
 
 
-def _ratio(time: float, each: float, most: int) -> float:
-    return min(time / each, most) if each else most
+def _ratio(time: float, unit: float, most: int) -> float:
+    return min(time / unit, most) if unit else most

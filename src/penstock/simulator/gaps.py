@@ -49,19 +49,19 @@ def gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order, from 0 to the makespan."""
     table = timeline.table
     low, high = (int(bound) for bound in table.rows.group_offsets[rank : rank + 2])
-    found: list[Gap] = []
+    idle: list[Gap] = []
     clock = 0.0
     begun = False
     for node in range(low, high):
         start = float(timeline.start[node])
         if timeline.computes[node] and not begun:
-            found += [Gap(0.0, start, "fill")] if start > 0 else []
+            idle += [Gap(0.0, start, "fill")] if start > 0 else []
             begun, clock = True, start
         if begun and start > clock:
-            found += _waits(timeline, node, clock, start)
+            idle += _waits(timeline, node, clock, start)
         clock = max(clock, float(timeline.end[node]))
-    found += tail(timeline, rank, clock)
-    return found
+    idle += tail(timeline, rank, clock)
+    return idle
 
 
 def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
@@ -89,12 +89,12 @@ def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterato
     sender = int(graph.sender[message])
     computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots alone
     blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
-    made, who = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
+    maker, source = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
     for until, cause, action in (
-        (float(timeline.end[computed]), "waiting", made),
+        (float(timeline.end[computed]), "waiting", maker),
         (float(timeline.end[sender]), "memory", timeline.table.rows.action_of(blocked)),
-        (start, "communication", made),
+        (start, "communication", maker),
     ):
         if min(until, start) > clock:
-            yield Gap(clock, min(until, start), cause, action, who)
+            yield Gap(clock, min(until, start), cause, action, source)
             clock = min(until, start)

@@ -20,10 +20,10 @@ def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order: everything but computation and the optimizer's step."""
     waits = timeline.waits
     low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
-    found: list[Gap] = []
+    idle: list[Gap] = []
     for place in (low + np.flatnonzero(waits.start[low:high] > waits.free[low:high])).tolist():
-        found += [Gap(0.0, float(waits.start[place]), "fill")] if place == low else _waits(waits, place)
-    return found + list(tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
+        idle += [Gap(0.0, float(waits.start[place]), "fill")] if place == low else _waits(waits, place)
+    return idle + list(tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
 
 
 def _waits(waits: WaitCauses, place: int) -> Iterator[Gap]:
@@ -45,10 +45,10 @@ def _causes(waits: WaitCauses, place: int) -> Iterator[tuple[float, str, Action,
     message = int(waits.message[place])
     if message >= 0:
         sender, maker = int(graph.sender[message]), int(waits.maker[message])
-        made, who = rows.part_at(int(timeline.messages.maker[message])), int(timeline.messages.source[message])
-        yield float(waits.end[maker]), "waiting", made, who
+        action, source = rows.part_at(int(timeline.messages.maker[message])), int(timeline.messages.source[message])
+        yield float(waits.end[maker]), "waiting", action, source
         yield from _sending(waits, sender, float(waits.end[maker]))
-        yield float(timeline.arrive[message]), "communication", made, who
+        yield float(timeline.arrive[message]), "communication", action, source
     for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
         yield float(timeline.collective_end[gather]), "communication", timeline.table.rows.action_of(gather), rank
     yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
@@ -69,20 +69,20 @@ def measured_path(timeline: Timeline) -> list[PathStep]:
     waits = timeline.waits
     rank = int(np.argmax(timeline.finished))
     place = int(np.searchsorted(waits.rank, rank, side="right")) - 1
-    found = [_optimizer(timeline, rank)]
+    steps = [_optimizer(timeline, rank)]
     seen: set[int] = set()  # a file can hold an order that leads in a circle
-    while place >= 0 and place not in seen and (found[1:] or waits.rank[place] == rank):
+    while place >= 0 and place not in seen and (steps[1:] or waits.rank[place] == rank):
         seen.add(place)
-        found.append(PathStep("action", int(waits.rank[place]), waits.action(place), float(waits.start[place]), float(waits.end[place])))
+        steps.append(PathStep("action", int(waits.rank[place]), waits.action(place), float(waits.start[place]), float(waits.end[place])))
         if waits.by_message[place]:
             message = int(waits.message[place])
             action = timeline.table.rows.part_at(int(timeline.messages.before[message]))
             times = float(timeline.depart[message]), float(timeline.arrive[message])
-            found.append(PathStep("message", int(waits.rank[place]), action, *times))
+            steps.append(PathStep("message", int(waits.rank[place]), action, *times))
             place = int(waits.maker[message])
         else:
             place = int(waits.before[place])
-    return [step for step in reversed(found) if step.end > step.start]
+    return [step for step in reversed(steps) if step.end > step.start]
 
 
 def _optimizer(timeline: Timeline, rank: int) -> PathStep:

@@ -45,15 +45,15 @@ def _order(differences: Differences) -> dict[str, Any] | None:
 
 
 def _stages(differences: Differences) -> Iterator[dict[str, Any]]:
-    for each in differences.lengths:
-        parts = [{"stage": stage, "kind": kind.name} for stage, kind in each.work]
-        yield {"parts": parts, "count": each.count, "mean": _both(each.mean)}
+    for lengths in differences.lengths:
+        parts = [{"stage": stage, "kind": kind.name} for stage, kind in lengths.work]
+        yield {"parts": parts, "count": lengths.count, "mean": _both(lengths.mean)}
 
 
 def _channels(differences: Differences) -> Iterator[dict[str, Any]]:
-    for each in differences.channels:
-        ends = {"source": each.source, "target": each.target, "kind": each.kind.name}
-        yield {**ends, "count": each.count, "held": _both(each.held), "travel": _both(each.travel)}
+    for channel in differences.channels:
+        ends = {"source": channel.source, "target": channel.target, "kind": channel.kind.name}
+        yield {**ends, "count": channel.count, "held": _both(channel.held), "travel": _both(channel.travel)}
 
 
 def _parting(parting: Parting) -> dict[str, Any]:

@@ -76,9 +76,9 @@ class _Sorted:
     def entries(self) -> Ints:
         """By rank and by the first part of the action."""
         rows = self.rows
-        found = np.flatnonzero(rows.is_kind(*COMPUTE))
-        head = rows.codes[rows.group_starts[found]] & ~codes.JOIN
-        return found[np.lexsort((found, head, rows.rank[found]))]
+        entries = np.flatnonzero(rows.is_kind(*COMPUTE))
+        head = rows.codes[rows.group_starts[entries]] & ~codes.JOIN
+        return entries[np.lexsort((entries, head, rows.rank[entries]))]
 
     @property
     def entry_codes(self) -> Ints:
