@@ -81,7 +81,7 @@ class Action(_Fields):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read the text form, strictly; the reverse of `str`."""
-        from penstock.ir.text import parse_action
+        from penstock.ir.formats.action_text import parse_action
 
         return parse_action(text)
 
@@ -100,7 +100,7 @@ class Action(_Fields):
         return self.kind.is_compute
 
     def __str__(self) -> str:
-        from penstock.ir.text import format_action
+        from penstock.ir.formats.action_text import format_action
 
         return format_action(self)
 
