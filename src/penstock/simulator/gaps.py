@@ -22,9 +22,9 @@ class Gap:
 
     - `fill`: before the rank's first computation, and `drain`: after its last;
     - `waiting`: for `action` on `rank` to end;
-    - `communication`: for the message or the parameters of `action` on `rank` to arrive;
+    - `communication`: for what `action` on `rank` sent, or gathered, to arrive;
     - `memory`: for a slot of the channel that `action` is sent on;
-    - `overhead`, only measured: everything was there for `action`, but the rank had not begun it.
+    - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
     """
 
     start: float

@@ -100,9 +100,9 @@ class Flat:
         key = (rows.rank * stages + rows.stage) * span + np.arange(span)
         order = np.argsort(key[unshards])
         at = np.searchsorted(key[unshards][order], key[uses]) - 1
-        before = unshards[order][np.maximum(at, 0)]
-        real = (at >= 0) & (rows.rank[before] == rows.rank[uses]) & (rows.stage[before] == rows.stage[uses])
-        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[before[real]]
+        found = unshards[order][np.maximum(at, 0)]
+        real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
+        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[found[real]]
 
     def _receives(self) -> tuple[Ints, Ints]:
         """Each message's receive node, and each node's received message; -1 if there is none."""

@@ -1,7 +1,7 @@
 """The event loops, written so that plain Python and numba run the same code on lists and on arrays.
 
-A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, its messages
-have arrived, its parameters are gathered and, for a send, a slot is free. Its own messages leave when it ends and the link is free.
+A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, what it waits for
+has arrived, its parameters are gathered and, for a send, a slot is free. What it sends leaves when it ends and the link is free.
 """
 
 from __future__ import annotations
