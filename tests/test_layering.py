@@ -187,8 +187,11 @@ GLOSSARY = {"Action", "Placement", "Schedule", "Program", "Timeline", "Costs", "
 
 
 def test_a_word_of_the_glossary_names_one_class() -> None:
+    """The drop-in for PyTorch is left out: its names are torch's."""
     classes: dict[str, list[str]] = {}
     for path in FILES:
+        if path.is_relative_to(SOURCE / "compat" / "torch"):
+            continue
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.ClassDef) and node.name.strip("_") in GLOSSARY:
                 classes.setdefault(node.name.strip("_"), []).append(str(path.relative_to(SOURCE)))

@@ -21,7 +21,7 @@ from penstock.schedules.registry import Algorithm, algorithms
 SHAPES = ((4, 8), (4, 16), (8, 16), (8, 32), (16, 64))
 """The ranks and microbatches that a page has figures of."""
 LETTERS = (
-    "p ranks, r the rank, m microbatches, v chunks a rank (2 unless given), w waves, N and g the group size; F, B, I and W are the times "
+    "p ranks, r the rank, m microbatches, v chunks per rank (2 by default), w waves, N and g the group size; F, B, I and W are the times "
     "of forward, full backward, backward for the input and backward for the weights, all of a rank's share of the model unless the formula "
     "says otherwise."
 )

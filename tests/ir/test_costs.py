@@ -1,4 +1,4 @@
-"""Costs: scalars, one value a stage or one a stage and microbatch; refused by name; the same through every file."""
+"""Costs: scalars, one value per stage or one per stage and microbatch; refused by name; the same through every file."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_lengths_are_checked_by_name() -> None:
         costs.check(2, 2)
         with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values for 3 microbatches"):
             costs.check(2, 3)
-        with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values, one a microbatch, but microbatch 2"):
+        with pytest.raises(CostsError, match=rf"^{name}\[1\] has 2 values, one per microbatch, but microbatch 2"):
             costs.of_stage(name, 1, 2)
 
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Buffers, Program
-from penstock.ir.schedule import Schedule, pack_rows
+from penstock.ir.rows import pack_rows
+from penstock.ir.schedule import Schedule
 
 ROWS = [["0UNSHARD", "0F0", "0SEND_F0", "0RECV_B0", "0B0", "0REDUCE_GRAD", "0RESHARD"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
 counts = st.dictionaries(st.integers(0, 9), st.integers(0, 9), max_size=3)

@@ -13,8 +13,7 @@ from ir.naive import naive_walk
 from ir.strategies import packed, row_lists
 from penstock.ir.action import Action
 from penstock.ir.dependencies import Needs
-from penstock.ir.rows import Rows
-from penstock.ir.schedule import pack_rows
+from penstock.ir.rows import Rows, pack_rows
 from penstock.ir.steps import Walk, walk
 
 Wait = tuple[int, int, int]

@@ -132,7 +132,7 @@ def test_no_buffer_is_taken_twice(name: str, ranks: int, micro_batches: int) -> 
 
 
 def test_what_the_dialect_cannot_say_is_refused() -> None:
-    with pytest.raises(PassError, match="one stage a rank in a line, not v, 2 ranks"):
+    with pytest.raises(PassError, match="one stage per rank in a line, not v, 2 ranks"):
         streams(ps.schedule("zbv", 2, 4))
     with pytest.raises(PassError, match=r"not 0I0; merge-backward\{apart=true\}"):
         streams(ps.schedule("zb-h1", 2, 4))

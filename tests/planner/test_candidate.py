@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.planner.candidate import Candidate, find_moment
 from penstock.planner.named_schedules import one_at_a_time
-from penstock.planner.partition.cut import partition
+from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.planner.problem import Problem
 from penstock.schedules.registry import algorithms
@@ -30,7 +30,7 @@ def test_one_microbatch_at_a_time_holds_what_the_partition_says(data: st.DataObj
     placement = data.draw(st.sampled_from(PLACEMENTS))
     profile = data.draw(models().filter(lambda model: len(model) >= placement.stages))
     recompute = tuple(data.draw(st.lists(st.booleans(), min_size=placement.stages, max_size=placement.stages)))
-    sizes = partition(profile, placement, recompute=recompute).sizes
+    sizes = cut_layers(profile, placement, recompute=recompute).sizes
     problem = Problem.cut(profile, placement, 3, sizes, recompute)
     schedule = one_at_a_time(placement, 3)
     ps.verify(ps.lower(schedule))
@@ -70,7 +70,7 @@ def test_the_work_of_the_slowest_rank_is_a_bound(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["1f1b", "zbv", "dualpipe", "chimera", "interleaved-zb"]))
     schedule = ps.schedule(name, ranks=2, microbatches=data.draw(st.integers(1, 5)))
     profile = data.draw(models().filter(lambda model: len(model) >= schedule.stages))
-    sizes = partition(profile, schedule.placement).sizes
+    sizes = cut_layers(profile, schedule.placement).sizes
     problem = Problem.cut(profile, schedule.placement, schedule.microbatches, sizes, (False,) * schedule.stages)
     candidate = Candidate.time(name, problem, schedule)
     assert problem.work <= candidate.objective * (1 + 1e-9)

@@ -13,7 +13,7 @@ import penstock as ps
 from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError, UnknownNameError
 from penstock.planner import plan as planning
 from penstock.planner.candidate import Verdict
-from penstock.planner.partition.cut import partition
+from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.schedules.registry import algorithms
 from planner.model_strategies import models
@@ -33,7 +33,7 @@ def zoo(profile: ps.Profile, ranks: int, microbatches: int, limits: list[float] 
                 continue
             if not schedule.training or schedule.stages > len(profile):
                 continue
-            cut = partition(profile, schedule.placement, limits=limits)
+            cut = cut_layers(profile, schedule.placement, limits=limits)
             costs = stage_costs(profile, cut.sizes, schedule.placement, [False] * schedule.stages)
             timeline = ps.simulate(ps.lower(schedule), costs)
             found[f"{name} {chunks}"] = (timeline.makespan, timeline.peak_memory)
@@ -230,7 +230,7 @@ def test_the_schedule_of_a_plan_can_be_loaded_alone(plan, tmp_path):
     [
         ({"type": "schedule"}, "not a Penstock plan"),
         ({"version": 9}, "version 9"),
-        ({"partition": None}, "'partition' has a value of the wrong type"),
+        ({"partition": None}, "'partition' must be a list, got null"),
         ({"partition": [2, 2, 2, 1]}, "does not share 8 layers"),
         ({"partition": [2.0, 2, 2, 2]}, "does not share 8 layers"),
         ({"recompute": [True]}, "'recompute' must be true or false"),

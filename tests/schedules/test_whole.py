@@ -70,7 +70,7 @@ def test_waves_are_a_count(waves: object) -> None:
 
 
 def test_chunks_and_waves_that_do_not_fit() -> None:
-    with pytest.raises(ScheduleError, match="hanayo places 2 chunks a rank for each of its waves, got chunks=3"):
+    with pytest.raises(ScheduleError, match="hanayo places 2 chunks per rank for each of its waves, got chunks=3"):
         ps.schedule("hanayo", ranks=4, microbatches=8, chunks=3)
     with pytest.raises(ScheduleError, match="hanayo has 4 chunks for waves=2, got chunks=2: give one of the two"):
         ps.schedule("hanayo", ranks=4, microbatches=8, chunks=2, waves=2)

@@ -64,10 +64,10 @@ WRONG: dict[str, tuple[Callable[[Data], Any], str]] = {
     "a schedule": (lambda data: data["table"], "not a Penstock timeline"),
     "another format": (put("format", "other"), "not a Penstock timeline"),
     "a later version": (put("version", 99), "version 99"),
-    "no table": (lambda data: {k: v for k, v in data.items() if k != "table"}, "no 'table'"),
-    "no times": (lambda data: {k: v for k, v in data.items() if k != "arrive"}, "no 'arrive'"),
-    "no costs": (lambda data: {k: v for k, v in data.items() if k != "costs"}, "no 'costs'"),
-    "no held_by": (lambda data: {k: v for k, v in data.items() if k != "held_by"}, "no 'held_by'"),
+    "no table": (lambda data: {k: v for k, v in data.items() if k != "table"}, "'table' is missing"),
+    "no times": (lambda data: {k: v for k, v in data.items() if k != "arrive"}, "'arrive' is missing"),
+    "no costs": (lambda data: {k: v for k, v in data.items() if k != "costs"}, "'costs' is missing"),
+    "no held_by": (lambda data: {k: v for k, v in data.items() if k != "held_by"}, "'held_by' is missing"),
     "a time short": (lambda data: {**data, "start": data["start"][1:]}, "start has 7 times, but there are 8"),
     "a time more": (lambda data: {**data, "depart": [*data["depart"], 1.0]}, "depart has 5 times, but there are 4"),
     "a number for times": (put("end", 3.0), "end"),
@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[Callable[[Data], Any], str]] = {
     "a cost below zero": (put("costs", {"latency": -1}), "latency"),
     "costs that do not fit": (put("costs", {"f": [1, 2, 3]}), "f has 3 values for 2 stages"),
     "a broken table": (lambda data: {**data, "table": {**data["table"], "rows": [["0F0x"]]}}, "0F0x"),
-    "text for the table": (put("table", "1f1b"), "not a Penstock schedule or program"),
+    "text for the table": (put("table", "1f1b"), "'table' must be an object, got text"),
 }
 
 

@@ -10,7 +10,8 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Buffers, Program
-from penstock.ir.schedule import Schedule, pack_rows
+from penstock.ir.rows import pack_rows
+from penstock.ir.schedule import Schedule
 from penstock.verifier.verify import check
 from verifier.interpreter import explore, interpret
 

@@ -15,7 +15,8 @@ from penstock.errors import VerifyError
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
-from penstock.ir.schedule import Schedule, pack_rows
+from penstock.ir.rows import pack_rows
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.verifier.rules.table import RULES
 from verifier.interpreter import explore, interpret

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.rows import Floats
 
 if TYPE_CHECKING:
     from penstock.ir.placement import Placement
     from penstock.ir.rows import Ints
     from penstock.simulator.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

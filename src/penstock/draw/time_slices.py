@@ -5,13 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from penstock.ir.rows import Ints
+    from penstock.ir.rows import Floats, Ints
     from penstock.simulator.memory import Curve
-
-Floats = NDArray[np.float64]
 
 
 def shares(rows: Ints, classes: Ints, start: Floats, end: Floats, edges: Floats, *, shape: tuple[int, int]) -> Floats:

@@ -33,7 +33,7 @@ still touch in every trace viewer."""
 
 def build_trace(timeline: Timeline, *, unit: str = DEFAULT_UNIT) -> dict[str, Any]:
     """Build the trace as plain data; `unit` is the unit of the costs' times: s, ms, us or ns."""
-    parts = _Trace(timeline, seconds_per(unit) * 1e6)
+    parts = _TraceEvents(timeline, seconds_per(unit) * 1e6)
     events = [*parts.names(), *parts.computation(), *parts.optimizer(), *parts.collectives(), *parts.messages(), *parts.memory()]
     summary = summarize(timeline)
     del summary["idle_by_cause"]
@@ -41,7 +41,7 @@ def build_trace(timeline: Timeline, *, unit: str = DEFAULT_UNIT) -> dict[str, An
 
 
 @dataclass(frozen=True)
-class _Trace:
+class _TraceEvents:
     timeline: Timeline
     scale: float
     """Microseconds for a unit of the costs' time."""

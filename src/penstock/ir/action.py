@@ -81,7 +81,7 @@ class Action(_Fields):
     @classmethod
     def parse(cls, text: str) -> Action:
         """Read the text form, strictly; the reverse of `str`."""
-        from penstock.ir.text import parse_action
+        from penstock.ir.formats.action_text import parse_action
 
         return parse_action(text)
 
@@ -100,7 +100,7 @@ class Action(_Fields):
         return self.kind.is_compute
 
     def __str__(self) -> str:
-        from penstock.ir.text import format_action
+        from penstock.ir.formats.action_text import format_action
 
         return format_action(self)
 
@@ -114,7 +114,8 @@ def pack_action(action: Action) -> tuple[int, ...]:
     return codes.overlap(*packed)
 
 
-def _unpack_one(code: int) -> Action:
+def unpack_code(code: int) -> Action:
+    """The action of one code, outside the group it runs in."""
     kind, peer = Kind(codes.kind_of(code)), codes.peer_of(code)
     return Action(
         codes.stage_of(code),
@@ -128,7 +129,7 @@ def unpack_actions(row: Iterable[int]) -> Iterator[Action]:
     """The actions of a row of codes, joined entries as one."""
     parts: list[Action] = []
     for code in row:
-        parts.append(_unpack_one(code))
+        parts.append(unpack_code(code))
         if not codes.is_joined(code):
             yield parts[0] if len(parts) == 1 else Action.overlap(*parts)
             parts.clear()
@@ -140,7 +141,7 @@ _KINDS = tuple(Kind)
 def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
     """The actions of a whole row of codes: `unpack_actions`, many times as fast.
 
-    The fields are decoded and checked for the whole row at once. A row with a code that is no action goes to `unpack_actions`,
+    The fields are decoded and checked for the whole row at once. A row with an invalid code goes to `unpack_actions`,
     which names the fault.
     """
     kind, stage, peer, joined = codes.kind_of(row), codes.stage_of(row), codes.peer_of(row), codes.is_joined(row)
@@ -170,7 +171,7 @@ def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
 
 @contextmanager
 def _paused_collector() -> Iterator[None]:
-    """No garbage collection while many actions are made: none can be garbage yet, and collecting would take most of the time."""
+    """Pause garbage collection while many actions are built: none can be garbage yet, and collecting would take most of the time."""
     if not gc.isenabled():
         yield
         return

@@ -34,7 +34,7 @@ def stage_of(code: Any) -> Any:
 
 
 def peer_of(code: Any) -> Any:
-    """The peer stage named by the code, or -1 where the neighbour is meant."""
+    """The peer stage named by the code, or -1 for the neighbour."""
     return (code >> _PEER & _LOW16) - 1
 
 

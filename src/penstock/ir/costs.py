@@ -1,4 +1,4 @@
-"""What an action takes: time, bytes held, bytes sent."""
+"""The costs of an action: time, memory held and bytes sent."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from penstock.ir.placement import Placement
+
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
 
@@ -30,7 +32,7 @@ _PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 
 @dataclass(frozen=True)
 class Costs:
-    """Scalars, or one value a stage; times, activations and outputs also one a stage and microbatch (a sequence of sequences).
+    """Scalars, or one value per stage; times, activations and outputs also one per stage and microbatch (a sequence of sequences).
 
     Units are the caller's, one for time and one for size.
 
@@ -45,22 +47,22 @@ class Costs:
     w: PerAction = 1.0
     """Backward for the weights."""
     b: PerAction | None = None
-    """Full backward; i + w unless given."""
+    """Full backward; defaults to i + w."""
     latency: float = 0.0
-    """What a message takes however small it is; it occupies its link for that and for its size over the bandwidth."""
+    """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth."""
     activation: PerAction = 1.0
     """Held from a microbatch's F to its I or B."""
     weight_stash: PerAction = 0.0
     """Held from a microbatch's I to its W."""
     overlap: float = 1.0
-    """What actions that run together take, as a share of what they take one after the other."""
+    """Time of actions that run together, as a share of their time one after the other."""
     output: PerAction = 0.0
-    """The size of what a stage sends on, and of the gradient that comes back for it."""
+    """Size of the output of a stage, and of its gradient."""
     bandwidth: float | None = None
-    """Size a time that a link carries; unlimited unless given."""
+    """Size per time that a link carries; None for unlimited."""
     contention: str = "independent"
     """`independent`: one link per channel; `pair`: one each way for each pair of ranks; `duplex`: one out of and one into each rank, as a
-    full-duplex network card has; `rank`: one per rank, for whatever comes and goes."""
+    full-duplex network card has; `rank`: one per rank, for both directions."""
     parameters: PerStage = 0.0
     """The size of a stage's parameters in full."""
     shard: PerStage = 0.0
@@ -88,11 +90,11 @@ class Costs:
         value = getattr(self, name)
         if isinstance(value, tuple):
             if stage >= len(value):
-                raise CostsError(f"{name} has {len(value)} values, one a stage, but stage {stage} is asked for")
+                raise CostsError(f"{name} has {len(value)} values, one per stage, but stage {stage} is asked for")
             value = value[stage]
         if isinstance(value, tuple):
             if microbatch >= len(value):
-                raise CostsError(f"{name}[{stage}] has {len(value)} values, one a microbatch, but microbatch {microbatch} is asked for")
+                raise CostsError(f"{name}[{stage}] has {len(value)} values, one per microbatch, but microbatch {microbatch} is asked for")
             value = value[microbatch]
         return float(value)
 
@@ -101,21 +103,30 @@ class Costs:
         self._check_stages(name, stages)
         return tuple(self.of_stage(name, stage) for stage in range(stages))
 
+    def per_rank(self, name: str, placement: Placement) -> NDArray[np.float64]:
+        """The sum of a field over the stages of each rank."""
+        import numpy as np
+
+        values = np.tile(self.per_stage(name, placement.stages), len(placement.copies))
+        return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
+
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
-        """A field's value for every stage (row) and microbatch (column); `b` is i + w unless given."""
+        """A field's value for every stage (row) and microbatch (column); `b` defaults to i + w."""
         import numpy as np
 
         value = getattr(self, name)
         if name == "b" and value is None:
             return self.table("i", stages, microbatches) + self.table("w", stages, microbatches)
         self._check_stages(name, stages)
-        made = np.empty((stages, microbatches))
+        table = np.empty((stages, microbatches))
         for stage in range(stages):
             of_stage = value[stage] if isinstance(value, tuple) else value
             if isinstance(of_stage, tuple) and len(of_stage) != microbatches:
-                raise CostsError(f"{name}[{stage}] has {len(of_stage)} values for {microbatches} microbatches: give one number or one each")
-            made[stage] = of_stage
-        return made
+                raise CostsError(
+                    f"{name}[{stage}] has {len(of_stage)} values for {microbatches} microbatches: give one number or one per microbatch"
+                )
+            table[stage] = of_stage
+        return table
 
     def check(self, stages: int, microbatches: int) -> None:
         """Refuse sequences that do not fit these counts."""
@@ -126,12 +137,12 @@ class Costs:
     def _check_stages(self, name: str, stages: int) -> None:
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != stages:
-            raise CostsError(f"{name} has {len(value)} values for {stages} stages: give one number or one a stage")
+            raise CostsError(f"{name} has {len(value)} values for {stages} stages: give one number or one per stage")
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
-        said = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _lists(value) for name, value in said.items()}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        return {name: _lists(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
@@ -165,14 +176,14 @@ class Costs:
 
 
 def _lists(value: Any) -> Any:
-    return [_lists(each) for each in value] if isinstance(value, tuple) else value
+    return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _checked(name: str, value: Any, depth: int = 0) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if name in _ONE_NUMBER:
-            raise CostsError(f"{name} is one number, not one a stage")
-        if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{each}[" for each in _PER_ACTION))):
+            raise CostsError(f"{name} is one number, not one per stage")
+        if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in _PER_ACTION))):
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_checked(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)

@@ -1,11 +1,11 @@
-"""What must come before what: the one home of the dependency rules.
+"""Which action must come before which: the one home of the dependency rules.
 
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.
 - `W(s, m)` needs `I(s, m)`.
 
-In a schedule these hold between compute actions. In a program what another rank makes comes as a message: the consumer
-needs its receive, which its own rank ran before, and the send, which it waits for; a send needs what it sends.
+In a schedule these hold between compute actions. In a program the output of another rank comes as a message: the consumer
+needs its receive, which its own rank ran before, and the send, which it waits for; a send needs the action that computes its data.
 
 An output goes once to each rank that reads it, and the gradients of all its readers there come back as one sum. That message
 is named after the edge to the farthest of these readers, its *carrier*. A program may also name a message for another of the
@@ -25,29 +25,29 @@ from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import SENDS, Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Flags, Ints, Rows
+from penstock.ir.rows import Flags, Ints, Rows, first_of
 
 _ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
 """The two ends of a message, of activations (forward) and of gradients."""
 
 
 def needs(action: Action, graph: StageGraph) -> tuple[Action, ...]:
-    """What one compute action needs, with `I` standing for whichever backward makes the input gradient.
+    """List what one compute action needs, with `I` standing for whichever backward makes the input gradient.
 
     >>> needs(Action.parse("1I0"), StageGraph.chain(3))
     (Action('1F0'), Action('2I0'))
     """
-    found: list[Action] = []
+    needed: list[Action] = []
     for part in action.parts:
         stage, microbatch = part.stage, part.microbatch
         if part.kind is Kind.F:
-            found += [Action(source, Kind.F, microbatch) for source in graph.inputs_of(stage)]
+            needed += [Action(source, Kind.F, microbatch) for source in graph.inputs_of(stage)]
         elif part.kind in (Kind.B, Kind.I):
-            found.append(Action(stage, Kind.F, microbatch))
-            found += [Action(target, Kind.I, microbatch) for target in graph.outputs_of(stage)]
+            needed.append(Action(stage, Kind.F, microbatch))
+            needed += [Action(target, Kind.I, microbatch) for target in graph.outputs_of(stage)]
         elif part.kind is Kind.W:
-            found.append(Action(stage, Kind.I, microbatch))
-    return tuple(found)
+            needed.append(Action(stage, Kind.I, microbatch))
+    return tuple(needed)
 
 
 class Needs(NamedTuple):
@@ -58,14 +58,14 @@ class Needs(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Entries that need an action which is nowhere: the entry, and the code of what it needs."""
+    """Entries that need an action that does not exist: the entry, and the code of the missing action."""
 
     after: Ints
     code: Ints
 
 
 class Deliveries(NamedTuple):
-    """What crosses ranks, one value per message, all but `peer` entries."""
+    """The messages between ranks: one value per message and column; all columns but `peer` hold entries."""
 
     begun: Ints
     """The first action that adds to it, and the last: they differ for a sum of several readers' gradients."""
@@ -101,7 +101,7 @@ class Linker:
     graph: StageGraph
     microbatches: int
     lowered: bool
-    """Whether what crosses ranks crosses by messages."""
+    """Whether data crosses ranks by messages."""
 
     def links(self) -> Links:
         local: list[Needs] = []
@@ -141,12 +141,12 @@ class Linker:
                 self._resolve(made_by[far], after[far], code[far], data, missing)
                 continue
             after, source, microbatch = after[far], source[far], microbatch[far]
-            edge = self._edge(self._stage[after], source)
+            edge = self.edge_between(self._stage[after], source)
             carrier = self.carried_by(forward, edge, microbatch)
             if not forward:  # a sum is needed once, as the gradient of its carrier
                 own = carrier == edge
                 after, carrier, microbatch = after[own], carrier[own], microbatch[own]
-            low, high = self._edge_ends[carrier].T
+            low, high = self.graph.edge_table[carrier].T
             stage, other = (high, low) if forward else (low, high)
             cell = carrier * self.microbatches + microbatch
             send, receive = _ENDS[forward]
@@ -154,7 +154,7 @@ class Linker:
                 self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
 
     def _send_rules(self, local: list[Needs], missing: list[Missing]) -> Needs:
-        """A send needs what it sends; and the pairs of send and receive."""
+        """Let sends need the actions that compute their data; returns the pairs of send and receive."""
         pairs: list[Needs] = []
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
             send, receive = _ENDS[forward]
@@ -165,7 +165,7 @@ class Linker:
             both = (sent >= 0) & (received >= 0)
             pairs.append(Needs(sent[both], received[both]))
         edge, carrier, microbatch = self.shared(forward=False)
-        entries, reader = self._ends[Kind.SEND_B][carrier * self.microbatches + microbatch], self._edge_ends[edge, 1]
+        entries, reader = self._ends[Kind.SEND_B][carrier * self.microbatches + microbatch], self.graph.edge_table[edge, 1]
         there = entries >= 0
         entries, reader, microbatch = entries[there], reader[there], microbatch[there]
         code = codes.pack(reader, int(Kind.I), microbatch)
@@ -180,7 +180,7 @@ class Linker:
             missing.append(Missing(after[~there], code[~there]))
 
     def first_use(self, forward: bool, low: Ints, high: Ints, microbatch: Ints) -> Ints:
-        """The entry that uses the message of each edge first, -1 where there is none."""
+        """The entry that uses the message of each edge first, -1 if there is none."""
         if not forward:
             return self.gradient_at(low, microbatch)
         use = self.forward_at(high, microbatch)
@@ -189,19 +189,19 @@ class Linker:
             return use
         never = len(self.rows.codes)
         table = np.full(len(self.graph.edges) * self.microbatches, never, dtype=np.int64)
-        entries = self.forward_at(self._edge_ends[edge, 1], shared_microbatch)
+        entries = self.forward_at(self.graph.edge_table[edge, 1], shared_microbatch)
         np.minimum.at(table, carrier * self.microbatches + shared_microbatch, np.where(entries < 0, never, entries))
-        at = self._edge(low, high)
+        at = self.edge_between(low, high)
         others = np.where(at < 0, never, table[at * self.microbatches + microbatch])
         first = np.minimum(np.where(use < 0, never, use), others)
         return np.where(first == never, -1, first)
 
     def forward_at(self, stage: Ints, microbatch: Ints) -> Ints:
-        """The entry of each stage and microbatch's forward, -1 where there is none."""
+        """The entry of each stage and microbatch's forward, -1 if there is none."""
         return np.asarray(self._forwards[self._cell(stage, microbatch)])
 
     def gradient_at(self, stage: Ints, microbatch: Ints) -> Ints:
-        """The entry of each stage and microbatch's B or I, -1 where there is none."""
+        """The entry of each stage and microbatch's B or I, -1 if there is none."""
         return np.asarray(self._gradients[self._cell(stage, microbatch)])
 
     # Which message carries what ---------------------------------------------------------------------------------------
@@ -212,10 +212,10 @@ class Linker:
         return edge if table is None else np.asarray(table[edge, microbatch])
 
     def carrier_ends(self, forward: bool, one: Ints, other: Ints, microbatch: Ints) -> tuple[Ints, Ints]:
-        """The lower and the higher stage after which the message is named that carries what goes along the edge between two stages."""
+        """The lower and the higher stage of the edge whose message carries the data between two stages."""
         if self._carriers[forward] is None:
             return np.minimum(one, other), np.maximum(one, other)
-        low, high = self._edge_ends[self.carried_by(forward, self._edge(one, other), microbatch)].T
+        low, high = self.graph.edge_table[self.carried_by(forward, self.edge_between(one, other), microbatch)].T
         return low, high
 
     def shared(self, forward: bool) -> tuple[Ints, Ints, Ints]:
@@ -228,7 +228,7 @@ class Linker:
 
     @cached_property
     def _carriers(self) -> dict[bool, Ints | None]:
-        """For activations (True) and gradients, the carrier of each edge and microbatch; None where each edge is its own."""
+        """For activations (True) and gradients, the carrier of each edge and microbatch; None if each edge is its own."""
         carriers = carrier_edges(self.graph, self.placement)
         own = np.arange(len(self.graph.edges))
         if (carriers == own).all():
@@ -268,12 +268,6 @@ class Linker:
     def _cell(self, stage: Ints, microbatch: Ints) -> Ints:
         return np.asarray(self._place[stage] * self.microbatches + microbatch)
 
-    def _first(self, cells: Ints, entries: Ints, size: int) -> Ints:
-        """A table with the first entry of each cell, -1 where there is none."""
-        table = np.full(size, -1, dtype=np.int64)
-        table[cells[::-1]] = entries[::-1]
-        return table
-
     @cached_property
     def _forwards(self) -> Ints:
         return self._made_by(Kind.F)
@@ -285,7 +279,7 @@ class Linker:
     def _made_by(self, *kinds: Kind) -> Ints:
         entries = self._of(*kinds)
         cells = self._cell(self._stage[entries], self._microbatch[entries])
-        return self._first(cells, entries, (int(self._place.max()) + 1) * self.microbatches)
+        return first_of(cells, entries, (int(self._place.max()) + 1) * self.microbatches)
 
     @cached_property
     def _ends(self) -> dict[Kind, Ints]:
@@ -295,22 +289,14 @@ class Linker:
     def _end_table(self, kind: Kind) -> Ints:
         entries = self._of(kind)
         stage, peers = self._stage[entries], peer_stages(self.rows)[entries]
-        edge = self._edge(stage, peers)
+        edge = self.edge_between(stage, peers)
         along = (edge >= 0) & ((peers - stage) * towards(kind) > 0)  # activations only go up, gradients only down
         entries, edge = entries[along], edge[along]
-        return self._first(edge * self.microbatches + self._microbatch[entries], entries, len(self.graph.edges) * self.microbatches)
+        return first_of(edge * self.microbatches + self._microbatch[entries], entries, len(self.graph.edges) * self.microbatches)
 
-    @cached_property
-    def _edge_keys(self) -> Ints:
-        return self._edge_ends[:, 0] * self.graph.stages + self._edge_ends[:, 1]
-
-    @cached_property
-    def _edge_ends(self) -> Ints:
-        return np.array(self.graph.edges, dtype=np.int64).reshape(-1, 2)
-
-    def _edge(self, one: Ints, other: Ints) -> Ints:
-        """The index of the edge between two stages, -1 where there is none."""
-        keys = self._edge_keys
+    def edge_between(self, one: Ints, other: Ints) -> Ints:
+        """The index of the edge between two stages, -1 if there is none."""
+        keys = self.graph.edge_table @ (self.graph.stages, 1)
         if not len(keys):
             return np.full(len(one), -1, dtype=np.int64)
         wanted = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
@@ -331,7 +317,7 @@ def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
     >>> carrier_edges(graph, Placement.custom([0, 1, 0, 1])).tolist()
     [[2, 1, 2, 3, 4]]
     """
-    edges = np.array(graph.edges, dtype=np.int64).reshape(-1, 2)
+    edges = graph.edge_table
     carriers = np.empty((len(placement.copies), len(edges)), dtype=np.int64)
     for copy, ranks in enumerate(np.array(placement.copies, dtype=np.int64)):
         source, target = ranks[edges[:, 0]], ranks[edges[:, 1]]
@@ -342,14 +328,15 @@ def carrier_edges(graph: StageGraph, placement: Placement) -> Ints:
 
 
 def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Deliveries:
-    """Every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
+    """List every message of a schedule or program, from its links: its sends; in a schedule what would be sent.
 
+    They are in the order in which they are sent; messages that one action sends to several stages go to the lowest stage first.
     `sharing` says whether any output has several readers; without, each pair of entries is a message.
     """
     before, after = links.data
     begun, made = _makers(links, rows, sharing)
     if not sharing:
-        return Deliveries(begun[before], made[before], before, after, after, rows.stage[after])
+        return _in_order(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
     span, ranks = len(rows.codes), len(rows)
     key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
@@ -360,11 +347,16 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = before[order], after[order]
     first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
     sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
-    return Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer)
+    return _in_order(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
+
+
+def _in_order(deliveries: Deliveries) -> Deliveries:
+    order = np.argsort(deliveries.sent * (deliveries.peer.max(initial=0) + 1) + deliveries.peer, kind="stable")
+    return Deliveries(*(column[order] for column in deliveries))
 
 
 def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
-    """For each entry that sends, the first and the last that makes what it sends; any other entry is its own maker."""
+    """For each send, the first and the last entry that compute its data; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]
     made = np.arange(len(rows.codes))
@@ -389,7 +381,7 @@ def peer_stages(rows: Rows) -> Ints:
 
 
 def message_code(kind: Kind, stage: Ints, other: Ints, microbatch: Ints) -> Ints:
-    """The code of one end of a message; the peer is written only where it is not the neighbour."""
+    """The code of one end of a message; the peer is written only if it is not the neighbour."""
     neighbour = other == stage + towards(kind)
     return np.asarray(codes.pack(stage, int(kind), microbatch, np.where(neighbour, -1, other)), dtype=np.int64)
 

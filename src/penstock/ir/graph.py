@@ -63,6 +63,13 @@ class StageGraph:
     def _outputs(self) -> tuple[tuple[int, ...], ...]:
         return self._neighbours(self.edges)
 
+    @cached_property
+    def edge_table(self) -> NDArray[np.int64]:
+        """One row per edge: its lower and its higher stage."""
+        import numpy as np
+
+        return np.array(self.edges, dtype=np.int64).reshape(-1, 2)
+
     def _neighbours(self, pairs: Iterable[tuple[int, int]]) -> tuple[tuple[int, ...], ...]:
         lists: list[list[int]] = [[] for _ in range(self.stages)]
         for stage, other in pairs:
@@ -71,12 +78,12 @@ class StageGraph:
 
     @cached_property
     def input_table(self) -> NDArray[np.int64]:
-        """One row a stage: its inputs, filled up with -1."""
+        """One row per stage: its inputs, filled up with -1."""
         return _filled(self._inputs)
 
     @cached_property
     def output_table(self) -> NDArray[np.int64]:
-        """One row a stage: its readers, filled up with -1."""
+        """One row per stage: its readers, filled up with -1."""
         return _filled(self._outputs)
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """For each rank a column of cells, one a step; None is an idle slot. Columns may end early."""
+    """One column per rank, one cell per step; None is an idle slot. Columns may end early."""
 
     columns: tuple[tuple[Action | None, ...], ...]
 
@@ -47,9 +47,9 @@ class Grid:
     def text(self, *, mark: int | None = None, steps: range | None = None, ranks: Sequence[int] | None = None) -> str:
         """Rows of text with a header; the marked step ends in an arrow."""
         shown = range(self.steps) if steps is None else steps
-        who = range(len(self.columns)) if ranks is None else ranks
-        header = ["", *(f"rank {rank}" for rank in who)]
-        table = [header, *([str(step), *(_text(self.cell(rank, step)) for rank in who)] for step in shown)]
+        columns = range(len(self.columns)) if ranks is None else ranks
+        header = ["", *(f"rank {rank}" for rank in columns)]
+        table = [header, *([str(step), *(_text(self.cell(rank, step)) for rank in columns)] for step in shown)]
         lines = list(format_table(table, left=range(1, len(header))))
         if mark is not None and mark in shown:
             lines[1 + shown.index(mark)] += "  <-- here"

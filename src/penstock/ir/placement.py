@@ -50,7 +50,7 @@ class Placement:
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
-        """The V, repeated: 2 x waves chunks a rank."""
+        """The V, repeated: 2 x waves chunks per rank."""
         return cls._made("wave", ranks, [_waves(ranks, waves)])
 
     @classmethod
@@ -74,7 +74,7 @@ class Placement:
             raise PlacementError(f"{ranks} ranks: a {kind} placement needs at least 1")
         maps = tuple(tuple(index(rank) for rank in copy) for copy in copies)
         if not maps[0]:
-            raise PlacementError(f"a {kind} placement needs at least one chunk a rank")
+            raise PlacementError(f"a {kind} placement needs at least one chunk per rank")
         if len(maps[0]) > MAX_STAGES:
             raise PlacementError(f"{len(maps[0])} stages: at most {MAX_STAGES} are supported")
         wrong = [rank for copy in maps for rank in copy if not 0 <= rank < ranks]

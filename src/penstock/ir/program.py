@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Rows
-from penstock.ir.schedule import Schedule, pack_rows
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 
 
@@ -48,7 +46,7 @@ class Buffers:
 class Program(Table):
     """Compute, communication, sharding and reduction, in the order in which each rank runs them.
 
-    `lowered` is false for a program half-way through lowering: what crosses ranks has no messages yet.
+    `lowered` is false for a program halfway through lowering: data that crosses ranks has no messages yet.
     """
 
     def __init__(
@@ -70,19 +68,8 @@ class Program(Table):
         self.buffers = buffers
 
     @classmethod
-    def from_actions(
-        cls,
-        actions: Sequence[Sequence[Action | str]],
-        placement: Placement,
-        *,
-        microbatches: int | None = None,
-        graph: StageGraph | None = None,
-        name: str = "",
-    ) -> Program:
-        """A program from written-out actions, one sequence a rank; the microbatch count is one past the highest unless given."""
-        rows = pack_rows(actions)
-        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
-        return cls(rows, placement, count, graph=graph, name=name)
+    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
+        return cls(rows, placement, microbatches, graph=graph, name=name)
 
     @property
     def rows(self) -> Rows:

@@ -9,14 +9,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir import codes
-from penstock.ir.action import Action, unpack_actions, unpack_row
+from penstock.ir.action import Action, pack_action, unpack_actions, unpack_code, unpack_row
 
 Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
+def first_of(keys: Ints, entries: Ints, size: int) -> Ints:
+    """A table of the first entry of each key, -1 if there is none."""
+    table = np.full(size, -1, dtype=np.int64)
+    table[keys[::-1]] = entries[::-1]
+    return table
+
+
 class Rows:
-    """One row of codes a rank, end to end; entry e belongs to the rank whose slice of `offsets` holds e.
+    """One row of codes per rank, end to end; entry e belongs to the rank whose slice of `offsets` holds e.
 
     An overlapped action is several entries and one *group*; every other action is a group of one.
     """
@@ -91,7 +99,7 @@ class Rows:
 
     @cached_property
     def group_offsets(self) -> Ints:
-        """Where each rank's groups begin."""
+        """The index of each rank's first group."""
         counts = np.concatenate(([0], np.cumsum(self.heads)))
         return np.asarray(counts[self.offsets], dtype=np.int64)
 
@@ -108,14 +116,16 @@ class Rows:
 
     def action_at(self, entry: int) -> Action:
         """The whole action that an entry is part of."""
-        group = int(self.group[entry])
-        first = int(np.searchsorted(self.group, group))
-        last = int(np.searchsorted(self.group, group, side="right"))
+        return self.action_of(int(self.group[entry]))
+
+    def action_of(self, group: int) -> Action:
+        """The action of a group."""
+        first, last = np.searchsorted(self.group, (group, group + 1)).tolist()
         return next(unpack_actions(self.codes[first:last].tolist()))
 
     def part_at(self, entry: int) -> Action:
         """The entry as an action of its own, outside the group it runs in."""
-        return next(unpack_actions([int(self.codes[entry]) & ~codes.JOIN]))
+        return unpack_code(int(self.codes[entry]))
 
     def keep(self, mask: Flags) -> Rows:
         """Only the entries of the mask; a group that loses its last part ends at the last one left."""
@@ -125,7 +135,7 @@ class Rows:
         return Rows.sorted_by(joined | np.where(same, codes.JOIN, 0), rank, len(self))
 
     def insert(self, before: Ints, entries: Ints, ranks: Ints, tie: Ints | None = None) -> Rows:
-        """New entries in front of the entries at `before` (a rank's end is where the next begins), ties in the order of `tie`."""
+        """New entries in front of the entries at `before` (the end of a rank is the start of the next), ties in the order of `tie`."""
         keys = (before, ranks) if tie is None else (tie, before, ranks)
         order = np.lexsort(keys)
         at = before[order]
@@ -146,3 +156,9 @@ class Rows:
     def group_starts(self) -> Ints:
         """For each entry, the index of its group's first part."""
         return np.asarray(np.flatnonzero(self.heads)[self.group], dtype=np.int64)
+
+
+def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:
+    """Pack written-out actions, one sequence per rank."""
+    parsed = [[Action.parse(action) if isinstance(action, str) else action for action in row] for row in actions]
+    return Rows.join([np.array([code for action in row for code in pack_action(action)], dtype=np.int64) for row in parsed])

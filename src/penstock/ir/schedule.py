@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
-import numpy as np
-
-from penstock.ir.action import Action, pack_action
 from penstock.ir.graph import StageGraph
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows
@@ -18,7 +15,7 @@ from penstock.ir.table import Table
 class Schedule(Table):
     """For each rank the order of its compute actions, and the placement of stages.
 
-    `source` gives one rank's packed row; it is asked only for the ranks that are looked at.
+    `source` gives the packed row of a rank; it is called only for ranks that are read.
     """
 
     lowered: bool = False
@@ -37,30 +34,14 @@ class Schedule(Table):
         super().__init__(placement, microbatches, graph=graph, name=name)
         self._source = source
         self.remake = remake
-        """The same schedule for another number of microbatches; None where it is known for this number only."""
+        """The same schedule for another number of microbatches; None if it is known for this number only."""
         self.options = dict(options or {})
 
     @classmethod
-    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Schedule:
-        """A schedule from rows that are already packed."""
-        made = cls(placement, microbatches, rows.row, graph=graph, name=name)
-        made.__dict__["rows"] = rows
-        return made
-
-    @classmethod
-    def from_actions(
-        cls,
-        actions: Sequence[Sequence[Action | str]],
-        placement: Placement,
-        *,
-        microbatches: int | None = None,
-        graph: StageGraph | None = None,
-        name: str = "",
-    ) -> Schedule:
-        """A schedule from written-out actions, one sequence a rank; the microbatch count is one past the highest unless given."""
-        rows = pack_rows(actions)
-        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
-        return cls.from_rows(rows, placement, count, graph=graph, name=name)
+    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
+        schedule = cls(placement, microbatches, rows.row, graph=graph, name=name)
+        schedule.__dict__["rows"] = rows
+        return schedule
 
     @cached_property
     def rows(self) -> Rows:
@@ -71,16 +52,7 @@ class Schedule(Table):
         return self.rows.row(rank) if "rows" in self.__dict__ else self._source(rank)
 
     def with_graph(self, graph: StageGraph) -> Schedule:
-        """The same order for a model whose stages are wired differently (edges that skip stages)."""
+        """Return the same order for a model with another stage graph, such as edges that skip stages."""
         again = self.remake
         remake = None if again is None else lambda microbatches: again(microbatches).with_graph(graph)
         return Schedule(self.placement, self.microbatches, self.row, graph=graph, name=self.name, options=self.options, remake=remake)
-
-
-def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:
-    """Written-out actions as packed rows."""
-    packed = []
-    for row in actions:
-        entries = [code for action in row for code in pack_action(Action.parse(action) if isinstance(action, str) else action)]
-        packed.append(np.array(entries, dtype=np.int64))
-    return Rows.join(packed)

@@ -1,4 +1,4 @@
-"""Walk every rank's row as far as its waits allow, one step an action."""
+"""Walk every rank's row as far as its waits allow, one step per action."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.ir.rows import Ints, Rows
 
 @dataclass(frozen=True)
 class Walk:
-    """The step in which each group runs, -1 where it never can; and how many groups each rank got through."""
+    """The step in which each group runs, -1 if it never can; and how many groups of each rank run."""
 
     step: Ints
     done: Ints
@@ -23,7 +23,7 @@ class Walk:
 
 
 def walk(rows: Rows, waits: Needs, lag: Ints | None = None) -> Walk:
-    """Each group runs in the first step after the rank's previous group in which all it waits for is done.
+    """Run each group in the first step after the rank's previous group in which everything it waits for is done.
 
     `lag[k]` is how many steps after `waits.before[k]` the waiting group may run (default 1: the step after).
     Time is linear in groups and waits.

@@ -1,12 +1,12 @@
-"""What schedules and programs share: a row of actions for each rank."""
+"""The common part of schedules and programs: one row of actions per rank."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from os import PathLike
-from typing import Any
+from typing import Any, Self
 
 from penstock.errors import ScheduleError
 from penstock.ir.action import Action, unpack_row
@@ -15,11 +15,11 @@ from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Ints, Rows, pack_rows
 
 
 class Table(ABC):
-    """Rows of actions, one a rank: `table[rank]` is a tuple of `Action`, `table.rows` the packed whole."""
+    """One row of actions per rank: `table[rank]` is a tuple of `Action`, `table.rows` holds all rows packed."""
 
     lowered: bool
 
@@ -32,6 +32,26 @@ class Table(ABC):
         self.name = name
         if self.graph.stages != placement.stages:
             raise ScheduleError(f"the stage graph has {self.graph.stages} stages, the placement {placement.stages}")
+
+    @classmethod
+    @abstractmethod
+    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
+        """Build from rows that are already packed."""
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Sequence[Sequence[Action | str]],
+        placement: Placement,
+        *,
+        microbatches: int | None = None,
+        graph: StageGraph | None = None,
+        name: str = "",
+    ) -> Self:
+        """Build from written-out actions, one sequence per rank; `microbatches` defaults to one more than the highest index."""
+        rows = pack_rows(actions)
+        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
+        return cls.from_rows(rows, placement, count, graph=graph, name=name)
 
     @property
     @abstractmethod
@@ -66,12 +86,12 @@ class Table(ABC):
 
     @property
     def linker(self) -> Linker:
-        """Made anew each time: its tables take room."""
+        """Built anew each time, because its tables take memory."""
         return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered)
 
     @property
     def deliveries(self) -> Deliveries:
-        """Everything that crosses ranks, by message; made anew each time."""
+        """Every message between ranks; built anew each time."""
         return find_deliveries(self.links, self.rows, sharing=self.graph.output_table.shape[1] > 1)
 
     def __len__(self) -> int:
@@ -84,7 +104,7 @@ class Table(ABC):
         return (self[rank] for rank in range(self.ranks))
 
     def __eq__(self, other: object) -> bool:
-        """The same rows on the same ranks, whatever their names."""
+        """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
         same = (self.placement.copies, self.graph, self.microbatches) == (other.placement.copies, other.graph, other.microbatches)
@@ -102,13 +122,13 @@ class Table(ABC):
         return rank % self.ranks
 
     def grid(self, *, mark: int | None = None, steps: range | None = None) -> str:
-        """The picture in text: a row a step, a column a rank, idle slots empty; `mark` points at a step, `steps` cuts out a part."""
+        """Draw the table in text: one row per step, one column per rank; `mark` points at a step, `steps` cuts out a part."""
         from penstock.ir.grid import Grid
 
         return Grid.spaced(self).text(mark=mark, steps=steps)
 
     def to_csv(self, path: str | PathLike[str]) -> None:
-        """Write PyTorch's CSV form: a row a rank, a cell an action. Of the stage graph it has only the edges that messages name."""
+        """Write PyTorch's CSV form: one row per rank, one cell per action. Of the stage graph it has only the edges that messages name."""
         from penstock.ir.formats.csv_form import write_csv
 
         write_csv(self, path)

@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""The base class of passes, and checks of their options."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ Stages = tuple[int, ...] | None
 
 
 class Pass(ABC):
-    """A program in, a program out; valid in, valid out. Subclasses are frozen dataclasses whose fields are the options."""
+    """A step of lowering.
+
+    `apply` gets a valid program and returns a valid one; `PassList` calls it once, after the passes before it. Subclasses are frozen
+    dataclasses: `name` is the name in the text form, and the fields are the options.
+    """
 
     name: ClassVar[str]
 
     @abstractmethod
     def apply(self, program: Program) -> Program:
-        """The program after this pass."""
+        """Return the program after this pass."""
 
     def __str__(self) -> str:
-        said = [f"{f.name}={_print(getattr(self, f.name))}" for f in self._fields() if getattr(self, f.name) != f.default]
-        return f"{self.name}{{{','.join(said)}}}" if said else self.name
+        options = [f"{f.name}={_print(getattr(self, f.name))}" for f in self._fields() if getattr(self, f.name) != f.default]
+        return f"{self.name}{{{','.join(options)}}}" if options else self.name
 
     @classmethod
     def _fields(cls) -> tuple[Field[Any], ...]:
@@ -43,7 +47,7 @@ class Pass(ABC):
         return cls(**{name: _read(cls.name, name, text) for name, text in options.items()})
 
     def _passed(self, program: Program, **fields: Any) -> Program:
-        """The changed program, with this pass added to the list of those it went through."""
+        """Return the changed program, with this pass added to its list of passes."""
         done = f"{program.passes},{self}" if program.passes else str(self)
         return program.changed(passes=done, **fields)
 
@@ -71,7 +75,7 @@ def _read(pass_name: str, option: str, text: str) -> Any:
 
 
 def check_count(pass_name: str, option: str, value: object, least: int) -> None:
-    """Refuse what is not a whole number of at least `least`."""
+    """Refuse anything but a whole number of at least `least`."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise PassError(f"{option}={value} of pass {pass_name}: it must be a whole number of at least {least}")
 
@@ -84,7 +88,7 @@ def check_stages(pass_name: str, stages: Stages, program: Program) -> None:
 
 
 def limited(stages: Stages, column: Any) -> Any:
-    """Which entries of a stage column the limit lets through."""
+    """Whether each entry of a stage column is within the limit."""
     import numpy as np
 
     return np.ones(len(column), dtype=np.bool_) if stages is None else np.isin(column, stages)

@@ -18,7 +18,7 @@ from penstock.passes.base import Pass, check_count
 class Buffers(Pass):
     """Count slots by liveness: inputs and output gradients of each stage, and messages under way in each channel.
 
-    An input is alive from its receive (or, where nothing is received, its forward) to the backward that uses it last; a
+    An input is alive from its receive (or its forward, if nothing is received) to the backward that uses it last; a
     gradient from its receive (or the neighbour's backward on the same rank) to the backward that uses it. A channel gets
     as many slots as messages can be under way at once, so that no send ever waits; `slots` gives every channel that many instead.
     """
@@ -33,8 +33,7 @@ class Buffers(Pass):
     def apply(self, program: Program) -> Program:
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
-        found = Slots(*stage_slots(program), self._channels(program))
-        return self._passed(program, buffers=found)
+        return self._passed(program, buffers=Slots(*stage_slots(program), self._channels(program)))
 
     def _channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
         counts = channel_slots(program)
@@ -58,7 +57,7 @@ def stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
 
 
 def _earliest(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
-    """Where each forward's input arrives: its first receive, or its own place."""
+    """The entry at which each forward's input arrives: its first receive, or the forward itself."""
     links, rows = program.links, program.rows
     at = np.arange(len(rows.codes))
     of_receive = received[links.local.before]
@@ -79,7 +78,7 @@ def _gradients(program: Program) -> tuple[Ints, Ints]:
 
 
 def _most_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end_stage: Ints) -> StageSlots:
-    """The most intervals open at once for each rank and stage; an interval that ends where another starts is still open."""
+    """The most intervals open at once for each rank and stage; an interval that ends when another starts is still open."""
     rows = program.rows
     at = np.concatenate((start, end))
     change = np.concatenate((np.ones(len(start), dtype=np.int64), -np.ones(len(end), dtype=np.int64)))
@@ -89,15 +88,15 @@ def _most_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end
     most: StageSlots = tuple({} for _ in range(len(rows)))
     if len(key):
         firsts = np.flatnonzero(np.append(True, key[1:] != key[:-1]))
-        for each, peak in zip(key[firsts].tolist(), np.maximum.reduceat(level, firsts).tolist(), strict=True):
-            most[each // program.stages][each % program.stages] = peak
+        for place, peak in zip(key[firsts].tolist(), np.maximum.reduceat(level, firsts).tolist(), strict=True):
+            most[place // program.stages][place % program.stages] = peak
     return most
 
 
 def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
-    """For each channel the most messages that can be sent and not yet used, however long the actions take.
+    """Per channel, the most messages that can be sent and not yet used, however long the actions take.
 
-    A sender knows that a message was used when it has itself used what the receiver sent afterwards.
+    A sender knows that a message was used when it has itself used a message that the receiver sent afterwards.
     """
     rows, num_ranks = program.rows, len(program.rows)
     deliveries = program.deliveries
@@ -113,15 +112,15 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     used = np.searchsorted(through, index * span + _known(program, sends, uses), side="right")
     most = np.maximum.reduceat(np.arange(len(sends)) + 1 - used, first)
     return {
-        (each // 2 // num_ranks, each // 2 % num_ranks, Kind.SEND_F if each % 2 else Kind.SEND_B): count
-        for each, count in zip(ids.tolist(), most.tolist(), strict=True)
+        (key // 2 // num_ranks, key // 2 % num_ranks, Kind.SEND_F if key % 2 else Kind.SEND_B): count
+        for key, count in zip(ids.tolist(), most.tolist(), strict=True)
     }
 
 
 def _known(program: Program, sends: Ints, uses: Ints) -> Ints:
-    """For each message, the last entry of its receiver that its sender knows to be through by then, -1 where it knows of none.
+    """For each message, the last entry of its receiver that its sender knows to be through by then, -1 if it knows of none.
 
-    What a rank uses of another's, the other sent before: so it is through with all up to that send.
+    If a rank uses a message, its sender has finished everything before that send.
     """
     rows, span = program.rows, len(program.rows.codes)
     source, target = rows.rank[sends], rows.rank[uses]

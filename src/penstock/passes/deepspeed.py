@@ -1,6 +1,6 @@
-"""DeepSpeed's dialect: a rank's program as lists of instructions, one list a step.
+"""DeepSpeed's dialect: a rank's program as lists of instructions, one list per step.
 
-Works on what that language can say: one stage a rank in a line, full backwards. Each list can be run between two
+Works on schedules that DeepSpeed can express: one stage per rank in a line, full backwards. Each list can be run between two
 barriers: a send and its receive stand in the same step on both sides. An activation crosses in the step after the forward
 that made it. A gradient crosses in the step of the backward that uses it, since DeepSpeed's engine has room for one.
 """
@@ -34,7 +34,7 @@ Stream = list[list[Instruction]]
 
 
 def stream(table: Table, rank: int, *, style: str | None = None) -> Stream:
-    """One rank's instructions, a list a step.
+    """One rank's instructions, one list per step.
 
     `style` is `train` (forward and backward slots that alternate), `inference` or `data-parallel`; by default a schedule
     without backwards is inference, the one called data-parallel is that, and everything else trains.
@@ -54,9 +54,9 @@ def streams(table: Table, *, style: str | None = None) -> list[Stream]:
 
 
 def _expressible(table: Table) -> Table:
-    """The compute actions, once it is clear that the dialect can say them."""
+    """Return the compute actions; refuse a table that the dialect cannot express."""
     if table.placement.copies != (tuple(range(table.ranks)),) or not table.graph.is_chain:
-        raise PassError(f"DeepSpeed's instructions know one stage a rank in a line, not {table.placement.describe()}")
+        raise PassError(f"DeepSpeed's instructions know one stage per rank in a line, not {table.placement.describe()}")
     rows = table.rows
     strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W) | ~rows.heads)
     if len(strange):
@@ -77,11 +77,11 @@ def _check_style(style: str, schedule: Table) -> None:
 
 
 Slot = tuple[Kind, int] | None
-"""What a rank computes in a step: forward or backward, and the microbatch."""
+"""The computation of a rank in a step: forward or backward, and the microbatch."""
 
 
 def _clock(schedule: Table, style: str) -> list[list[Slot]]:
-    """Each rank's slots: the next action of its order runs in the first step that is of its kind, after the steps of what it needs.
+    """Each rank's slots: the next action of its order runs in the first step of its kind after those of the actions that it needs.
 
     Training alternates: a stage goes forward in the steps of its own parity and backward in the others.
     """
@@ -106,12 +106,12 @@ def _clock(schedule: Table, style: str) -> list[list[Slot]]:
                 slots[rank].append(None)
         step += 1
         if idle > 2:
-            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see where")
+            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see which")
     return slots
 
 
-Said = list[list[tuple[str, int | None]]]
-"""Instructions with the microbatch in place of the buffer."""
+Steps = list[list[tuple[str, int | None]]]
+"""The instructions of each step, with the microbatch in place of the buffer."""
 
 
 def _runs(slots: list[list[Slot]], rank: int, step: int, kind: Kind) -> int | None:
@@ -122,9 +122,9 @@ def _runs(slots: list[list[Slot]], rank: int, step: int, kind: Kind) -> int | No
     return slot[1] if slot is not None and slot[0] is kind else None
 
 
-def _train(slots: list[list[Slot]], rank: int) -> Said:
+def _train(slots: list[list[Slot]], rank: int) -> Steps:
     """Gradients down and activations in before a forward slot; gradients in and activations up before a backward slot."""
-    said: Said = []
+    steps: Steps = []
     last = len(slots) - 1
     for step, slot in enumerate(slots[rank]):
         if step % 2 == rank % 2:
@@ -133,28 +133,28 @@ def _train(slots: list[list[Slot]], rank: int) -> Said:
         else:
             send = ("SendActivation", _runs(slots, rank, step - 1, Kind.F) if rank < last else None)
             exchange = [("RecvGrad", _runs(slots, rank, step, Kind.B) if rank < last else None), send]
-        said.append([each for each in exchange if each[1] is not None] + _compute(slot, rank in (0, last)))
-    said[-1] += [("ReduceTiedGrads", None), ("ReduceGrads", None), ("OptimizerStep", None)]
-    return said
+        steps.append([message for message in exchange if message[1] is not None] + _compute(slot, rank in (0, last)))
+    steps[-1] += [("ReduceTiedGrads", None), ("ReduceGrads", None), ("OptimizerStep", None)]
+    return steps
 
 
-def _inference(slots: list[list[Slot]], rank: int) -> Said:
+def _inference(slots: list[list[Slot]], rank: int) -> Steps:
     """Even stages send before they receive, odd ones receive before they send."""
-    said: Said = []
+    steps: Steps = []
     last = len(slots) - 1
     for step, slot in enumerate(slots[rank]):
         exchange = [
             ("SendActivation", _runs(slots, rank, step - 1, Kind.F) if rank < last else None),
             ("RecvActivation", _runs(slots, rank - 1, step - 1, Kind.F)),
         ]
-        talk = [each for each in (exchange if rank % 2 == 0 else exchange[::-1]) if each[1] is not None]
+        talk = [message for message in exchange[:: 1 if rank % 2 == 0 else -1] if message[1] is not None]
         compute = _compute(slot, rank in (0, last))
-        said.append([*compute[:-1], *talk, *compute[-1:]])
-    return said
+        steps.append([*compute[:-1], *talk, *compute[-1:]])
+    return steps
 
 
 def _compute(slot: Slot, loads: bool) -> list[tuple[str, int | None]]:
-    """The computation of a slot, behind the load of a microbatch where inputs or targets enter."""
+    """The computation of a slot, after the load of a microbatch on ranks that read inputs or targets."""
     if slot is None:
         return []
     kind, microbatch = slot
@@ -162,22 +162,22 @@ def _compute(slot: Slot, loads: bool) -> list[tuple[str, int | None]]:
     return [*load, ("ForwardPass" if kind is Kind.F else "BackwardPass", microbatch)]
 
 
-def _data_parallel(slots: list[list[Slot]], rank: int) -> Said:
-    """Gradient accumulation: one microbatch, forward and backward, a step."""
-    said: Said = []
+def _data_parallel(slots: list[list[Slot]], rank: int) -> Steps:
+    """Gradient accumulation: one microbatch, forward and backward, per step."""
+    steps: Steps = []
     for slot in filter(None, slots[rank]):
         if slot[0] is Kind.F:
-            said.append([])
-        said[-1] += _compute(slot, loads=True)
-    said[-1] += [("ReduceGrads", None), ("OptimizerStep", None)]
-    return said
+            steps.append([])
+        steps[-1] += _compute(slot, loads=True)
+    steps[-1] += [("ReduceGrads", None), ("OptimizerStep", None)]
+    return steps
 
 
-def _with_buffers(said: Said, fewest: int) -> Stream:
+def _with_buffers(steps: Steps, fewest: int) -> Stream:
     """Buffers in turn, each taken from a microbatch's first mention to its last; as many as are taken at once."""
-    mentions = [microbatch for step in said for _, microbatch in step if microbatch is not None]
+    mentions = [microbatch for step in steps for _, microbatch in step if microbatch is not None]
     buffers = iter(_buffers(mentions, fewest))
-    return [[Instruction(name, None if microbatch is None else next(buffers)) for name, microbatch in step] for step in said]
+    return [[Instruction(name, None if microbatch is None else next(buffers)) for name, microbatch in step] for step in steps]
 
 
 def _buffers(mentions: list[int], fewest: int) -> list[int]:
@@ -186,17 +186,17 @@ def _buffers(mentions: list[int], fewest: int) -> list[int]:
     free = [True] * _most_alive(mentions, last, fewest)
     held: dict[int, int] = {}
     turn = 0
-    found: list[int] = []
+    buffers: list[int] = []
     for index, microbatch in enumerate(mentions):
         if microbatch not in held:
             while not free[turn]:
                 turn = (turn + 1) % len(free)
             held[microbatch], free[turn] = turn, False
             turn = (turn + 1) % len(free)
-        found.append(held[microbatch])
+        buffers.append(held[microbatch])
         if last[microbatch] == index:
             free[held[microbatch]] = True
-    return found
+    return buffers
 
 
 def _most_alive(mentions: list[int], last: dict[int, int], fewest: int) -> int:

@@ -1,4 +1,4 @@
-"""Reads a stage's instructions in order: which microbatch each one is about, and what is wrong with it.
+"""Reads a stage's instructions in order: the microbatch of each one, and the mistakes in it.
 
 Proofs and text files read whole streams; an engine can read each instruction as it runs it.
 """
@@ -80,39 +80,39 @@ class Checklist:
     duties: Duties
     done: list[str] = field(default_factory=list)
 
-    def check_off(self, each: Instruction) -> Iterator[tuple[str, str]]:
-        """Note an instruction; yield what is wrong with it, and the remedy."""
-        name = each.name
+    def check_off(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
+        """Note an instruction; yield its mistakes, each with the remedy."""
+        name = instruction.name
         if self.duties.fills(name):
-            yield from self._fill(each)
+            yield from self._fill(instruction)
             return
         missing = [need for need in _NEEDS.get(name, ()) if need in self.duties.all() and need not in self.done]
         if missing:
             what = " and ".join(missing)
             yield (
-                f"it uses buffer {each.buffer_id} before {what} {'has' if len(missing) == 1 else 'have'} filled it",
-                f"Run {missing[0]}(buffer_id={each.buffer_id}) before it, or name the buffer that is meant",
+                f"it uses buffer {instruction.buffer_id} before {what} {'has' if len(missing) == 1 else 'have'} filled it",
+                f"Run {missing[0]}(buffer_id={instruction.buffer_id}) before it, or name the buffer that is meant",
             )
         if name in self.done:
             yield (
-                f"it runs a second time on what buffer {each.buffer_id} holds",
+                f"it runs a second time on what buffer {instruction.buffer_id} holds",
                 "Remove one of the two, or fill the buffer between them",
             )
         self.done.append(name)
 
-    def _fill(self, each: Instruction) -> Iterator[tuple[str, str]]:
+    def _fill(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """The first fill of a microbatch starts the list again; on the last stage inputs and labels come one after the other."""
-        if self.done and each.name not in self.done and set(self.done) <= set(_FILLS):
-            self.done.append(each.name)
+        if self.done and instruction.name not in self.done and set(self.done) <= set(_FILLS):
+            self.done.append(instruction.name)
             return
         owed = self.owed()
         if owed:
             yield (
-                f"it overwrites buffer {each.buffer_id}, which is still needed: {' and '.join(owed)} of what it holds "
+                f"it overwrites buffer {instruction.buffer_id}, which is still needed: {' and '.join(owed)} of what it holds "
                 f"{'has' if len(owed) == 1 else 'have'} not run",
-                f"Run {owed[0]}(buffer_id={each.buffer_id}) before it, or use another buffer and count it in num_pipe_buffers()",
+                f"Run {owed[0]}(buffer_id={instruction.buffer_id}) before it, or use another buffer and count it in num_pipe_buffers()",
             )
-        self.done = [each.name]
+        self.done = [instruction.name]
 
     def owed(self) -> list[str]:
         """The instructions that have yet to run on the microbatch."""
@@ -147,10 +147,10 @@ class StreamReader:
     def read_stream(self, stream: Stream) -> None:
         """Read the whole stream into `row` and `findings`."""
         for step, instructions in enumerate(stream):
-            for each in instructions:
-                for rule, message, remedy in self.read(each):
-                    self.findings.append(Finding(rule, Severity.WRONG, self.stage, step, str(each), message, remedy))
-                self.write(each, step)
+            for instruction in instructions:
+                for rule, message, remedy in self.read(instruction):
+                    self.findings.append(Finding(rule, Severity.WRONG, self.stage, step, str(instruction), message, remedy))
+                self.write(instruction, step)
         for buffer, checklist in sorted(self._lists.items()):
             for name in checklist.owed()[:1]:
                 message = f"the batch ends before it has run on what buffer {buffer} holds"
@@ -159,39 +159,39 @@ class StreamReader:
                     Finding("buffer", Severity.WRONG, self.stage, last, text, message, "Run it, or do not fill the buffer")
                 )
 
-    def read(self, each: Instruction) -> Iterator[tuple[str, str, str]]:
-        """Read the next instruction; yield the rule that it breaks, what is wrong, and the remedy."""
-        nowhere = self.duties.nowhere(each.name)
+    def read(self, instruction: Instruction) -> Iterator[tuple[str, str, str]]:
+        """Read the next instruction; yield the rule that it breaks, the reason, and the remedy."""
+        nowhere = self.duties.nowhere(instruction.name)
         if nowhere:
             yield "place", f"it cannot run: {nowhere}", "Remove it"
-        elif each.name in CLOSING:
+        elif instruction.name in CLOSING:
             if "OptimizerStep" in self._closed:
                 yield "closing", "it comes after OptimizerStep", "Reduce the gradients before they are used, and update once"
-            self._closed.append(each.name)
-        elif each.buffer_id is None or not 0 <= each.buffer_id < self.buffers:
+            self._closed.append(instruction.name)
+        elif instruction.buffer_id is None or not 0 <= instruction.buffer_id < self.buffers:
             remedy = "Number the buffers from 0, and let num_pipe_buffers() say how many there are"
             yield "buffer", f"it names no buffer of the stage, which has {self.buffers}", remedy
         else:
-            checklist = self._lists.setdefault(each.buffer_id, Checklist(self.duties))
-            yield from (("buffer", *wrong) for wrong in checklist.check_off(each))
-            yield from (("microbatch", *wrong) for wrong in self._follow(each, each.buffer_id))
-            yield from (("one-slot", *wrong) for wrong in self._check_slots(each, each.buffer_id))
-            yield from (("closing", *wrong) for wrong in self._check_closed(each))
+            checklist = self._lists.setdefault(instruction.buffer_id, Checklist(self.duties))
+            yield from (("buffer", *wrong) for wrong in checklist.check_off(instruction))
+            yield from (("microbatch", *wrong) for wrong in self._follow(instruction, instruction.buffer_id))
+            yield from (("one-slot", *wrong) for wrong in self._check_slots(instruction, instruction.buffer_id))
+            yield from (("closing", *wrong) for wrong in self._check_closed(instruction))
 
-    def _follow(self, each: Instruction, buffer: int) -> Iterator[tuple[str, str]]:
+    def _follow(self, instruction: Instruction, buffer: int) -> Iterator[tuple[str, str]]:
         """Note which microbatch the buffer holds: data and messages come first in, first out."""
-        if each.name == "RecvActivation":
+        if instruction.name == "RecvActivation":
             if self._received < len(self.coming):
                 self.holds[buffer] = self.coming[self._received]
             else:
                 yield f"it waits for ever: stage {self.stage - 1} sends {len(self.coming)} activations", "Send one more, or remove it"
             self._received += 1
-        elif each.name == "LoadMicroBatch":
+        elif instruction.name == "LoadMicroBatch":
             if self.duties.first:
                 self.holds[buffer] = self.loads
             self._labels[buffer] = self.loads
             self.loads += 1
-        elif each.name == "ForwardPass" and self.duties.last and self.duties.labels:
+        elif instruction.name == "ForwardPass" and self.duties.last and self.duties.labels:
             inputs, labels = self.holds.get(buffer), self._labels.get(buffer)
             if inputs is not None and labels is not None and inputs != labels:
                 yield (
@@ -199,9 +199,9 @@ class StreamReader:
                     "Load on the last stage in the order in which the first stage loads",
                 )
 
-    def _check_slots(self, each: Instruction, buffer: int) -> Iterator[tuple[str, str]]:
+    def _check_slots(self, instruction: Instruction, buffer: int) -> Iterator[tuple[str, str]]:
         """DeepSpeed's engine keeps one loss, and one gradient in memory that receives of activations use as well."""
-        name = each.name
+        name = instruction.name
         if not self.one_slot:
             return
         if name == "BackwardPass":
@@ -223,24 +223,24 @@ class StreamReader:
                 )
             self._gradient = buffer if name == "RecvGrad" else self._gradient
 
-    def _check_closed(self, each: Instruction) -> Iterator[tuple[str, str]]:
+    def _check_closed(self, instruction: Instruction) -> Iterator[tuple[str, str]]:
         """No backward after a reduction, which needs complete gradients; no message after the reduction over stages."""
-        late = self._closed if each.name == "BackwardPass" else [] if each.name == "LoadMicroBatch" else ["ReduceTiedGrads"]
+        late = self._closed if instruction.name == "BackwardPass" else [] if instruction.name == "LoadMicroBatch" else ["ReduceTiedGrads"]
         for name in late:
             if name in self._closed:
                 yield f"it comes after {name}", f"Run {name} after the last backward and the last message of the stage"
                 return
 
-    def write(self, each: Instruction, step: int) -> None:
+    def write(self, instruction: Instruction, step: int) -> None:
         """Add the instruction to the row if it is an action whose microbatch is known."""
-        if each.name == "ReduceGrads":
-            self._add(Action(self.stage, Kind.REDUCE_GRAD), step, each)
-        elif each.name in KINDS and each.buffer_id in self.holds:
-            microbatch = self.holds[each.buffer_id]
-            self._add(Action(self.stage, KINDS[each.name], microbatch), step, each)
-            if each.name == "SendActivation":
+        if instruction.name == "ReduceGrads":
+            self._add(Action(self.stage, Kind.REDUCE_GRAD), step, instruction)
+        elif instruction.name in KINDS and instruction.buffer_id in self.holds:
+            microbatch = self.holds[instruction.buffer_id]
+            self._add(Action(self.stage, KINDS[instruction.name], microbatch), step, instruction)
+            if instruction.name == "SendActivation":
                 self.sent.append(microbatch)
 
-    def _add(self, action: Action, step: int, each: Instruction) -> None:
+    def _add(self, action: Action, step: int, instruction: Instruction) -> None:
         self.row.append(action)
-        self.places.append((step, each))
+        self.places.append((step, instruction))

@@ -14,13 +14,11 @@ from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.passes.deepspeed import Instruction, Stream
-from penstock.passes.deepspeed_reader import Duties, StreamReader
+from penstock.passes.deepspeed_reader import CLOSING, KINDS, Duties, StreamReader
 
 _RANK = re.compile(r"rank ([0-9]+)")
 _STEP = re.compile(r"\s*([0-9]+):\s*(.*)")
 _CALL = re.compile(r"([A-Z][A-Za-z]*)\((?:buffer_id=([0-9]+))?\)")
-_WITH_BUFFER = ("LoadMicroBatch", "ForwardPass", "BackwardPass", "SendActivation", "RecvActivation", "SendGrad", "RecvGrad")
-_WITHOUT = ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")
 
 
 def format_streams(streams: Sequence[Stream]) -> str:
@@ -52,7 +50,7 @@ def parse_streams(text: str, file: str = "stream") -> list[Stream]:
 
 def _instruction(text: str, file: str, line: int) -> Instruction:
     match = _CALL.fullmatch(text.strip())
-    if match is None or match[1] not in (_WITH_BUFFER if match[2] else _WITHOUT):
+    if match is None or match[1] not in (("LoadMicroBatch", *KINDS) if match[2] else CLOSING):
         raise FileFormatError(file, f"line {line}: {text.strip()!r} is not an instruction like ForwardPass(buffer_id=0) or OptimizerStep()")
     return Instruction(match[1], int(match[2]) if match[2] else None)
 
@@ -64,16 +62,16 @@ def schedule_of(streams: Sequence[Stream], file: str = "stream") -> Schedule:
         duties = Duties(rank == 0, rank == len(streams) - 1, training=True)
         reader = StreamReader(rank, sys.maxsize, duties, readers[-1].sent if readers else ())
         for step, instructions in enumerate(stream):
-            for each in instructions:
-                rules = [rule for rule, *_ in reader.read(each)]
+            for instruction in instructions:
+                rules = [rule for rule, *_ in reader.read(instruction)]
                 reason = ""
-                if each.name == "RecvActivation" and {"place", "microbatch"} & set(rules):
+                if instruction.name == "RecvActivation" and {"place", "microbatch"} & set(rules):
                     reason = "no rank sends what it receives"
-                elif each.name != "LoadMicroBatch" and each.buffer_id is not None and each.buffer_id not in reader.holds:
+                elif instruction.name != "LoadMicroBatch" and instruction.buffer_id not in (None, *reader.holds):
                     reason = "its buffer was never filled"
                 if reason:
-                    raise FileFormatError(file, f"rank {rank}, step {step}: {each} cannot run, {reason}")
-                reader.write(each, step)
+                    raise FileFormatError(file, f"rank {rank}, step {step}: {instruction} cannot run, {reason}")
+                reader.write(instruction, step)
         readers.append(reader)
     rows = [[action for action in reader.row if action.kind in (Kind.F, Kind.B)] for reader in readers]
     return Schedule.from_actions(rows, Placement.linear(len(rows)))

@@ -1,4 +1,4 @@
-"""The usual way from a schedule to a program."""
+"""Lower a schedule to a program by the usual passes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def lower(
     lookahead: int = 1,
     residency: int | None = None,
 ) -> Program:
-    """A proved program with sends, receives, gradient reduction and buffer counts; `fsdp` adds sharding.
+    """Return a proved program with sends, receives, gradient reduction and buffer counts; `fsdp` adds sharding.
 
     `merge_backward` joins each I with a W next to it; `receive` places the receives: `paired`, `just-in-time` or a depth. With
     `fsdp`, a stage is gathered `lookahead` compute actions ahead of its first use, and at most `residency` of a rank's are at once.
@@ -60,11 +60,11 @@ def lower_rank(
     if receive == "paired":
         return lower(schedule, fsdp=fsdp, merge_backward=merge_backward, receive=receive)[rank]
     program = _around(schedule, rank)
-    for each in lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive):
-        if isinstance(each, SendReceive):
-            program = each.place(program)
-        elif not isinstance(each, Buffers):
-            program = each.apply(program)
+    for step in lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive):
+        if isinstance(step, SendReceive):
+            program = step.place(program)
+        elif not isinstance(step, Buffers):
+            program = step.apply(program)
     return unpack_row(program.row(rank))
 
 

@@ -32,23 +32,23 @@ class PassList:
     @classmethod
     def parse(cls, text: str) -> PassList:
         """Read `name,name{option=value,option=value},...`."""
-        found: list[Pass] = []
+        passes: list[Pass] = []
         position = 0
         while position < len(text):
             match = _ONE.match(text, position)
             if match is None or text[match.end() : match.end() + 1] not in ("", ","):
                 raise PassError(f"{text!r} is not a list of passes, at {text[position:]!r}: write name,name{{option=value}}")
-            found.append(pass_class(match[1]).from_options(_options(match[1], match[2] or "")))
+            passes.append(pass_class(match[1]).from_options(_options(match[1], match[2] or "")))
             position = match.end() + 1
         if text.endswith(","):
             raise PassError(f"{text!r} is not a list of passes: it ends in a comma")
-        return cls(tuple(found))
+        return cls(tuple(passes))
 
     def apply(self, table: Table) -> Program:
         """Run the passes one after the other."""
         program = Program.start(table)
-        for each in self.passes:
-            program = each.apply(program)
+        for one in self.passes:
+            program = one.apply(program)
         return program
 
     def __iter__(self) -> Iterator[Pass]:

@@ -53,7 +53,7 @@ def check_place(pass_name: str, option: str, place: Placing) -> None:
 
 
 def prove(program: Program, place: Placing) -> Program:
-    """The program itself, once it is shown that no rank waits for ever.
+    """Return the program after a proof that no rank waits for ever.
 
     Paired receives are placed along one order in which every rank gets to its end and both ends of every message stand at
     one moment, so that order is the proof, under either semantics.
@@ -67,17 +67,17 @@ def prove(program: Program, place: Placing) -> Program:
 
 
 def place_receives(sent: Program, place: Placing) -> Rows:
-    """Rows with a receive for each send. Where a rank's row is empty, as when one rank is lowered alone, it gets none."""
+    """Rows with a receive for each send. An empty row, as when one rank is lowered alone, gets none."""
     linker = Linker(sent.rows, sent.placement, sent.graph, sent.microbatches, lowered=False)
-    messages = _Messages.of(linker)
+    messages = _Receives.of(linker)
     if place == "paired":
         return _paired(linker, messages)
     return _ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
 
 
 @dataclass(frozen=True)
-class _Messages:
-    """One entry a message, in the order of the rows: the send, the receive's code and rank, and the first entry that uses the message."""
+class _Receives:
+    """One value per message, in the order of the rows: the send, the receive's code and rank, and the first entry that uses the message."""
 
     send: Ints
     code: Ints
@@ -86,7 +86,7 @@ class _Messages:
     channel: Ints
 
     @classmethod
-    def of(cls, linker: Linker) -> _Messages:
+    def of(cls, linker: Linker) -> _Receives:
         rows = linker.rows
         send = np.flatnonzero(rows.is_kind(*SENDS))
         stage, microbatch, target = rows.stage[send], rows.microbatch[send], peer_stages(rows)[send]
@@ -104,7 +104,7 @@ class _Messages:
         return cls(send[there], code[there], rank[there], use[there], channel[there])
 
 
-def _ahead(rows: Rows, messages: _Messages, depth: int) -> Rows:
+def _ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
     """Each receive `depth` compute actions before its use, and never behind a later message of its channel."""
     starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*COMPUTE))])
     turn = np.searchsorted(starts, rows.group_starts[messages.use])
@@ -125,13 +125,14 @@ def _least_to_come(values: Ints, segment: Ints) -> Ints:
     return np.asarray(np.minimum.accumulate(lowered[::-1])[::-1] - segment * span, dtype=np.int64)
 
 
-def _paired(linker: Linker, messages: _Messages) -> Rows:
+def _paired(linker: Linker, messages: _Receives) -> Rows:
     """Ranks take turns, in order, at one action each that is ready; a send and its receive stand at the moment of the sender's turn."""
     rows, links = linker.rows, linker.links()
     local, missing = links.local, links.missing
     is_send = rows.is_kind(*SENDS)
     acting = rows.keep(~is_send)
-    place = np.arange(len(rows.codes)) - np.cumsum(is_send)  # where an entry stands once the sends are out; for a send, the entry before it
+    # The place of each entry once the sends are removed; for a send, that of the entry before it.
+    place = np.arange(len(rows.codes)) - np.cumsum(is_send)
     sender = rows.rank[messages.send]
     waits = Needs(
         place[np.concatenate((messages.send, local.before))],
@@ -141,13 +142,13 @@ def _paired(linker: Linker, messages: _Messages) -> Rows:
     rounds = walk(acting, waits, lag)
     if len(missing.after) or not rounds.complete:
         raise PassError(
-            "the order cannot run: some rank waits for ever for what comes later or nobody makes; verify the schedule to see where"
+            "the order cannot run: some rank waits for ever for an action that comes later or is missing; verify the schedule to see which"
         )
     turn = rounds.step[acting.group[np.maximum(place, 0)]]
     return _merged(rows, messages, turn, turn[messages.send], sender)
 
 
-def _merged(rows: Rows, messages: _Messages, turn: Ints, moment: Ints, sender: Ints) -> Rows:
+def _merged(rows: Rows, messages: _Receives, turn: Ints, moment: Ints, sender: Ints) -> Rows:
     """Rows and receives in one order: by rank, then turn, then who acts in it, then as the sender has it."""
     num_ranks = len(rows)
     rank = np.concatenate((rows.rank, messages.rank))

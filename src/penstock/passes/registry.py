@@ -20,7 +20,7 @@ _BY_NAME = {each.name: each for each in _CLASSES}
 
 def passes() -> dict[str, str]:
     """Every pass's name and one-line summary, in the order in which lowering runs them."""
-    return {name: (inspect.getdoc(each) or "").splitlines()[0] for name, each in _BY_NAME.items()}
+    return {name: (inspect.getdoc(cls) or "").splitlines()[0] for name, cls in _BY_NAME.items()}
 
 
 def pass_class(name: str) -> type[Pass]:

@@ -1,4 +1,4 @@
-"""Messages for everything that crosses ranks."""
+"""Add the messages between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from penstock.passes.receive import Placing, check_place, place_receives, prove
 
 @dataclass(frozen=True)
 class SendReceive(Pass):
-    """A send right after each action whose output another rank needs, and its receive where `receive` says.
+    """A send right after each action whose output another rank needs, and its receive at the place that `receive` chooses.
 
     Stages on the same rank exchange nothing. An output goes once to each rank that reads it; the gradients of all its readers
     there go back as one sum, after the last of their backwards. An overlapped action is followed by the sends of all its parts.
@@ -44,14 +44,14 @@ def add_sends(program: Program) -> Program:
     if rows.is_kind(*SENDS, *RECEIVES).any():
         raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives anew")
     linker = program.linker
-    made = [_sends(linker, Kind.SEND_F), _sends(linker, Kind.SEND_B)]
-    entries, makers = (np.concatenate(column) for column in zip(*made, strict=True))
+    sends = [_sends(linker, Kind.SEND_F), _sends(linker, Kind.SEND_B)]
+    entries, makers = (np.concatenate(column) for column in zip(*sends, strict=True))
     added: Rows = rows.insert(rows.group_ends[makers], entries, rows.rank[makers], tie=makers)
     return program.changed(rows=added)
 
 
 def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
-    """The code of each send of this kind, and the entry that makes what it sends: of a sum, the last that adds to it."""
+    """The code of each send of this kind, and the entry that makes its data: of a sum, the last that adds to it."""
     rows, graph, placement = linker.rows, linker.graph, linker.placement
     forward = kind is Kind.SEND_F
     makers = np.flatnonzero(rows.is_kind(Kind.F) if forward else rows.is_kind(Kind.B, Kind.I))

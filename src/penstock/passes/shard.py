@@ -1,4 +1,4 @@
-"""Gather parameters before they are used, and let them go after."""
+"""Gather parameters before they are used, and free them afterwards."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from penstock.passes.base import Pass, check_count
 class Shard(Pass):
     """UNSHARD each stage before it computes and RESHARD it when it is no longer wanted.
 
-    `residency` is how many stages of a rank may be unsharded at once (all, unless given). With fewer than the rank holds,
+    `residency` is how many stages of a rank may be unsharded at once (by default all). With fewer than the rank holds,
     the stage whose next use is farthest makes room, which gives the fewest unshards that the residency allows.
-    `lookahead` is how many compute actions ahead of its first use a stage is unsharded, where a place is free by then.
+    `lookahead` is how many compute actions ahead of its first use a stage is unsharded, if a place is free by then.
     """
 
     name = "shard"
@@ -70,7 +70,7 @@ Stay = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class _Use:
-    """A rank's compute groups in order: where each starts and ends, and the stage of each part."""
+    """A rank's compute groups in order: the start and end of each, and the stage of each part."""
 
     starts: Ints
     ends: Ints
@@ -113,7 +113,7 @@ class _Use:
 
 
 def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Stay]:
-    """The stays with the fewest gathers when at most `residency` stages are in full at once; `uses[k]` is what group k uses.
+    """The stays with the fewest gathers when at most `residency` stages are in full at once; `uses[k]` are the stages of group k.
 
     Whenever a place is wanted and none is free, the stage whose next use is farthest gives up its place as of its last use.
     """
@@ -139,10 +139,10 @@ def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Sta
 
 
 def _next_uses(uses: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """For each group and stage the next group that uses the stage; the number of groups where there is none."""
+    """For each group and stage the next group that uses the stage; the number of groups if there is none."""
     seen: dict[int, int] = {}
-    found: list[tuple[int, ...]] = []
+    following: list[tuple[int, ...]] = []
     for group in range(len(uses) - 1, -1, -1):
-        found.append(tuple(seen.get(stage, len(uses)) for stage in uses[group]))
+        following.append(tuple(seen.get(stage, len(uses)) for stage in uses[group]))
         seen.update(dict.fromkeys(uses[group], group))
-    return found[::-1]
+    return following[::-1]

@@ -12,9 +12,10 @@ import numpy as np
 from penstock.errors import FileFormatError
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
+from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
-from penstock.planner.partition.layer_runs import Floats, PeakMoment
+from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline

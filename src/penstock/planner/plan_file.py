@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from functools import partial
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -74,11 +75,7 @@ def encode(plan: Plan) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Plan:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "plan")
-    for name, kinds in _FIELDS.items():
-        if name not in data:
-            raise FileFormatError(file, f"there is no {name!r}")
-        if type(data[name]) not in kinds:
-            raise FileFormatError(file, f"{name!r} has a value of the wrong type: {data[name]!r}")
+    reading.check_fields(data, _FIELDS, error=partial(FileFormatError, file))
     schedule = json_form.decode(data["schedule"], file)
     if not isinstance(schedule, Schedule):
         raise FileFormatError(file, "'schedule' holds a lowered program: a plan has a schedule")
@@ -123,21 +120,17 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
     if len(recompute) != schedule.stages or not all(isinstance(flag, bool) for flag in recompute):
         raise FileFormatError(file, f"'recompute' must be true or false for each of the {schedule.stages} stages")
     return Plan(
-        name=data["name"],
+        **{name: data[name] for name in ("name", "barrier", "split", "chosen", "in_bytes")},
         profile=profile,
         schedule=schedule,
         partition=partition,
         recompute=recompute,
         memory_limit=None if data["memory_limit"] is None else check_limits(data["memory_limit"], schedule.ranks),
-        barrier=data["barrier"],
-        split=data["split"],
         bounds=_bounds(data["bounds"], file),
         overall_bound=float(data["overall_bound"]),
         p95=None if data["p95"] is None else float(data["p95"]),
         jitter=float(data["jitter"]),
         alternatives=tuple(Candidate.from_json(entry, file) for entry in data["alternatives"]),
-        chosen=data["chosen"],
-        in_bytes=data["in_bytes"],
         notes=tuple(map(str, data["notes"])),
     )
 

@@ -112,8 +112,7 @@ class Problem:
     @property
     def static_memory(self) -> tuple[float, ...]:
         """Memory that each rank holds all the time: the parameters of its stages."""
-        kept = self.costs.per_stage("parameters", self.stages)
-        return tuple(sum(kept[stage] for stage in self.placement.stages_of(rank)) for rank in range(self.ranks))
+        return tuple(self.costs.per_rank("parameters", self.placement).tolist())
 
     @cached_property
     def work(self) -> float:

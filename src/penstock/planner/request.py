@@ -11,7 +11,7 @@ import numpy as np
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, nearest
 from penstock.ir.codes import MAX_MICROBATCHES, MAX_STAGES
 from penstock.ir.placement import Placement
-from penstock.planner.partition.cut import Partition, partition
+from penstock.planner.partition.cut import LayerCut, cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
@@ -68,7 +68,7 @@ class Request:
     stop: Callable[[], bool] = lambda: False
     found: Callable[[Any], None] = lambda candidate: None
     """Called with each `Candidate` as it is made."""
-    _partitions: dict[object, Partition] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _partitions: dict[object, LayerCut] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def searches(self) -> bool:
@@ -83,11 +83,11 @@ class Request:
 
     def cut(
         self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], moments: Sequence[PeakMoment] = (), slack: float = 0.0
-    ) -> Partition:
+    ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments."""
         key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack)
         if key not in self._partitions:
-            self._partitions[key] = partition(profile, placement, recompute=recompute, limits=self.limits, moments=moments, slack=slack)
+            self._partitions[key] = cut_layers(profile, placement, recompute=recompute, limits=self.limits, moments=moments, slack=slack)
         return self._partitions[key]
 
     def make_problem(self, profile: Profile, placement: Placement, sizes: tuple[int, ...], recompute: tuple[bool, ...]) -> Problem:

@@ -10,7 +10,7 @@ NEVER = 1 << 60
 
 
 class Arrivals:
-    """`at(kind, stage)[microbatch]` is the time from which it may run, `NEVER` while what it needs has not been placed.
+    """`at(kind, stage)[microbatch]` is the time from which it may run, `NEVER` until everything it needs has been placed.
 
     Times are slots of a forward; a message takes none. `backward` is the kind whose end the stage before waits for.
     """
@@ -24,7 +24,7 @@ class Arrivals:
         return self._at[kind][stage]
 
     def end(self, kind: Kind, stage: int, microbatch: int, time: int) -> None:
-        """Say when an action ends: what waited for it may run from then on."""
+        """Record the end of an action: actions that wait for it may run from then on."""
         if kind is Kind.F:
             if stage + 1 < self._stages:
                 self._at[Kind.F][stage + 1][microbatch] = time

@@ -1,8 +1,8 @@
 """Schedules on a V that repeat one building block every six slots.
 
 A chunk's F, I and W take a slot each and a full backward two, so that six slots are the work of one microbatch on a rank.
-A rank's `Cycle` says in which of them it does what; the time from its forwards to the ends of their backwards is what it
-holds. Repeated as it stands a block leaves much of its first and last rounds empty: `Squeeze` starts everything earlier.
+A rank's `Cycle` says which action runs in which of them; the time from its forwards to the ends of their backwards is the memory
+it holds. Repeated as it stands a block leaves much of its first and last rounds empty: `Squeeze` starts everything earlier.
 Building blocks are the idea of Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 """
 
@@ -19,7 +19,7 @@ from penstock.schedules._arrivals import Arrivals
 PERIOD = 6
 LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
 CHANGE = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
-"""What an action adds to the chunk activations that its rank holds, counted to W."""
+"""How many chunk activations an action adds to those of its rank, counted to W."""
 
 Planned = tuple[Kind, int, int]
 """Kind, chunk, microbatch."""
@@ -27,7 +27,7 @@ Planned = tuple[Kind, int, int]
 
 @dataclass
 class Cycle:
-    """What a rank does for the first microbatch, each action in its slot; for each further one it is a period later."""
+    """The actions of a rank for the first microbatch, each in its slot; each further microbatch is a period later."""
 
     slots: list[tuple[int, Kind, int]] = field(default_factory=list)
     _taken: set[int] = field(default_factory=set)
@@ -59,7 +59,7 @@ def shortest(cycles: Sequence[Cycle], microbatches: int) -> list[list[int]]:
 class Squeeze:
     """The cycles repeated and run slot by slot: a rank that would wait takes the next action of its plan that can run.
 
-    Only actions of one slot are taken before their turn, so that they delay nothing, and a forward only where the rank
+    Only actions of one slot are taken before their turn, so they delay nothing, and a forward only if the rank
     will not hold more for it than the cycles do. Weight backwards give way once the first chunk has no forward left to
     make room for, or from the start.
     """
@@ -69,7 +69,7 @@ class Squeeze:
         most = max(max(accumulate(CHANGE[kind] for kind, _, _ in plan)) for plan in plans)
         backward = Kind.I if any(kind is Kind.I for kind, _, _ in plans[0]) else Kind.B
         arrivals = Arrivals(2 * len(plans), microbatches, backward)
-        ranks = [_Rank((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
+        ranks = [_RankQueue((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
         now = 0
         while any(rank.plan for rank in ranks):
             for rank in ranks:
@@ -80,8 +80,8 @@ class Squeeze:
         self.makespan = max(rank.free for rank in ranks)
 
 
-class _Rank:
-    """One rank's plan, what is done of it, and what is held."""
+class _RankQueue:
+    """The remaining actions of one rank, those that have run, and the activations held."""
 
     def __init__(self, stages: tuple[int, int], plan: list[Planned], most: int, give_way: bool) -> None:
         self.stages, self.most, self.give_way = stages, most, give_way
@@ -92,7 +92,7 @@ class _Rank:
         self.kinds = len({(kind, chunk) for kind, chunk, _ in plan})
 
     def step(self, now: int, arrivals: Arrivals) -> None:
-        """Run what can be run now, if anything can."""
+        """Run an action now, if one can run."""
         place = self._choose(now, arrivals)
         if place is None:
             return

@@ -32,7 +32,7 @@ class Chunk:
         return B(self.number, self._microbatch(self.backwards))
 
     def split(self) -> tuple[int, int]:
-        """The next backward in two: for the input, and for the weights."""
+        """The next backward, split into I and W."""
         self.backwards += 1
         microbatch = self._microbatch(self.backwards)
         return I(self.number, microbatch), W(self.number, microbatch)
@@ -42,7 +42,7 @@ class Chunk:
 
 
 def dual_phases(zero: Chunk, one: Chunk, ranks: int, rank: int, microbatches: int) -> Iterator[int]:
-    """One rank of a V of `ranks`, for a number of microbatches a chunk of at least `2 * ranks`."""
+    """One rank of a V of `ranks`, for at least `2 * ranks` microbatches per chunk."""
     inner = ranks - rank - 1
     yield from _fill(zero, one, inner, rank)
     for step in range(microbatches - 2 * ranks + rank + 1):  # nF0&B1 F1&B0

@@ -77,7 +77,7 @@ def deadlocks(shape: Shape, group: int) -> bool:
 
     A forward of the last group, of R microbatches, follows another that is R units earlier on the last rank. There a
     backward of the group before comes first, which follows one that is N units earlier on rank 0. Rank 0 runs ahead by
-    2(p-1) units more than the last rank: where N+R+1 <= 2(p-1), the forward that all this waits for stands behind it.
+    2(p-1) units more than the last rank: if N+R+1 <= 2(p-1), the forward that all this waits for stands behind it.
     The first forward of the last group for which that holds is the second one after chunk 0.
     """
     rest = shape.microbatches % group

@@ -26,10 +26,10 @@ def chimera(shape: Shape, rank: int) -> Iterator[int]:
     """Run two opposite 1f1b pipelines on the same ranks, each in the idle slots of the other.
 
     Each rank holds a stage of two copies of the model; even microbatches go down the ranks and odd ones up. A unit is one
-    microbatch a rank, half of them each way: where F and B take a slot each, the two ways never want the same slot, and
+    microbatch per rank, half of them each way: if F and B take a slot each, the two ways never want the same slot, and
     the next unit starts where the forwards of this one leave off. Chimera, arXiv 2107.06925.
 
-    Bubble: p-2 slots, (p-2)/(2m+p-2) of the time, where F = B and m is a multiple of p
+    Bubble: p-2 slots, (p-2)/(2m+p-2) of the time, if F = B and m is a multiple of p
     Memory: p/2+1 on the outer ranks to p on the inner, parameters twice
     Needs: even ranks, any microbatches (built for the next multiple of the ranks)
 

@@ -40,10 +40,10 @@ def _whole_groups(shape: Shape, group_size: int | None = None) -> int:
 def grouped_interleaved(shape: Shape, rank: int, *, group_size: int | None = None) -> Iterator[int]:
     """Interleave chunks in groups of fewer microbatches than there are ranks, and hold so much less.
 
-    Microbatches pass the chunks of a rank in groups of g = `group_size`, half the ranks unless given. The backward is
+    Microbatches pass the chunks of a rank in groups of g = `group_size`, by default half the ranks. The backward is
     split, so that a rank waits only for the half that it needs. PipeOffload, arXiv 2503.01328.
 
-    Bubble: ((p-1)(F+I)+(v-1)(p-g)F)/v where F = I = W and the groups are whole
+    Bubble: ((p-1)(F+I)+(v-1)(p-g)F)/v if F = I = W and the groups are whole
     Memory: g(v-1)+p-r chunks, counted to W
     Needs: any ranks, any chunks, any microbatches; group_size from ceil(p/2) to p
 

@@ -18,10 +18,10 @@ LENGTH = {Kind.F: 1, Kind.B: 2}
 def hanayo(shape: Shape) -> list[list[int]]:
     """Pass the ranks in waves, down and up several times, so that the pipeline fills and drains by smaller chunks.
 
-    `waves` = w is the number of times down and up. A rank runs what is due first of what it can run and hold: microbatches
+    `waves` = w is the number of times down and up. A rank runs the action that is due first among those it can run and hold: microbatches
     enter at the rate of their work and are due at a stage twice as late as they could be there. Hanayo, arXiv 2308.15762.
 
-    Bubble: (2p-2)/(3pw+2p-2) of the time where B = 2F and m = p; 2/3 (p-1)(F+B) with one wave and m >= p
+    Bubble: (2p-2)/(3pw+2p-2) of the time if B = 2F and m = p; 2/3 (p-1)(F+B) with one wave and m >= p
     Memory: p
     Needs: any ranks, any waves (of two chunks each), any microbatches
 
@@ -54,14 +54,14 @@ def hanayo(shape: Shape) -> list[list[int]]:
     23  0B3
     """
     placement = Placement.wave(shape.ranks, shape.chunks // 2)
-    # Waiting a slot for what is due earlier pays while the pipeline fills and drains, not in between.
+    # Waiting a slot for an action that is due earlier pays while the pipeline fills and drains, not in between.
     runs = [_run(placement, shape.microbatches, patience) for patience in (1, 0)]
     return [rank.row for rank in min(runs, key=lambda ranks: max(rank.free for rank in ranks))]
 
 
-def _run(placement: Placement, microbatches: int, patience: int) -> list[_Rank]:
+def _run(placement: Placement, microbatches: int, patience: int) -> list[_RankProgress]:
     arrivals = Arrivals(placement.stages, microbatches, Kind.B)
-    ranks = [_Rank(placement.stages_of(rank), placement.stages, microbatches, patience) for rank in range(placement.ranks)]
+    ranks = [_RankProgress(placement.stages_of(rank), placement.stages, microbatches, patience) for rank in range(placement.ranks)]
     now, left = 0, 2 * placement.stages * microbatches
     while left:
         for rank in ranks:
@@ -70,7 +70,7 @@ def _run(placement: Placement, microbatches: int, patience: int) -> list[_Rank]:
     return ranks
 
 
-class _Candidate(NamedTuple):
+class _ReadyAction(NamedTuple):
     due: int
     depth: int
     kind: Kind
@@ -78,8 +78,8 @@ class _Candidate(NamedTuple):
     arrives: int
 
 
-class _Rank:
-    """How far one rank is with each chunk, and what it holds."""
+class _RankProgress:
+    """How far one rank is with each chunk, and how much it holds."""
 
     def __init__(self, stages: tuple[int, ...], of_all: int, microbatches: int, patience: int) -> None:
         self.stages, self.of_all, self.microbatches, self.patience = stages, of_all, microbatches, patience
@@ -88,11 +88,11 @@ class _Rank:
         self.row: list[int] = []
 
     def step(self, now: int, arrivals: Arrivals) -> bool:
-        """Run what is due first, or meanwhile what is done before that arrives; if anything can run now."""
+        """Run the action that is due first, or another one that ends before it arrives; returns whether anything ran."""
         soon = list(self._arriving(now + self.patience, arrivals))
         until = min(soon, default=None)
         if until is not None and until.arrives > now:
-            soon = [each for each in soon if each.arrives <= now and now + LENGTH[each.kind] <= until.arrives]
+            soon = [ready for ready in soon if ready.arrives <= now and now + LENGTH[ready.kind] <= until.arrives]
         if not soon:
             return False
         _, _, kind, chunk, _ = min(soon)
@@ -104,8 +104,8 @@ class _Rank:
         self.row.append(codes.pack(chunk, int(kind), microbatch))
         return True
 
-    def _arriving(self, time: int, arrivals: Arrivals) -> Iterator[_Candidate]:
-        """What can run at this time."""
+    def _arriving(self, time: int, arrivals: Arrivals) -> Iterator[_ReadyAction]:
+        """The actions that can run at this time."""
         for kind, following in self.next.items():
             for chunk, microbatch in enumerate(following):
                 if microbatch == self.microbatches or not self._fits(kind, chunk):
@@ -114,7 +114,7 @@ class _Rank:
                 arrives = arrivals.at(kind, stage)[microbatch]
                 if arrives <= time:
                     way = stage if kind is Kind.F else self.of_all + 2 * (self.of_all - 1 - stage)
-                    yield _Candidate(3 * len(self.stages) * microbatch + 2 * way, -stage, kind, chunk, arrives)
+                    yield _ReadyAction(3 * len(self.stages) * microbatch + 2 * way, -stage, kind, chunk, arrives)
 
     def _fits(self, kind: Kind, chunk: int) -> bool:
         """Whether a forward leaves room for one of each later chunk, without which no microbatch might come to its end."""

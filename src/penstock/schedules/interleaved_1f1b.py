@@ -1,4 +1,4 @@
-"""One forward, one backward, over several chunks a rank."""
+"""One forward, one backward, over several chunks per rank."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from penstock.schedules.registry import Shape, looped, register
 
 @register("interleaved-1f1b", placement=looped, accepts=next_count, check=check_group_ends)
 def interleaved_1f1b(shape: Shape, rank: int, *, group_size: int | None = None) -> Iterator[int]:
-    """Run 1f1b over several chunks a rank, so that the pipeline fills and drains a chunk at a time.
+    """Run 1f1b over several chunks per rank, so that the pipeline fills and drains a chunk at a time.
 
     Microbatches go in groups of N = `group_size`: a group passes all chunks of the rank before the next group starts.
     N = p goes depth first and holds least, N = m breadth first. Megatron-LM, arXiv 2104.04473.
 
-    Bubble: (p-1)(F+B)/v where the last group has no fewer than p microbatches
+    Bubble: (p-1)(F+B)/v if the last group has no fewer than p microbatches
     Memory: 2(p-r-1)+(v-1)N+1 chunks, pv+p-1 on rank 0 with N = p
     Needs: any ranks, any chunks, any microbatches; group_size from ranks to microbatches
 

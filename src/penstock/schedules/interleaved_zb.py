@@ -1,4 +1,4 @@
-"""Zero bubble over several chunks a rank."""
+"""Zero bubble over several chunks per rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def interleaved_zb(shape: Shape, rank: int, *, group_size: int | None = None) ->
     zb-h1 over several chunks: rank r runs each weight backward r input backwards late. The shorter warm-up also holds
     less than interleaved-1f1b. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: (p-1)(F+I-W)/v where W <= F and the groups are whole
+    Bubble: (p-1)(F+I-W)/v if W <= F and the groups are whole
     Memory: (v-1)N+p chunks, counted to W
     Needs: any ranks, any chunks, any microbatches; group_size from ranks to microbatches
 

@@ -1,4 +1,4 @@
-"""Breadth first over several chunks a rank."""
+"""Breadth first over several chunks per rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def looped_bfs(shape: Shape, rank: int) -> Iterator[int]:
     GPipe over several chunks: each chunk's parameters are used in one stretch forward and one backward, so that
     sharded parameters are gathered only twice. Breadth-First Pipeline Parallelism, arXiv 2211.05953.
 
-    Bubble: (p-1)(F+B)/v where m >= p
+    Bubble: (p-1)(F+B)/v if m >= p
     Memory: mv chunks
     Needs: any ranks, any chunks, any microbatches
 

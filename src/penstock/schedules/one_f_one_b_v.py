@@ -14,7 +14,7 @@ def one_f_one_b_v(shape: Shape) -> list[list[int]]:
     Forwards pass on at once. A backward takes the first two slots together that every round leaves free, which makes it
     wait three slots in three ranks, down and up. Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
-    Bubble: at most (p-1)(F+B) where B = 2F
+    Bubble: at most (p-1)(F+B) if B = 2F
     Memory: 2p//3+1
     Needs: any ranks, any microbatches
 

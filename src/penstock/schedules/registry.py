@@ -1,4 +1,4 @@
-"""Schedules by name: the ones that ship, and those that other packages bring by entry point."""
+"""Schedules by name: built-in ones, and those of other packages by entry point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ENTRY_POINT_GROUP = "penstock.schedules"
 
 @dataclass(frozen=True)
 class Shape:
-    """What a generator is told: how many ranks, chunks a rank, and microbatches."""
+    """The input of a generator: the number of ranks, of chunks per rank, and of microbatches."""
 
     ranks: int
     chunks: int
@@ -36,9 +36,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Layout:
-    """A family of placements, and how many chunks a rank holds in it: a fixed number, or a default that can be changed.
+    """A family of placements, and the number of chunks per rank: a fixed number, or a default that can be changed.
 
-    `unit` is what chunks come in where they do not come one by one, and how many make one: `("waves", 2)`.
+    `unit` is the name of a group of chunks and its size, if chunks do not come one by one: `("waves", 2)`.
     """
 
     place: Callable[[Shape], Placement]
@@ -48,7 +48,7 @@ class Layout:
 
     @property
     def counts(self) -> tuple[str, ...]:
-        """The options that say how many chunks a rank holds."""
+        """The options that set the number of chunks per rank."""
         return () if self.fixed else tuple(dict.fromkeys((self.unit[0], "chunks")))
 
 
@@ -82,14 +82,14 @@ class Algorithm:
     @property
     def bubble(self) -> str:
         """The bubble formula: the docstring's `Bubble:` line."""
-        return self._said("Bubble:")
+        return self._read_line("Bubble:")
 
     @property
     def memory(self) -> str:
         """The memory formula: the docstring's `Memory:` line."""
-        return self._said("Memory:")
+        return self._read_line("Memory:")
 
-    def _said(self, label: str) -> str:
+    def _read_line(self, label: str) -> str:
         return next((line.removeprefix(label).strip() for line in self._doc if line.startswith(label)), "")
 
     @property
@@ -116,11 +116,11 @@ class Algorithm:
                 f"{self.name} places {layout.chunks} stage{'s'[: layout.chunks > 1]} on each rank, got chunks={shape.chunks}"
             )
         if shape.chunks % size:
-            raise ScheduleError(f"{self.name} places {size} chunks a rank for each of its {unit}, got chunks={shape.chunks}")
+            raise ScheduleError(f"{self.name} places {size} chunks per rank for each of its {unit}, got chunks={shape.chunks}")
         return shape
 
     def build(self, ranks: Any, microbatches: Any, chunks: Any = None, graph: StageGraph | None = None, **options: Any) -> Schedule:
-        """The schedule for this shape, made when looked at: rank by rank where the algorithm allows it."""
+        """The schedule for this shape, generated when read, rank by rank if the algorithm allows it."""
         from penstock.ir.schedule import Schedule
 
         shape = self.shape(ranks, microbatches, self._chunks(chunks, options))
@@ -148,7 +148,7 @@ class Algorithm:
         return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options, remake=remake)
 
     def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
-        """The chunks asked for, by their number or in the layout's unit, which is taken out of the options."""
+        """The requested chunks, by their number or in the layout's unit, which is removed from the options."""
         unit, size = self.layout.unit
         if unit not in options:
             return chunks
@@ -158,15 +158,15 @@ class Algorithm:
         return wanted
 
     def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
-        """Each rank's row; a whole pipeline is generated once, when the first is asked for."""
+        """Each rank's row; a whole pipeline is generated once, when the first row is read."""
         if not self.whole:
             return lambda rank: cast("Iterable[int]", self.generate(shape, rank, **options))
-        made: list[Sequence[Iterable[int]]] = []  # a plain list, so that a schedule can go to another process
+        pipeline: list[Sequence[Iterable[int]]] = []  # a plain list, so that a schedule can go to another process
 
         def row(rank: int) -> Iterable[int]:
-            if not made:
-                made.append(self.generate(shape, **options))
-            return made[0][rank]
+            if not pipeline:
+                pipeline.append(self.generate(shape, **options))
+            return pipeline[0][rank]
 
         return row
 
@@ -201,7 +201,7 @@ def register(
     """Make a generator known by name.
 
     `accepts(shape, **options)` is the next microbatch count that the algorithm can be built for; the actions of the
-    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses what cannot work. A `whole` generator
+    microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses shapes that cannot work. A `whole` generator
     builds all ranks together and takes no rank. The generator's docstring starts with a one-line summary and has a
     `Bubble:` and a `Memory:` line.
     """
@@ -248,7 +248,7 @@ def algorithm(name: str) -> Algorithm:
 
 def available() -> dict[str, str]:
     """Every schedule's name and one-line summary."""
-    return {name: each.summary for name, each in algorithms().items()}
+    return {name: known.summary for name, known in algorithms().items()}
 
 
 def schedule(

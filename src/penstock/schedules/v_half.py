@@ -11,10 +11,10 @@ from penstock.schedules.registry import Shape, register, v
 def v_half(shape: Shape) -> list[list[int]]:
     """Fold the pipeline into a V and time its halves so that a rank holds half of what it does in 1f1b.
 
-    Going down a forward or an input backward takes two slots a rank, going up one: a rank that holds its first chunk for
+    Going down a forward or an input backward takes two slots per rank, going up one: a rank that holds its first chunk for
     long holds its second briefly. Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
-    Bubble: (3p-7)F/2 for even p >= 4, (3p-4)F/2 for odd p >= 3, where F = I = W and m >= p
+    Bubble: (3p-7)F/2 for even p >= 4, (3p-4)F/2 for odd p >= 3, if F = I = W and m >= p
     Memory: (p+2)//2, counted to W
     Needs: any ranks, any microbatches
 

@@ -11,10 +11,10 @@ from penstock.schedules.registry import Shape, register, v
 def v_min(shape: Shape) -> list[list[int]]:
     """Fold the pipeline into a V and pass everything on at once, so that a rank holds a third of what it does in 1f1b.
 
-    Every microbatch goes down, up, and back the same way at one slot a rank: the least time that it can be held.
+    Every microbatch goes down, up, and back the same way at one slot per rank: the least time that it can be held.
     Pipeline Parallelism with Controllable Memory, arXiv 2405.15362.
 
-    Bubble: (4p-7)F/2, or (4p-5)F/2 for p = 4, 7, 10 and so on, where F = I = W and m >= p > 1
+    Bubble: (4p-7)F/2, or (4p-5)F/2 for p = 4, 7, 10 and so on, if F = I = W and m >= p > 1
     Memory: (p+4)//3, counted to W
     Needs: any ranks, any microbatches
 

@@ -6,25 +6,24 @@ from typing import Any
 
 from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
-from penstock.schedules._rehearsal import Stage, rehearse
-from penstock.schedules._zb_search import search
+from penstock.schedules._zb_search import StageCosts, rehearse, search
 from penstock.schedules.registry import Shape, linear, register
 from penstock.text.units import parse_size
 
 
-def _stages(shape: Shape, costs: Costs) -> list[Stage]:
+def _stages(shape: Shape, costs: Costs) -> list[StageCosts]:
     names = ("f", "i", "w", "activation", "weight_stash")
     f, i, w, activation, stash = (costs.table(name, shape.ranks, shape.microbatches).tolist() for name in names)
     hop = costs.table("output", shape.ranks, shape.microbatches) / (costs.bandwidth or float("inf")) + costs.latency
-    return [Stage(*of_stage) for of_stage in zip(f, i, w, hop.tolist(), activation, stash, strict=True)]
+    return [StageCosts(*of_stage) for of_stage in zip(f, i, w, hop.tolist(), activation, stash, strict=True)]
 
 
-def _least(stages: list[Stage]) -> float:
-    """What one microbatch at a time needs on the stage that needs most."""
+def _least(stages: list[StageCosts]) -> float:
+    """The memory of one microbatch at a time on the stage that needs most."""
     return max(max(map(max, (stage.activation, stage.weight_stash))) for stage in stages)
 
 
-def _limit(stages: list[Stage], memory_limit: float | str | None) -> float:
+def _limit(stages: list[StageCosts], memory_limit: float | str | None) -> float:
     if memory_limit is not None:
         return parse_size(memory_limit)
     return max(_least(stages), len(stages) * max(max(stage.activation) for stage in stages))
@@ -46,11 +45,11 @@ def _check(shape: Shape, costs: Any = None, memory_limit: Any = None) -> None:
 def zb_auto(shape: Shape, *, costs: Costs | None = None, memory_limit: float | str | None = None) -> list[list[int]]:
     """Fit zero bubble to given costs and memory: as many forwards ahead and weight backwards kept back as pay on each rank.
 
-    zb-h1 and zb-h2 fix both for equal times; here they are searched for `costs` (equal times unless given), and the order
+    zb-h1 and zb-h2 fix both for equal times; here they are searched for `costs` (by default equal times), and the order
     whose worst rank has the shortest span is kept. No rank ever holds more than `memory_limit`, in the unit of the costs'
-    `activation` and `weight_stash`; unless given, it is one activation a rank. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
+    `activation` and `weight_stash`; by default, it is one activation per rank. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: searched, that of zb-h1 or zb-h2 or less where they fit
+    Bubble: searched, that of zb-h1 or zb-h2 or less if they fit
     Memory: the limit, counted to W
     Needs: any ranks, any microbatches; a memory_limit that holds one microbatch
 

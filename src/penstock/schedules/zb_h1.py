@@ -16,7 +16,7 @@ def zb_h1(shape: Shape, rank: int) -> Iterator[int]:
     Only the input's half of a backward is waited for by another rank. Rank r keeps r weight halves back and runs them
     at the end, where 1f1b is idle. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: (p-1)(F+I-W) where W <= F
+    Bubble: (p-1)(F+I-W) if W <= F
     Memory: min(p, m), counted to W
     Needs: any ranks, any microbatches
 

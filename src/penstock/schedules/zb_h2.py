@@ -16,7 +16,7 @@ def zb_h2(shape: Shape, rank: int) -> Iterator[int]:
     zb-h1 with twice the warm-up and twice the delay of the weight backwards: with equal times each rank works without
     a gap from its first forward to its last weight backward. Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: (p-1)(F+I-2W) of the span, where W <= F and 2W <= F+I
+    Bubble: (p-1)(F+I-2W) of the span, if W <= F and 2W <= F+I
     Memory: min(2p-1, m), counted to W
     Needs: any ranks, any microbatches
 

@@ -22,7 +22,7 @@ def zbv(shape: Shape, rank: int) -> Iterator[int]:
     backward itself. With equal times no rank waits between its first and its last action.
     ZB-V of Zero Bubble Pipeline Parallelism, arXiv 2401.10241.
 
-    Bubble: 0 of the span where F = I = W; (p-1)F/2 of the makespan, F that of a rank's two stages
+    Bubble: 0 of the span if F = I = W; (p-1)F/2 of the makespan, F that of a rank's two stages
     Memory: p (2p stages)
     Needs: any ranks, any microbatches (built for at least 2p-1)
 

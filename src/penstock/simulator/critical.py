@@ -1,4 +1,4 @@
-"""The chain that makes the makespan what it is."""
+"""The critical path: the chain of actions and messages that determines the makespan."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class PathStep:
 
 
 def critical_path(timeline: Timeline) -> list[PathStep]:
-    """Walk back from the end: each piece starts when the one before it ends."""
-    return _Walk(timeline).path()
+    """Find the critical path, backwards from the end: each piece starts when the one before it ends."""
+    return _PathSearch(timeline).path()
 
 
 @dataclass
-class _Walk:
+class _PathSearch:
     timeline: Timeline
 
     def path(self) -> list[PathStep]:
@@ -68,11 +68,10 @@ class _Walk:
             action = rows.part_at(int(messages.before[index]))
             return PathStep(what, int(messages.target[index]), action, float(timeline.depart[index]), float(timeline.arrive[index]))
         starts, ends = (timeline.start, timeline.end) if what == "action" else (timeline.collective_start, timeline.collective_end)
-        action = rows.action_at(int(rows.group.searchsorted(index)))
-        return PathStep(what, int(timeline.flat.graph().rank[index]), action, float(starts[index]), float(ends[index]))
+        return PathStep(what, int(timeline.flat.graph().rank[index]), rows.action_of(index), float(starts[index]), float(ends[index]))
 
     def _before(self, what: str, index: int) -> tuple[str, int] | None:
-        """What ended when this began."""
+        """The piece that ended when this one began."""
         return {"action": self._before_action, "message": self._before_message, "collective": self._before_collective}[what](index)
 
     def _before_action(self, node: int) -> tuple[str, int] | None:

@@ -1,4 +1,4 @@
-"""Why a rank stands idle."""
+"""The idle times of a rank, each with its cause."""
 
 from __future__ import annotations
 
@@ -49,23 +49,23 @@ def gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order, from 0 to the makespan."""
     table = timeline.table
     low, high = (int(bound) for bound in table.rows.group_offsets[rank : rank + 2])
-    found: list[Gap] = []
+    idle: list[Gap] = []
     clock = 0.0
     begun = False
     for node in range(low, high):
         start = float(timeline.start[node])
         if timeline.computes[node] and not begun:
-            found += [Gap(0.0, start, "fill")] if start > 0 else []
+            idle += [Gap(0.0, start, "fill")] if start > 0 else []
             begun, clock = True, start
         if begun and start > clock:
-            found += _waits(timeline, node, clock, start)
+            idle += _waits(timeline, node, clock, start)
         clock = max(clock, float(timeline.end[node]))
-    found += tail(timeline, rank, clock)
-    return found
+    idle += tail(timeline, rank, clock)
+    return idle
 
 
 def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
-    """What follows the last action: the optimizer's step is work, the rest drains."""
+    """The idle time after the last action: the optimizer's step is work, the rest drains."""
     step_end = float(timeline.finished[rank])
     step = float(timeline.optimizer[rank])
     for start, end in ((clock, step_end - step if step else clock), (step_end if step else clock, timeline.makespan)):
@@ -74,31 +74,27 @@ def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
 
 
 def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
-    """One idle time before a node: for another rank to act, for a slot to send what it made, and for that to arrive."""
+    """One idle time before a node, in parts: until another rank has computed, has a slot to send, and its message arrives."""
     table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
     if not timeline.computes[node]:
-        yield Gap(clock, start, "memory", _action(timeline, node), int(graph.rank[node]))
+        yield Gap(clock, start, "memory", timeline.table.rows.action_of(node), int(graph.rank[node]))
         return
     arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
     if not arrivals:
         gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
         last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
-        yield Gap(clock, start, "communication", _action(timeline, last), int(graph.rank[last]))
+        yield Gap(clock, start, "communication", timeline.table.rows.action_of(last), int(graph.rank[last]))
         return
     message = arrivals[0]
     sender = int(graph.sender[message])
     computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots alone
     blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
-    made, who = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
+    maker, source = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
     for until, cause, action in (
-        (float(timeline.end[computed]), "waiting", made),
-        (float(timeline.end[sender]), "memory", _action(timeline, blocked)),
-        (start, "communication", made),
+        (float(timeline.end[computed]), "waiting", maker),
+        (float(timeline.end[sender]), "memory", timeline.table.rows.action_of(blocked)),
+        (start, "communication", maker),
     ):
         if min(until, start) > clock:
-            yield Gap(clock, min(until, start), cause, action, who)
+            yield Gap(clock, min(until, start), cause, action, source)
             clock = min(until, start)
-
-
-def _action(timeline: Timeline, node: int) -> Action:
-    return timeline.table.rows.action_at(int(timeline.table.rows.group.searchsorted(node)))

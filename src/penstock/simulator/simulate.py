@@ -6,18 +6,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import unpack_actions
+from penstock.ir.action import unpack_code
 from penstock.ir.costs import Costs
+from penstock.ir.rows import Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.engine import Outcome, run
 from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.event_loops.loops import Durations
 from penstock.simulator.timeline import Timeline
-
-Floats = NDArray[np.float64]
 
 _ADVICE = "verify the schedule to see everything that is wrong with it"
 
@@ -25,7 +23,7 @@ _ADVICE = "verify the schedule to see everything that is wrong with it"
 def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") -> Timeline:
     """Time a schedule or program under these costs.
 
-    One compute lane and one lane for each channel a rank. A send returns at once unless the channel's slots are all
+    A rank has one compute lane and one lane per channel. A send returns at once unless the channel's slots are all
     taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. `engine` is `auto`,
     `plain` or `compiled` (needs numba).
     """
@@ -33,16 +31,16 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
-    """The same order under other costs, without building anything anew."""
+    """Time the same order under other costs, without building anything anew."""
     return _timed(timeline.flat, costs, engine)
 
 
 def _flat(table: Table) -> Flat:
-    """The table laid flat, if every action comes after what it needs of its own rank."""
+    """Lay the table flat; refuse actions that do not come after everything they need of their own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
-        entry, needed = int(missing.after[0]), next(unpack_actions([int(missing.code[0])]))
-        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which is nowhere: {_ADVICE}")
+        entry, needed = int(missing.after[0]), unpack_code(int(missing.code[0]))
+        raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which does not exist: {_ADVICE}")
     wrong = np.flatnonzero(rows.group[before] >= rows.group[after])
     if len(wrong):
         entry, needed = int(after[wrong[0]]), rows.part_at(int(before[wrong[0]]))
@@ -63,7 +61,7 @@ def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
     stopped = np.flatnonzero(outcome.reached != rows.group_offsets[1:])
     if len(stopped):
         rank = int(stopped[0])
-        action = rows.action_at(int(rows.group.searchsorted(outcome.reached[rank])))
+        action = rows.action_of(int(outcome.reached[rank]))
         raise ScheduleError(f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: {_ADVICE}")
 
 
@@ -104,13 +102,13 @@ def simulate_many(
     graph, takes = flat.graph(costs.contention), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
-    made: list[tuple[float, float, float]] = []
+    figures: list[tuple[float, float, float]] = []
     for _ in range(scenarios):
-        drawn = Durations(*(each * np.exp(chance.normal(-(spread**2) / 2, spread, len(each))) for each in takes))
+        drawn = Durations(*(column * np.exp(chance.normal(-(spread**2) / 2, spread, len(column))) for column in takes))
         outcome = run(graph, drawn, costs.contention, engine)
         _refuse_hang(flat, outcome)
         timeline = Timeline(table, costs, *outcome.times)
         timeline.__dict__["flat"] = flat
         span = float((timeline.finished - timeline.begun).max(initial=0.0))
-        made.append((timeline.makespan, timeline.bubble, span))
-    return Scenarios(*np.array(made).T)
+        figures.append((timeline.makespan, timeline.bubble, span))
+    return Scenarios(*np.array(figures).T)

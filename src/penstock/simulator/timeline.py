@@ -1,4 +1,4 @@
-"""When everything ran: simulated or measured."""
+"""Timelines: when everything ran, simulated or measured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, Kind
-from penstock.ir.rows import Flags
+from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
 
@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from penstock.simulator.critical import PathStep
     from penstock.simulator.gaps import Gap
     from penstock.simulator.memory import Curve
-    from penstock.simulator.waits import Waits
-
-Floats = NDArray[np.float64]
+    from penstock.simulator.waits import WaitCauses
 
 
 @dataclass(frozen=True)
@@ -55,10 +53,10 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every action and message, and what follows from them.
+    """Start and end of every action and message, and the figures that follow from them.
 
-    `start` and `end` have one value for each action of `table.rows` (a group), `depart` and `arrive` one for each message,
-    `collective_start` and `collective_end` one an action, -1 for those that start no collective.
+    `start` and `end` have one value per action of `table.rows` (a group), `depart` and `arrive` one per message,
+    `collective_start` and `collective_end` one per action, -1 for actions that start no collective.
     """
 
     table: Table
@@ -70,7 +68,7 @@ class Timeline:
     collective_start: Floats
     collective_end: Floats
     held_by: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared."""
+    """For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared."""
     source: str = "simulated"
 
     @cached_property
@@ -102,17 +100,11 @@ class Timeline:
     @cached_property
     def optimizer(self) -> Floats:
         """How long each rank's optimizer takes."""
-        return self.of_ranks("optimizer")
-
-    def of_ranks(self, name: str) -> Floats:
-        """What a cost of the stages comes to on each rank."""
-        copies = self.table.placement.copies
-        values = np.tile(self.costs.per_stage(name, self.table.stages), len(copies))
-        return np.asarray(np.bincount(np.ravel(copies), weights=values, minlength=self.ranks), dtype=np.float64)
+        return self.costs.per_rank("optimizer", self.table.placement)
 
     @cached_property
     def finished(self) -> Floats:
-        """When each rank is through with everything."""
+        """When each rank has finished everything."""
         bounds = self.table.rows.group_offsets
         latest = np.maximum(self.end, self.collective_end)
         ends = [latest[low:high].max(initial=0.0) for low, high in pairwise(bounds.tolist())]
@@ -148,25 +140,25 @@ class Timeline:
         return len(self.depart)
 
     @cached_property
-    def waits(self) -> Waits:
-        """What each computation waited for."""
-        from penstock.simulator.waits import Waits
+    def waits(self) -> WaitCauses:
+        """The cause of each computation's wait."""
+        from penstock.simulator.waits import WaitCauses
 
-        return Waits(self)
+        return WaitCauses(self)
 
     # Parts ------------------------------------------------------------------------------------------------------------
 
     def spans(self, rank: int) -> list[Span]:
         """The rank's compute actions in order."""
-        found: list[Span] = []
+        spans: list[Span] = []
         before = 0.0
         low = int(self.table.rows.group_offsets[rank])
         for node, action in enumerate(self.table[rank], start=low):
             if self.computes[node]:
                 start, end = float(self.start[node]), float(self.end[node])
-                found.append(Span(action, start, end, start - before))
+                spans.append(Span(action, start, end, start - before))
                 before = end
-        return found
+        return spans
 
     def transfers(self) -> Iterator[Transfer]:
         """Every message, in the order of the sending rank."""
@@ -178,12 +170,12 @@ class Timeline:
 
     @cached_property
     def _curves(self) -> list[Curve]:
-        from penstock.simulator.memory import curves
+        from penstock.simulator.memory import build_curves
 
-        return curves(self)
+        return build_curves(self)
 
     def memory(self, rank: int) -> Curve:
-        """What the rank holds over time, by what it is held for."""
+        """The memory of the rank over time, by category."""
         return self._curves[rank]
 
     @cached_property
@@ -211,7 +203,7 @@ class Timeline:
 
     @cached_property
     def critical_path(self) -> list[PathStep]:
-        """A chain of actions and messages from the start to the makespan; without a pause where it is simulated."""
+        """A chain of actions and messages from the start to the makespan; without a pause if simulated."""
         from penstock.simulator.critical import critical_path
         from penstock.simulator.measured import measured_path
 

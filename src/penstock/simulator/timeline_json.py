@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import partial
 from os import PathLike
 from typing import Any
 
@@ -19,6 +20,12 @@ from penstock.simulator.timeline import Timeline
 
 _MOST = sys.float_info.max
 _COLUMNS = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "source": (str,),
+    "costs": (dict,),
+    "table": (dict,),
+    **dict.fromkeys(("held_by", *_COLUMNS), (list,)),
+}
 
 
 def encode(timeline: Timeline) -> dict[str, Any]:
@@ -42,9 +49,7 @@ def encode(timeline: Timeline) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Timeline:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "timeline")
-    for name in ("source", "costs", "table", "held_by", *_COLUMNS):
-        if name not in data:
-            raise FileFormatError(file, f"there is no {name!r}")
+    reading.check_fields(data, _FIELDS, error=partial(FileFormatError, file))
     table = json_form.decode(data["table"], file)
     flat = Flat(table)
     nodes, messages = flat.num_nodes, len(flat.messages.before)
@@ -53,22 +58,20 @@ def decode(data: Any, file: str = "JSON") -> Timeline:
     for start, end in zip(_COLUMNS[::2], _COLUMNS[1::2], strict=True):
         if (columns[end] < columns[start]).any():
             raise FileFormatError(file, f"{end!r} has a time before its {start!r}")
-    if not isinstance(data["source"], str):
-        raise FileFormatError(file, f"'source' must be text, got {data['source']!r}")
     held_by = _held_by(data["held_by"], messages, file)
     return Timeline(table, _costs(data["costs"], table, file), **columns, held_by=held_by, source=data["source"])
 
 
-def _times(values: Any, name: str, count: int, file: str) -> NDArray[np.float64]:
-    if not isinstance(values, list) or not all(type(value) in (int, float) and abs(value) <= _MOST for value in values):
+def _times(values: list[Any], name: str, count: int, file: str) -> NDArray[np.float64]:
+    if not all(type(value) in (int, float) and abs(value) <= _MOST for value in values):
         raise FileFormatError(file, f"{name!r} must be a list of times, finite numbers")
     if len(values) != count:
         raise FileFormatError(file, f"{name} has {len(values)} times, but there are {count} to time")
     return np.array(values, dtype=np.float64)
 
 
-def _held_by(values: Any, messages: int, file: str) -> NDArray[np.int32]:
-    if not isinstance(values, list) or not all(type(value) is int and -1 <= value < messages for value in values):
+def _held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int32]:
+    if not all(type(value) is int and -1 <= value < messages for value in values):
         raise FileFormatError(file, f"'held_by' must be a list of messages, -1 to {messages - 1}")
     if len(values) not in (0, messages):
         raise FileFormatError(file, f"'held_by' has {len(values)} values for {messages} messages: give none or one each")

@@ -7,24 +7,22 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action
 from penstock.ir.kind import SENDS
-from penstock.ir.rows import Flags, Ints
+from penstock.ir.rows import Flags, Floats, Ints
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 
 NEGLIGIBLE = 0.01
 """Of the median computation: a rank that stands idle for less has not waited. Measured times never fall together to the last digit."""
 
 
 @dataclass(frozen=True, eq=False)
-class Waits:
-    """One value for each computation, in the order of the rows; others are named by their place among the computations."""
+class WaitCauses:
+    """One value per computation, in the order of the rows; other computations are named by their place in that order."""
 
     timeline: Timeline
 
@@ -35,7 +33,7 @@ class Waits:
 
     @cached_property
     def place(self) -> Ints:
-        """The reverse of `node`; of what is no computation, the place of the computation before it."""
+        """The reverse of `node`; for an action that is not a computation, the place of the computation before it."""
         return np.cumsum(self.timeline.computes) - 1
 
     @cached_property
@@ -60,12 +58,12 @@ class Waits:
 
     @cached_property
     def free(self) -> Floats:
-        """When the rank had computed what comes before; 0 for its first."""
+        """When the rank had finished its computation before; 0 for its first."""
         return np.append(self.end, 0.0)[self.before]
 
     @cached_property
     def message(self) -> Ints:
-        """The message that came last of those it needs, -1 where it needs none."""
+        """The last message to arrive of those it needs, -1 if it needs none."""
         user, arrive = self.timeline.flat.graph().user, self.timeline.arrive
         order = np.lexsort((-np.arange(len(arrive)), arrive, user))  # of several at once the first counts
         latest = np.full(self.timeline.flat.num_nodes, -1, dtype=np.int64)
@@ -74,7 +72,7 @@ class Waits:
 
     @cached_property
     def arrival(self) -> Floats:
-        """When that message came; 0 where there is none."""
+        """When that message arrived; 0 if there is none."""
         return np.append(self.timeline.arrive, 0.0)[self.message]
 
     @cached_property
@@ -84,7 +82,7 @@ class Waits:
 
     @cached_property
     def ready(self) -> Floats:
-        """When everything was there that it waits for."""
+        """When everything that it waits for was there."""
         return np.maximum(self.free, self.arrival)
 
     @cached_property
@@ -95,18 +93,17 @@ class Waits:
 
     @cached_property
     def by_message(self) -> Flags:
-        """Whether it began so late for its message, and not for what its rank computed before."""
+        """Whether it waited for its message, and not for its rank's computation before."""
         waited = self.start - self.free > self.negligible
         return (self.message >= 0) & waited & (self.arrival > self.free)
 
     @cached_property
     def negligible(self) -> float:
-        """The idle time that is none."""
+        """An idle time below this does not count."""
         if self.timeline.source == "simulated" or not len(self.node):
             return 0.0
         return NEGLIGIBLE * float(np.median(self.end - self.start))
 
     def action(self, place: int) -> Action:
         """A computation as an action."""
-        rows = self.timeline.table.rows
-        return rows.action_at(int(rows.group.searchsorted(self.node[place])))
+        return self.timeline.table.rows.action_of(int(self.node[place]))

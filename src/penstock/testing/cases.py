@@ -1,4 +1,4 @@
-"""The shapes that a schedule is tried on."""
+"""The shapes on which a schedule is tested."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Case:
 def conformance_cases(name: str, *, ranks: Iterable[int] = range(1, 5), chunks: Iterable[int] = range(1, 4), **options: Any) -> list[Case]:
     """Every microbatch count from 1 to three times the ranks, for each number of ranks and chunks that the schedule takes.
 
-    A schedule may need an even number of ranks, say, but no microbatch count: where it takes one, all are tried.
+    A schedule may need an even number of ranks, say, but no particular microbatch count: if it accepts a shape, all counts are tried.
 
     >>> [str(case) for case in conformance_cases("dualpipe", ranks=[1, 2], chunks=[1])]
     ['dualpipe-p2-v2-m1', 'dualpipe-p2-v2-m2', 'dualpipe-p2-v2-m3', 'dualpipe-p2-v2-m4', 'dualpipe-p2-v2-m5', 'dualpipe-p2-v2-m6']

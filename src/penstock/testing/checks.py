@@ -1,4 +1,4 @@
-"""What every schedule must hold to, one small check each."""
+"""The requirements on every schedule, one small check each."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _LOWERINGS: tuple[tuple[dict[str, str | int | bool], tuple[str, ...]], ...] = (
 def check_schedule(schedule: Schedule) -> None:
     """Raise `AssertionError` with the reason unless all of this holds.
 
-    - A rank's row is the same asked alone and as part of the whole.
-    - Every stage and microbatch has its forward once and, where anything trains, its backward (B, or I and W) once, each on
+    - A rank's row is the same whether generated alone or as part of the whole.
+    - Every stage and microbatch has its forward once and, if anything trains, its backward (B, or I and W) once, each on
       its rank; a backward follows its forward and a W its I; the order can run to its end.
     - Text, CSV and JSON give the same schedule back.
     - Every way of lowering keeps the order and gives a program that the verifier proves, with receives as `paired` under
@@ -77,7 +77,7 @@ def _check_files(schedule: Schedule) -> None:
 
 
 def _check_file_forms(table: Table) -> None:
-    """A CSV file has the rows alone; JSON has all of it."""
+    """Check that CSV gives back the rows, and JSON the whole table."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table.csv"
         write_csv(table, path)

@@ -1,4 +1,4 @@
-"""The suite as a class for pytest to collect."""
+"""The suite as a class that pytest collects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleConformance:
-    """Subclass it in a test file under a name that starts with `Test`, and say which registered schedule to try."""
+    """Subclass it in a test file under a name that starts with `Test`, and set `name` to a registered schedule."""
 
     name: ClassVar[str]
     ranks: ClassVar[Iterable[int]] = range(1, 5)
@@ -23,7 +23,7 @@ class ScheduleConformance:
     """Options of the schedule itself, the same for every shape."""
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test a shape."""
+        """Generate one test per shape."""
         if "case" in metafunc.fixturenames:
             cases = conformance_cases(self.name, ranks=self.ranks, chunks=self.chunks, **self.options)
             metafunc.parametrize("case", cases, ids=str)

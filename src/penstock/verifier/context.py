@@ -1,7 +1,4 @@
-"""What every rule is given: the table, and what several rules ask of it.
-
-Small array helpers that several rules share.
-"""
+"""The input of every rule: the table under proof, arrays that several rules read, and small array helpers."""
 
 from __future__ import annotations
 
@@ -10,20 +7,19 @@ from functools import cached_property
 
 import numpy as np
 
-from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Flags, Ints, Rows
+from penstock.ir.rows import Flags, Ints, Rows, first_of
 from penstock.ir.table import Table
 from penstock.verifier.finding import Finding, Severity
 
 
 @dataclass(frozen=True)
 class Context:
-    """The table under proof. Arrays are one value an entry of `rows` unless they say otherwise."""
+    """The table under proof. Arrays have one value per entry of `rows` unless they say otherwise."""
 
     table: Table
     semantics: str = "channels"
@@ -78,7 +74,7 @@ class Context:
         return self.rows.stage * self.table.microbatches + self.rows.microbatch
 
     def first(self, *kinds: Kind) -> Ints:
-        """For each cell, the first entry of these kinds, -1 where there is none."""
+        """For each cell, the first entry of these kinds, -1 if there is none."""
         entries = np.flatnonzero(self.rows.is_kind(*kinds) & self.inside)
         return first_of(self.cell[entries], entries, self.table.stages * self.table.microbatches)
 
@@ -86,32 +82,26 @@ class Context:
 
     @cached_property
     def edges(self) -> Ints:
-        """The graph's edges, a row each: source stage, target stage."""
-        return np.array(self.graph.edges, dtype=np.int64).reshape(-1, 2)
+        """The edges of the graph, one row each: source stage, target stage."""
+        return self.graph.edge_table
 
     @cached_property
     def edge(self) -> Ints:
-        """The edge that a communication entry goes along; -1 for other entries and where there is no such edge."""
-        rows, found = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
+        """The edge that a communication entry goes along; -1 for other entries and if there is no such edge."""
+        rows, edge = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
         entries = np.flatnonzero(self.communicates & self.inside)
         stage, peer, up = rows.stage[entries], peer_stages(rows)[entries], rows.is_kind(Kind.SEND_F, Kind.RECV_B)[entries]
-        source, target = np.where(up, stage, peer), np.where(up, peer, stage)
-        there = (source >= 0) & (source < target) & (target < self.table.stages)
-        keys = self.edges[:, 0] * self.table.stages + self.edges[:, 1]
-        if len(keys):
-            wanted = source * self.table.stages + target
-            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            found[entries] = np.where(there & (keys[at] == wanted), at, -1)
-        return found
+        edge[entries] = np.where(up == (stage < peer), self.linker.edge_between(stage, peer), -1)
+        return edge
 
     @cached_property
     def message(self) -> Ints:
-        """The edge that a message is named after and its microbatch in one number, -1 where there is no edge. One for each direction."""
+        """The edge that a message is named after and its microbatch in one number, the same for both directions; -1 without an edge."""
         return np.where(self.edge >= 0, self.edge * self.table.microbatches + self.rows.microbatch, -1)
 
     @cached_property
     def away(self) -> Ints:
-        """The rank at the other end of a communication entry, -1 where there is none."""
+        """The rank at the other end of a communication entry, -1 if there is none."""
         away, entries = np.full(len(self.rows.codes), -1, dtype=np.int64), np.flatnonzero(self.edge >= 0)
         ends = self.edges[self.edge[entries]]
         other = np.where(ends[:, 0] == self.rows.stage[entries], ends[:, 1], ends[:, 0])
@@ -120,7 +110,7 @@ class Context:
 
     @cached_property
     def channel(self) -> Ints:
-        """From rank, to rank and kind of traffic in one number; -1 where the entry is not one end of a message between two ranks."""
+        """Source rank, target rank and kind of traffic in one number; -1 if the entry is not one end of a message between two ranks."""
         rows, ranks = self.rows, self.table.ranks
         sends, backward = rows.is_kind(*SENDS), rows.is_kind(Kind.SEND_B, Kind.RECV_B)
         source, target = np.where(sends, rows.rank, self.away), np.where(sends, self.away, rows.rank)
@@ -146,7 +136,7 @@ class Context:
         return Finding(rule, severity, rank, step, str(self.rows.action_at(entry)), message, remedy, self.table)
 
     def absence(self, rule: str, rank: int, action: str, message: str, remedy: str, *, beside: int = -1) -> Finding:
-        """A finding about an action that is not there: beside an entry of its rank, else at the end of the row."""
+        """A finding about a missing action, placed beside an entry of its rank or at the end of the row."""
         if beside >= 0 and self.rows.rank[beside] == rank:
             step = int(self.rows.step[beside])
         else:
@@ -154,22 +144,10 @@ class Context:
         return Finding(rule, Severity.WRONG, rank, step, action, message, remedy, self.table)
 
 
-def code_name(code: int) -> str:
-    """A code as text."""
-    return str(next(unpack_actions([code])))
-
-
 def ordinal(number: int) -> str:
     """1st, 2nd, 3rd, 4th."""
     ending = "th" if number // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
     return f"{number}{ending}"
-
-
-def first_of(keys: Ints, entries: Ints, size: int) -> Ints:
-    """A table of the first entry of each key, -1 where there is none."""
-    table = np.full(size, -1, dtype=np.int64)
-    table[keys[::-1]] = entries[::-1]
-    return table
 
 
 def position_in(keys: Ints) -> Ints:
@@ -179,8 +157,8 @@ def position_in(keys: Ints) -> Ints:
 
 
 def repeated(keys: Ints, entries: Ints) -> tuple[Ints, Ints]:
-    """The entries whose key an earlier entry has, and for each the first that has it."""
+    """The entries with the key of an earlier entry, and for each the first entry with that key."""
     order = np.argsort(keys, kind="stable")
     place = position_in(keys[order])
-    again = np.flatnonzero(place)
-    return entries[order[again]], entries[order[again - place[again]]]
+    later = np.flatnonzero(place)
+    return entries[order[later]], entries[order[later - place[later]]]

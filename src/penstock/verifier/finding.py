@@ -1,7 +1,4 @@
-"""What is wrong, and where.
-
-All findings in one text.
-"""
+"""Findings: one broken rule at one place each, and the report of all of them."""
 
 from __future__ import annotations
 
@@ -45,11 +42,11 @@ class Finding:
     message: str
     remedy: str
     table: Table | None = field(default=None, repr=False, compare=False)
-    """Where the excerpt is cut from, when it is asked for."""
+    """The source of the excerpt."""
 
     @cached_property
     def excerpt(self) -> str:
-        """The grid around the place, its step marked; empty where the rows cannot be read as actions."""
+        """The grid around the place, its step marked; empty if the rows cannot be read as actions."""
         return "" if self.table is None else excerpt(self.table, self.rank, self.step)
 
     @property
@@ -73,7 +70,7 @@ class Finding:
 
 
 def excerpt(table: Table, rank: int, step: int) -> str:
-    """A few steps before and after, a few ranks to either side; only what is shown is unpacked."""
+    """A few steps before and after, a few ranks to either side; only these are unpacked."""
     first = max(0, min(rank - _RANKS_SHOWN // 2, table.ranks - _RANKS_SHOWN))
     ranks = range(first, min(first + _RANKS_SHOWN, table.ranks))
     steps = range(max(0, step - _STEPS_AROUND), step + _STEPS_AROUND + 1)

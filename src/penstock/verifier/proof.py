@@ -1,4 +1,4 @@
-"""What was proved."""
+"""The result of a proof."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Proof:
     microbatches: int
     semantics: str
     rules: dict[str, str]
-    """The rules that were tried, each with what holds; rules that the table is not subject to are left out."""
+    """The rules that were tried, each with the invariant that holds; rules that do not apply to the table are left out."""
     actions: int
     messages: int
     slots: bool
     """Whether the slot counts of the channels were part of the proof; if not, slots are unlimited."""
     peak_memory: tuple[float, ...] | None = None
-    """The most that each rank holds, where costs or a limit were given."""
+    """The most that each rank holds; None without costs and limit."""
     memory_limit: tuple[float, ...] | None = None
 
     def __str__(self) -> str:

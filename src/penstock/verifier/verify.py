@@ -22,7 +22,7 @@ from penstock.verifier.rules.waits import slots_of
 
 SEMANTICS = ("channels", "rendezvous")
 MOST_FINDINGS = 1000
-"""Of each rule: a table that is wrong everywhere is not reported action by action."""
+"""Per rule, because a table that is wrong everywhere need not be reported action by action."""
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -98,11 +98,11 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
 
 
 def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
-    """One size a rank, as given."""
+    """One size per rank, not parsed yet."""
     if memory_limit is None:
         return None
     if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence | np.ndarray):
         return [memory_limit] * ranks
     if len(memory_limit) != ranks:
-        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one a rank")
+        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one per rank")
     return list(memory_limit)

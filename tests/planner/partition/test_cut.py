@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import penstock as ps
 from penstock.errors import PlacementError
 from penstock.planner.partition import any_placement
-from penstock.planner.partition.cut import partition
+from penstock.planner.partition.cut import cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
 from planner.model_strategies import models, numbers
 
@@ -93,7 +93,7 @@ def test_no_cut_is_better(everything: bool, data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if not everything:
             patch.setattr(any_placement, "FEW", 0)
-        found = partition(profile, placement, recompute=recompute, limits=limits, moments=moments)
+        found = cut_layers(profile, placement, recompute=recompute, limits=limits, moments=moments)
     reference = Reference(profile, placement, recompute, moments)
     cuts = (0, *np.cumsum(found.sizes).tolist())
     assert len(found.sizes) == placement.stages
@@ -119,7 +119,7 @@ def test_mirrored_stages_are_exact_without_trying_everything(placement: ps.Place
     profile = data.draw(models(10).filter(lambda model: len(model) >= placement.stages))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(any_placement, "FEW", 0)
-        found = partition(profile, placement)
+        found = cut_layers(profile, placement)
     reference = Reference(profile, placement, [False] * placement.stages, [])
     assert found.exact
     assert found.load == pytest.approx(min(map(reference.load, reference.all_cuts())))
@@ -130,7 +130,7 @@ def test_slack_buys_more_even_stages(profile: ps.Profile, slack: float) -> None:
     placement = ps.Placement.v(2)
     if len(profile) < placement.stages:
         return
-    least, found = partition(profile, placement), partition(profile, placement, slack=slack)
+    least, found = cut_layers(profile, placement), cut_layers(profile, placement, slack=slack)
     reference = Reference(profile, placement, [False] * 4, [])
 
     def uneven(way: tuple[int, ...]) -> float:
@@ -146,12 +146,12 @@ def test_many_layers_over_many_stages():
     layers = [ps.Layer(f=0.25, i=0, w=0), *[block] * 126, ps.Layer(f=2.5, i=2.5, w=2.5)]
     profile = ps.Profile(layers)
     for placement in (ps.Placement.linear(64), ps.Placement.v(32), ps.Placement.looped(32, 2), ps.Placement.wave(16, 2)):
-        found = partition(profile, placement)
+        found = cut_layers(profile, placement)
         assert sum(found.sizes) == 128
         assert found.load < profile.time / placement.ranks * 1.3
-    assert partition(profile, ps.Placement.linear(64)).load == 7.5  # that of the head alone
+    assert cut_layers(profile, ps.Placement.linear(64)).load == 7.5  # that of the head alone
     assert (
-        partition(profile, ps.Placement.v(32)).load == 0.25 + 2 * 3 + 7.5
+        cut_layers(profile, ps.Placement.v(32)).load == 0.25 + 2 * 3 + 7.5
     )  # embedding, two blocks and the head; 31 ranks have four blocks
 
 
@@ -166,7 +166,7 @@ def test_uneven_layers_on_a_v_are_cut_exactly(limit):
 
     profile, placement = ps.Profile([layer() for _ in range(128)], input=0.1), ps.Placement.v(8)
     held = sum(each.static + each.activation for each in profile.layers) / placement.ranks
-    found = partition(profile, placement, limits=None if limit is None else (limit * held,) * placement.ranks)
+    found = cut_layers(profile, placement, limits=None if limit is None else (limit * held,) * placement.ranks)
     assert found.exact
     assert found.fits
     assert profile.time / placement.ranks <= found.load <= profile.time / placement.ranks * 1.01
@@ -174,7 +174,7 @@ def test_uneven_layers_on_a_v_are_cut_exactly(limit):
 
 def test_too_few_layers():
     with pytest.raises(PlacementError, match="3 layers are too few for 4 stages"):
-        partition(ps.Profile([ps.Layer(f=1, i=1, w=1)] * 3), ps.Placement.v(2))
+        cut_layers(ps.Profile([ps.Layer(f=1, i=1, w=1)] * 3), ps.Placement.v(2))
 
 
 @pytest.mark.parametrize(
@@ -186,9 +186,9 @@ def test_branch_and_bound_agrees_with_every_way_to_cut(placement, monkeypatch):
     for _ in range(5):
         profile = ps.Profile([ps.Layer(f=chance.randint(1, 20), i=0, w=0, activation=chance.randint(1, 3)) for _ in range(13)])
         limits = [chance.choice([24.0, 100.0])] * placement.ranks
-        every = partition(profile, placement, limits=limits)
+        every = cut_layers(profile, placement, limits=limits)
         with monkeypatch.context() as patched:
             patched.setattr(any_placement, "FEW", 0)
-            found = partition(profile, placement, limits=limits)
+            found = cut_layers(profile, placement, limits=limits)
         assert every.exact
         assert found.load == pytest.approx(every.load) if found.exact else not found.fits

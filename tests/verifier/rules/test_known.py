@@ -87,7 +87,7 @@ def test_too_few_rows() -> None:
 def test_codes_of_no_action(code: int) -> None:
     (found,) = _raw([codes.F(0, 0), code])
     assert (found.rule, found.rank, found.step) == ("known", 0, 1)
-    assert "no code of an action" in found.message
+    assert "not the code of an action" in found.message
 
 
 def test_an_overlap_across_ranks_or_with_a_message() -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.draw.figures.canvas import FAINT, annotate
 from penstock.draw.time_slices import most_held
+from penstock.ir.rows import Floats
 from penstock.text.numbers import format_number
 
 if TYPE_CHECKING:
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from penstock.simulator.memory import Curve
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 
 FILLS = {"parameters": "#d9d2e9", "activations": "#5e4fa2", "weight stash": "#9a8bc9", "receive buffers": "#bfb4de"}
 """The uses of memory, from the bottom up, with their colours."""

@@ -9,7 +9,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.draw.differences import WORDS
 from penstock.draw.figures.canvas import FAINT, INK, POINTS, annotate, use_style
@@ -17,6 +16,7 @@ from penstock.draw.figures.legend import LegendEntry, timeline_entries
 from penstock.draw.figures.rank_rows import RankRows
 from penstock.draw.figures.sheet import SMALL, Band, Sheet, check_names
 from penstock.draw.summary import shape_of, title_of
+from penstock.ir.rows import Floats
 from penstock.text.numbers import format_number, format_percent, format_signed
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 
 LATE, EARLY = "#b2182b", "#2166ac"
 _PALE = 0.55
@@ -36,7 +35,7 @@ _BETWEEN = 5.0
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _RowHeights:
     """The part of one rank, in heights of a row: the predicted row is at the top, the measured row begins at `below`, the curve of
     its lateness at `strip`, and the next rank at `pitch`."""
 
@@ -50,7 +49,7 @@ class _Layout:
         return (self.below + 1) / 2
 
 
-_WIDE, _TIGHT = _Layout(1.42, 2.5, 0.75, 3.55), _Layout(1.0, 2.05, 1.1, 3.6)
+_WIDE, _TIGHT = _RowHeights(1.42, 2.5, 0.75, 3.55), _RowHeights(1.0, 2.05, 1.1, 3.6)
 _LEAST_WIDE = 0.09
 """Inches: lower rows have no lines between them."""
 
@@ -72,11 +71,11 @@ def draw_overlay(
     titles = list(names or (title_of(pair.measured) for pair in pairs))
     with use_style():
         sheet = Sheet.fit(timelines, width, unit=unit, legend=legend)
-        return sheet.draw(_Panels(sheet, timelines, titles, labels, pairs, words).bands())
+        return sheet.draw(_OverlayPanels(sheet, timelines, titles, labels, pairs, words).bands())
 
 
 @dataclass(frozen=True)
-class _Panels:
+class _OverlayPanels:
     """One panel per pair of timelines: its header, and both rows of each rank."""
 
     sheet: Sheet
@@ -122,7 +121,7 @@ class _Panels:
 
         def draw(axes: Axes) -> None:
             axes.set_ylim(ranks * layout.pitch, 0)
-            _Pair(pair, layout, self.sheet.unit_points, height * POINTS, self.labels, panel, SMALL * self.sheet.zoom).draw(axes)
+            _TimelinePair(pair, layout, self.sheet.unit_points, height * POINTS, self.labels, panel, SMALL * self.sheet.zoom).draw(axes)
             axes.set_xlim(0.0, self.sheet.end)
             self.sheet.rank_ticks(axes, np.arange(ranks) * layout.pitch + layout.middle, height * layout.pitch, "rank")
 
@@ -130,11 +129,11 @@ class _Panels:
 
 
 @dataclass(frozen=True)
-class _Pair:
+class _TimelinePair:
     """Two timelines, drawn to scale: `unit_points` per unit of time, `row_points` per row."""
 
     differences: Differences
-    layout: _Layout
+    layout: _RowHeights
     unit_points: float
     row_points: float
     labels: bool

@@ -14,6 +14,7 @@ from penstock.draw.figures.canvas import IDLE, PAPER, POINTS, text_width
 from penstock.draw.palette import OPTIMIZER, SHARDING, TONES, Tone, lighten, rgb, shade
 from penstock.draw.time_slices import shares
 from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.rows import Floats
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from penstock.ir.rows import Ints
     from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
 Image = NDArray[np.uint8]
 
 MOST_BOXES = 60_000

@@ -44,7 +44,7 @@ def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = 
     names = [f"rank {rank}" for rank in ranks]
     peaks = [format_number(timeline.peak_memory[rank]) for rank in ranks]
     left, right = max(map(len, [*names, "memory"])) + len(GAP), max(map(len, [*peaks, "peak"])) + 1
-    cells = Cells(timeline, max((WIDTH if width is None else width) - left - right, LEAST))
+    cells = TimelineCells(timeline, max((WIDTH if width is None else width) - left - right, LEAST))
     yield [(f"{title_of(timeline)}: {', '.join(shape_of(timeline))}", None)]
     yield [("time".ljust(left) + "0" + f"{format_number(timeline.makespan)} {unit or ''}".rstrip().rjust(cells.columns - 1), None)]
     yield from ([(name.ljust(left), None), *row] for name, row in zip(names, cells.rows(ranks), strict=True))
@@ -71,7 +71,7 @@ def sparkline(held: NDArray[np.float64], most: float, bars: str = BARS) -> str:
     return "".join(f" {bars}"[level] for level in levels.tolist())
 
 
-class Cells:
+class TimelineCells:
     """The rank rows of a timeline, cut into columns: the names of actions if all of them fit, else one letter per cell.
 
     Actions that run together are one box, and so is an optimizer's step.

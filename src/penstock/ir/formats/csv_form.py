@@ -1,4 +1,4 @@
-"""PyTorch's CSV form of schedules and programs: a row a rank, a cell an action, an empty cell for an idle slot."""
+"""PyTorch's CSV form of schedules and programs: one row per rank, one cell per action, an empty cell per idle slot."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from penstock.ir.table import Table
 
 
 def csv_text(table: Table) -> str:
-    """A schedule spaced out by step, a program without idle cells (PyTorch takes none there)."""
+    """Format a schedule spaced out by step, and a program without idle cells, which PyTorch does not accept there."""
     grid = Grid.dense(table) if table.lowered else Grid.spaced(table)
     return "".join(",".join("" if cell is None else str(cell) for cell in column) + "\r\n" for column in grid.columns)
 
@@ -31,7 +31,7 @@ def write_csv(table: Table, path: str | PathLike[str]) -> None:
 
 
 def refuse_for_torch(table: Table) -> None:
-    """Refuse what PyTorch's form has no words for, though ours does: it would be read as something else there."""
+    """Refuse a table that PyTorch's form cannot express: PyTorch would read it as something else."""
     if len(table.placement.copies) > 1:
         raise ScheduleError(
             f"PyTorch cannot express a {table.placement.kind} placement: there a stage is on one rank, here microbatches "
@@ -72,11 +72,11 @@ def parse_csv(lines: Iterable[str], file: str = "CSV", *, strict: bool = True) -
 
 
 def parse_rows(file: str, rows: list[list[str]]) -> Cells:
-    """The cells of a file that has a row a rank; blank lines at its end are no ranks."""
+    """Parse a file with one row per rank; blank lines at its end are ignored."""
     while rows and not any(cell.strip() for cell in rows[-1]):
         rows = rows[:-1]
     if not rows:
-        raise FileFormatError(file, "the file is empty: a schedule has a row a rank and a cell an action")
+        raise FileFormatError(file, "the file is empty: a schedule has one row per rank and one cell per action")
     for number, row in enumerate(rows):
         if not any(cell.strip() for cell in row):
             raise FileFormatError(file, "the row is empty: every rank needs its actions", row=number)

@@ -12,9 +12,9 @@ from penstock.ir.table import Table
 
 
 def load(path: str | PathLike[str], *, strict: bool = True) -> Table:
-    """A `Schedule` or a `Program` from a `.csv` or `.json` file, told apart by content.
+    """Load a `Schedule` or a `Program`, told apart by content, from a `.csv` or `.json` file.
 
-    `strict=False` takes a CSV with missing or repeated actions as it is, for the verifier to report on.
+    `strict=False` accepts a CSV with missing or repeated actions, which the verifier reports.
     """
     match Path(path).suffix.lower():
         case ".csv":

@@ -1,4 +1,4 @@
-"""What a bare table of actions is: its microbatches, its placement, its graph, and whether it is a schedule or a program."""
+"""Infer from a bare table of actions its microbatches, placement and graph, and whether it is a schedule or a program."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import FileFormatError
-from penstock.ir.action import unpack_actions
-from penstock.ir.codes import JOIN
+from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import peer_stages
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
@@ -37,7 +36,7 @@ class Cells:
         return FileFormatError(self.file, reason, row=int(self.row[entry]), cell=int(self.cell[entry]))
 
     def name(self, entry: int) -> str:
-        return str(next(unpack_actions([int(self.codes[entry]) & ~JOIN])))
+        return str(unpack_code(int(self.codes[entry])))
 
 
 def infer_table(cells: Cells, *, strict: bool = True) -> Table:
@@ -45,7 +44,7 @@ def infer_table(cells: Cells, *, strict: bool = True) -> Table:
     rows = cells.rows
     compute = rows.is_kind(*COMPUTE)
     if not compute.any():
-        raise FileFormatError(cells.file, "there is no compute action: a schedule needs F, and B, I or W where it trains")
+        raise FileFormatError(cells.file, "there is no compute action: a schedule needs F, and for training B, or I and W")
     stages, microbatches = int(rows.stage[compute].max()) + 1, int(rows.microbatch[compute].max()) + 1
     if microbatches > compute.sum() or stages > compute.sum():
         worst = int(np.argmax(np.where(compute, np.maximum(rows.microbatch, rows.stage), -1)))
@@ -109,7 +108,7 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
 
 
 def _stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
-    """A microbatch that most stages lack is not missing there but too much where it, or a later one, is."""
+    """Blame a microbatch that most stages lack on the stages that have it, or a later one: it is too much there, not missing elsewhere."""
     first = int(np.flatnonzero(rows.is_kind(*COMPUTE) & (rows.microbatch >= microbatch))[0])
     held = f"only {having} of {stages} stages have" if having else "no stage has"
     return cells.error(
@@ -118,9 +117,9 @@ def _stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) 
 
 
 def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bool) -> Placement:
-    """One copy where each stage is on one rank; two where even microbatches are on one rank and odd ones on another."""
+    """One copy if each stage is on one rank; two if its even microbatches are on one rank and its odd ones on another."""
     maps = np.full((2, stages), -1, dtype=np.int64)
-    entries = np.flatnonzero(compute)[::-1]  # assigned backwards, so that the first of a stage says where it is
+    entries = np.flatnonzero(compute)[::-1]  # assigned backwards, so that the first action of a stage gives its rank
     copy, stage, rank = rows.microbatch[entries] % 2, rows.stage[entries], rows.rank[entries]
     maps[copy, stage] = rank
     maps = np.where(maps < 0, maps[::-1], maps)
@@ -140,7 +139,7 @@ def _placement(cells: Cells, rows: Rows, compute: Flags, stages: int, strict: bo
 
 
 def _graph(rows: Rows, stages: int) -> StageGraph:
-    """The chain, and an edge for every message that names its peer; others that it carries are not in the file."""
+    """The chain, and one edge per message that names its peer; further edges that this message carries are not in the file."""
     peers = peer_stages(rows)
     skips = np.flatnonzero(
         rows.is_kind(*SENDS, *RECEIVES) & (rows.peer >= 0) & (rows.stage < stages) & (peers < stages) & (rows.stage != peers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from operator import index
 from os import PathLike
 from typing import Any, TypeVar
@@ -24,12 +25,11 @@ VERSION = 1
 
 _FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "microbatches": (int,), "placement": (dict,), "edges": (list,), "rows": (list,)}
 _PROGRAM_FIELDS: dict[str, tuple[type, ...]] = {"passes": (str,), "lowered": (bool,), "buffers": (dict, type(None))}
-_JSON_NAMES = {str: "text", int: "a whole number", bool: "true or false", list: "a list", dict: "an object", type(None): "null"}
 _Part = TypeVar("_Part")
 
 
 def encode(table: Table) -> dict[str, Any]:
-    """Plain data with everything a schedule or program is."""
+    """Return everything of a schedule or program as plain data."""
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -50,11 +50,8 @@ def encode(table: Table) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Table:
     """The reverse of `encode`."""
     check_header(data, file, "schedule", "program")
-    for name, kinds in (_FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS).items():
-        if name not in data:
-            raise FileFormatError(file, f"there is no {name!r}")
-        if type(data[name]) not in kinds:
-            raise FileFormatError(file, f"{name!r} must be {' or '.join(_JSON_NAMES[kind] for kind in kinds)}, got {data[name]!r}")
+    fields = _FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS
+    reading.check_fields(data, fields, error=partial(FileFormatError, file))
     try:
         return _decode(data, file)
     except ScheduleError as error:
@@ -62,11 +59,11 @@ def decode(data: Any, file: str = "JSON") -> Table:
 
 
 def check_header(data: Any, file: str, *types: str) -> None:
-    """Refuse what is not one of our files of these types, in a version that is known."""
+    """Refuse data that is not a Penstock file of one of these types and of a known version."""
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("type") not in types:
         kind = data.get("type") if isinstance(data, dict) and data.get("format") == FORMAT else None
-        said = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
-        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: {said}")
+        reason = f"it is a {kind}" if isinstance(kind, str) else "'format' and 'type' say otherwise"
+        raise FileFormatError(file, f"not a Penstock {' or '.join(types)}: {reason}")
     if data.get("version") != VERSION:
         raise FileFormatError(file, f"version {data.get('version')!r}: this Penstock reads version {VERSION}")
 
@@ -93,7 +90,7 @@ def _decode(data: dict[str, Any], file: str) -> Table:
 
 
 def _read(file: str, data: dict[str, Any], name: str, read: Callable[[Any], _Part]) -> _Part:
-    """One field by its reader; whatever is wrong in it is an error of the file."""
+    """Read one field; an error in it is an error of the file."""
     try:
         return read(data[name])
     except KeyError as error:

@@ -1,4 +1,4 @@
-"""Files as text and as data, with an error that says what is wrong with them."""
+"""Read files as text and as data, and check the fields of data, with errors that name the file and the fault."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ SUFFIXES = (".json", ".toml")
 
 
 def read_text(path: str | PathLike[str], what: str) -> str:
-    """The text in a file that is to be a `what`, line ends as they are; a mark of its encoding at the start is left out."""
+    """Return the text of a file with its line ends; `what` names the format in errors. A byte order mark is dropped."""
     data = Path(path).read_bytes()
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise FileFormatError(os.fspath(path), f"not a {what} file: byte {error.start} is no text in UTF-8") from None
+        raise FileFormatError(os.fspath(path), f"not a {what} file: byte {error.start} is not UTF-8") from None
 
 
 def read_json(path: str | PathLike[str]) -> Any:
-    """What a JSON file holds."""
+    """Read a JSON file."""
     text = read_text(path, "JSON")
     try:
         return json.loads(text)
@@ -35,7 +35,7 @@ def read_json(path: str | PathLike[str]) -> Any:
 
 
 def read_settings(path: str | PathLike[str]) -> Any:
-    """What a `.json` or `.toml` file holds."""
+    """Read a `.json` or `.toml` file."""
     if suffix_of(path) == ".json":
         return read_json(path)
     text = read_text(path, "TOML")
@@ -46,7 +46,7 @@ def read_settings(path: str | PathLike[str]) -> Any:
 
 
 def suffix_of(path: str | PathLike[str]) -> str:
-    """`.json` or `.toml`; anything else is refused."""
+    """Return `.json` or `.toml`; refuse any other suffix."""
     suffix = Path(path).suffix.lower()
     if suffix not in SUFFIXES:
         raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of {', '.join(SUFFIXES)}")
@@ -63,7 +63,7 @@ def check_fields(
 ) -> dict[str, Any]:
     """Check the fields of a JSON object by their types, and give the object back.
 
-    `fields` maps each name to the types that its value may have, exactly: `True` is no `int`. `required` fields must be there, by
+    `fields` maps each name to the types that its value may have, exactly: `True` is not an `int`. `required` fields must be there, by
     default all; a `closed` object has no others. `error` makes the exception from a sentence, such as `UsageError` or
     `partial(FileFormatError, file)`.
     """

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.planner.bounds.terms import Floats, ModelCopy, Terms
+from penstock.ir.rows import Floats
+from penstock.planner.bounds.terms import ModelCopy, Terms
 
 FREE = -math.inf
 """The remaining time of an action that nothing has to follow."""

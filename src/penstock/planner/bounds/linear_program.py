@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from penstock.planner.bounds.rank_bounds import KINDS, ActionKey, RankTerms
-from penstock.planner.bounds.terms import Floats
+from penstock.ir.memory_ledger import LIFETIMES, When, net_changes
+from penstock.ir.rows import Floats
+from penstock.planner.bounds.rank_bounds import NAMES, ActionKey, RankTerms
 from penstock.planner.budget import SolverBudget
 
 EPSILON = 1e-6
@@ -227,14 +228,13 @@ class LinearProgram:
     def _held(self, moment: float, room: float) -> list[tuple[float, Any]]:
         terms: list[tuple[float, Any]] = []
         for at, stage in self.rank_terms.parts:
-            activation, stash, received, returned = (size / room for size in self.rank_terms.least_sizes(at, stage))
-            forward, gradient, weight = ((at, stage, kind) for kind in KINDS)
-            terms.append((activation + received, self._from_below(forward, moment)))
-            terms.append((-received, self._from_above(forward, moment - self.takes[forward])))
-            terms.append((returned, self._from_below(gradient, moment)))
-            terms.append((stash - activation - returned, self._from_above(gradient, moment - self.takes[gradient])))
-            if weight in self.takes:
-                terms.append((-stash, self._from_above(weight, moment - self.takes[weight])))
+            sizes = {name: size / room for name, size in self.rank_terms.least_sizes(at, stage).items()}
+            for (kind, when), size in net_changes(LIFETIMES, sizes).items():
+                key = (at, stage, NAMES[kind])
+                if when is When.START:
+                    terms.append((size, self._from_below(key, moment)))
+                elif key in self.takes:  # no stage gains memory at the end of an action: the stash is no larger than the activation
+                    terms.append((size, self._from_above(key, moment - self.takes[key])))
         return terms
 
 

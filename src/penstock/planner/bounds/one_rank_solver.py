@@ -13,8 +13,9 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
+from penstock.ir.memory_ledger import LIFETIMES, When
 from penstock.planner.bounds.linear_program import list_precedences
-from penstock.planner.bounds.rank_bounds import KINDS, ActionKey, RankTerms
+from penstock.planner.bounds.rank_bounds import KINDS, NAMES, ActionKey, RankTerms
 from penstock.planner.budget import SolverBudget, solve_within
 from penstock.planner.whole_numbers import floor_units, unit_for
 
@@ -44,7 +45,7 @@ class OneRankSolver:
         self.kinds: list[ActionKey] = [(at, stage, name) for at, stage in rank_terms.parts for name in KINDS]
         self.order = list_precedences(rank_terms)
         self.time = unit_for([*(self.rank_terms.least_time(kind) for kind in self.kinds), *(pair.lag for pair in self.order)], TIME_STEPS)
-        self.size = unit_for([size for at, stage in rank_terms.parts for size in self.rank_terms.least_sizes(at, stage)], SIZE_STEPS)
+        self.size = unit_for([size for at, stage in rank_terms.parts for size in rank_terms.least_sizes(at, stage).values()], SIZE_STEPS)
 
     def run(self) -> float:
         """Try later ends until one is possible or the budget is spent; then bisect."""
@@ -117,16 +118,17 @@ class OneRankSolver:
         intervals: list[Any] = []
         sizes: list[int] = []
         for at, stage in self.rank_terms.parts:
-            forward, gradient, weight = ((at, stage, name) for name in KINDS)
-            activation, stash, received, returned = (floor_units(size, self.size) for size in self.rank_terms.least_sizes(at, stage))
-            takes = {kind: floor_units(self.rank_terms.least_time(kind), self.time) for kind in (forward, gradient, weight)}
-            for f, g, w in zip(starts[forward], starts[gradient], starts[weight], strict=True):
-                back = g + takes[gradient]
-                pieces = [(f, back, activation), (back, w + takes[weight], stash), (f, f + takes[forward], received), (g, back, returned)]
-                for start, end, size in pieces:
-                    if size:
-                        intervals.append(model.new_interval_var(start, model.new_int_var(0, longest, ""), end, ""))
-                        sizes.append(size)
+            held = {name: floor_units(size, self.size) for name, size in self.rank_terms.least_sizes(at, stage).items()}
+            keys = {kind: (at, stage, name) for kind, name in NAMES.items()}
+            takes = {kind: floor_units(self.rank_terms.least_time(key), self.time) for kind, key in keys.items()}
+            for own in zip(*(starts[key] for key in keys.values()), strict=True):
+                begins = dict(zip(keys, own, strict=True))
+                for size, begin, when, end in LIFETIMES:
+                    if held[size]:
+                        start = begins[begin] + (takes[begin] if when is When.END else 0)
+                        length = model.new_int_var(0, longest, "")
+                        intervals.append(model.new_interval_var(start, length, begins[end] + takes[end], ""))
+                        sizes.append(held[size])
         model.add_cumulative(intervals, sizes, floor_units(self.rank_terms.room, self.size))
 
     def _wait(self, model: Any, starts: Starts) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.planner.bounds.terms import Floats
+from penstock.ir.rows import Floats
 from penstock.planner.problem import SLACK
 from penstock.planner.profile import Profile
 

@@ -14,10 +14,13 @@ from heapq import heappop, heappush
 
 import numpy as np
 
+from penstock.ir.kind import Kind
+from penstock.ir.rows import Floats
 from penstock.planner.bounds.events import Events, earliest_starts, list_waits, remaining_times
-from penstock.planner.bounds.terms import Floats, ModelCopy, Terms
+from penstock.planner.bounds.terms import ModelCopy, Terms
 
-KINDS = ("forward", "gradient", "weight")
+NAMES = {Kind.F: "forward", Kind.I: "gradient", Kind.W: "weight"}
+KINDS = tuple(NAMES.values())
 
 ActionKey = tuple[int, int, str]
 """A copy of the model, a stage, and one of `KINDS`."""
@@ -56,10 +59,11 @@ class RankTerms:
         """The least duration of such an action."""
         return float(getattr(self.copies[key[0]].least, key[2])[key[1], 0])
 
-    def least_sizes(self, at: int, stage: int) -> list[float]:
-        """The least activation, stash, received and returned message of a stage."""
+    def least_sizes(self, at: int, stage: int) -> dict[str, float]:
+        """The least sizes of what a stage holds, by the names of `ir.memory_ledger.LIFETIMES`."""
         least = self.copies[at].least
-        return [float(table[stage, 0]) for table in (least.activation, least.stash, least.received, least.returned)]
+        tables = {"activation": least.activation, "weight_stash": least.stash, "received": least.received, "returned": least.returned}
+        return {name: float(table[stage, 0]) for name, table in tables.items()}
 
     def list_waits(self) -> Iterator[tuple[ActionKey, ActionKey, int]]:
         """Forwards of the rank, the gradients that they wait for, and how many forwards may be ahead."""

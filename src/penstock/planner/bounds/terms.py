@@ -8,11 +8,9 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 
+from penstock.ir.rows import Floats
 from penstock.planner.problem import SLACK, Problem
-
-Floats = NDArray[np.float64]
 
 _MOST_SUMS = 20_000
 
@@ -110,9 +108,8 @@ class Terms:
 
 
 def _after(problem: Problem) -> tuple[tuple[float, ...], ...]:
-    reduce, step = (problem.costs.per_stage(name, problem.stages) for name in ("reduce", "optimizer"))
-    steps = [sum(step[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks)]
-    return tuple(tuple(time + steps[rank] for time in reduce) for rank in range(problem.ranks))
+    reduce, steps = problem.costs.per_stage("reduce", problem.stages), problem.costs.per_rank("optimizer", problem.placement)
+    return tuple(tuple(time + step for time in reduce) for step in steps.tolist())
 
 
 def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:

@@ -50,11 +50,11 @@ class Instance:
         sizes = {name: costs.table(name, *shape) for name in ("activation", "weight_stash", "output")}
         hops = np.zeros(shape)
         hops[1:] = costs.latency + (sizes["output"][:-1] / costs.bandwidth if costs.bandwidth is not None else 0.0)
-        steps, ends = costs.per_stage("optimizer", problem.stages), costs.per_stage("reduce", problem.stages)
+        steps, ends = (costs.per_stage(name, problem.stages) for name in ("optimizer", "reduce"))
         time = unit_for([*np.concatenate([*times.values(), hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
         size = unit_for(np.concatenate([*sizes.values()]).ravel().tolist(), SIZE_STEPS)
         room = [_room(limit, kept, size) for limit, kept in zip(problem.limits, problem.static_memory, strict=True)]
-        own = [sum(steps[stage] for stage in problem.placement.stages_of(rank)) for rank in range(problem.ranks)]
+        own = costs.per_rank("optimizer", problem.placement).tolist()
         f, i, w, b, travel = (_whole(table, time) for table in (*times.values(), hops))
         activation, stash, output = (_whole(table, size) for table in sizes.values())
         reduce, optimizer = (tuple(floor_units(value, time) for value in values) for values in (ends, own))

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
+from penstock.ir.memory_ledger import LIFETIMES, When
 from penstock.ir.schedule import Schedule
 from penstock.planner.exact.instance import Instance
 from penstock.planner.problem import Problem
@@ -172,25 +173,25 @@ class SolverModel:
                 self._freed_first(rank, room)
 
     def _hold(self, rank: int, room: int) -> None:
-        """Limit the memory at any time: an activation from F to the end of the gradient, a stash from there to the end of W."""
+        """Limit the memory at any time."""
         one = self.instance
         intervals: list[Any] = []
         sizes: list[int] = []
         for cell, forward in self.forward.items():
             if one.ranks[cell[0]][cell[1]] != rank:
                 continue
-            gradient, held = self.gradient[cell], int(one.activation[cell])
-            received = int(one.output[cell[0] - 1, cell[1]]) if self._comes_from_afar(cell, -1) else 0
-            returned = int(one.output[cell]) if self._comes_from_afar(cell, 1) else 0
-            weight = self.weight.get(cell)
-            pieces = [(forward.start, gradient.end, held, None), (forward.start, forward.end, received, None)]
-            pieces.append((gradient.start, gradient.end, returned, None))
-            if weight is not None:
-                pieces.append((gradient.end, weight.end, int(one.stash[cell]), weight.there))
-            for start, end, size, there in pieces:
-                if size:
-                    intervals.append(self._span(start, end, there))
-                    sizes.append(size)
+            actions = {Kind.F: forward, Kind.I: self.gradient[cell], Kind.W: self.weight.get(cell)}
+            held = {
+                "activation": int(one.activation[cell]),
+                "weight_stash": int(one.stash[cell]),
+                "received": int(one.output[cell[0] - 1, cell[1]]) if self._comes_from_afar(cell, -1) else 0,
+                "returned": int(one.output[cell]) if self._comes_from_afar(cell, 1) else 0,
+            }
+            for size, begin, when, end in LIFETIMES:
+                first, last = actions[begin], actions[end]
+                if held[size] and first is not None and last is not None:
+                    intervals.append(self._span(first.end if when is When.END else first.start, last.end, last.there))
+                    sizes.append(held[size])
         self.cp.add_cumulative(intervals, sizes, room)
 
     def _span(self, start: Any, end: Any, there: Any) -> Any:

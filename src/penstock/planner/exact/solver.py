@@ -56,14 +56,14 @@ def solve(
     budget.spend(first.spent)
     if bound == math.inf:
         return Solved(None, math.inf, math.inf, proven=False, infeasible=True)
-    search = _Search(problem, bound, workers or min(MOST_WORKERS, os.cpu_count() or 1))
+    search = _ExactSearch(problem, bound, workers or min(MOST_WORKERS, os.cpu_count() or 1))
     if start is not None:
         search.consider(start)
     search.run(budget)
     return search.result()
 
 
-class _Search:
+class _ExactSearch:
     """The best so far, and the solver's runs."""
 
     def __init__(self, problem: Problem, bound: float, workers: int) -> None:

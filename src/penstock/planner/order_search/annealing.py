@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from penstock.ir.rows import Floats
 from penstock.planner.budget import SearchBudget
 from penstock.planner.order_search.evaluator import Evaluator, Order
-from penstock.planner.order_search.flat_problem import Column, FlatProblem, Floats
+from penstock.planner.order_search.flat_problem import Column, FlatProblem
 from penstock.planner.order_search.random_numbers import MODULUS, draw
 from penstock.planner.order_search.timing import Clock, time_order
 
@@ -312,6 +313,7 @@ def _flip(flat: FlatProblem, state: AnnealState, cell: int) -> None:
     stash = 0.0 if whole else flat.stash[cell]
     flat.duration[cells + cell] = flat.full_time[cell] if whole else flat.input_time[cell]
     flat.duration[2 * cells + cell] = 0.0 if whole else flat.weight_time[cell]
+    # The ledger's `net_changes`, which `set_full_backwards` reads, for one cell.
     flat.keeps[cells + cell] = stash - flat.activation[cell]
     flat.keeps[2 * cells + cell] = -stash
 

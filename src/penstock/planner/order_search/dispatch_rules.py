@@ -10,11 +10,11 @@ from itertools import product
 
 import numpy as np
 
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.planner.budget import SearchBudget
 from penstock.planner.order_search.dispatch import DispatchRule
 from penstock.planner.order_search.evaluator import Evaluator, Order
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, Floats
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem
 
 _DEPTHS = ((9.0, 9.0), (1.0, 0.2), (1.0, 0.5), (0.8, 0.3), (0.7, 0.5), (0.6, 0.6), (1.2, 0.1), (0.9, 0.9))
 """Shares of the memory's capacity that the first and the last stage may have in flight, linear in between."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.planner.order_search.compiled import get_loops
 from penstock.planner.order_search.dispatch import DispatchRule, DispatchState
-from penstock.planner.order_search.flat_problem import Flags, FlatProblem, Floats, set_full_backwards
+from penstock.planner.order_search.flat_problem import Flags, FlatProblem, set_full_backwards
 from penstock.planner.order_search.timing import Clock
 
 

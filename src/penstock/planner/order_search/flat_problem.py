@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from penstock.ir import codes
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.memory_ledger import ACTIVATION, WEIGHT_STASH, When, net_changes
+from penstock.ir.rows import Floats, Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.planner.problem import SLACK, Problem
 
-Floats = NDArray[np.float64]
 Flags = NDArray[np.int8]
 
 # Lists in the plain loops, arrays in the compiled ones.
@@ -91,7 +91,6 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     hops = _hops(problem)
     travel, link, num_links = _links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
-    optimizer = np.array(costs.per_stage("optimizer", stages))
     held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
     cells = stages * microbatches
@@ -107,10 +106,10 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         travel=travel,
         link=link,
         num_links=num_links,
-        takes=np.concatenate((activation, np.zeros(2 * cells))),
-        keeps=np.concatenate((np.zeros(cells), stash - activation, -stash)),
+        takes=np.zeros(3 * cells),
+        keeps=np.zeros(3 * cells),
         limit=_limits(problem, reserve),
-        closing=np.array([sum(optimizer[stage] for stage in stages_of) for stages_of in held], dtype=np.float64),
+        closing=costs.per_rank("optimizer", problem.placement),
         reduce=reduce,
         any_reduce=bool(reduce.any()),
         full=np.zeros(cells, dtype=np.int8),
@@ -140,11 +139,15 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
     forward = flat.duration[: len(full)]
     backward, weights = np.where(whole, flat.full_time, flat.input_time), np.where(whole, 0.0, flat.weight_time)
     duration = np.concatenate((forward, backward, weights))
+    changes = net_changes((ACTIVATION, WEIGHT_STASH), {"activation": flat.activation, "weight_stash": stash})
+    takes, keeps = (
+        np.concatenate([changes.get((kind, when), zeros) for kind in (Kind.F, Kind.I, Kind.W)]) for when in (When.START, When.END)
+    )
     return flat._replace(
         duration=duration,
         full=full.copy(),
-        takes=np.concatenate((flat.activation, zeros, zeros)),
-        keeps=np.concatenate((zeros, stash - flat.activation, -stash)),
+        takes=takes,
+        keeps=keeps,
         alone=_alone(flat, stash),
         work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
     )

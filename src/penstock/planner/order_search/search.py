@@ -73,14 +73,14 @@ def search(
     """
     compile_loops()
     budget = SearchBudget(3.0 if seconds is None and rounds is None else seconds, rounds, stop)
-    run = _Search(problem, budget, seed, progress)
+    run = _OrderSearch(problem, budget, seed, progress)
     run.begin(list_named_schedules(problem) if start is None else start)
     if not budget.over:
         run.improve()
     return SearchResult(run.best, run.objective, run.source, budget.spent, budget.late)
 
 
-class _Search:
+class _OrderSearch:
     """The best schedule so far, as the simulator times it."""
 
     def __init__(self, problem: Problem, budget: SearchBudget, seed: int, progress: Improved | None) -> None:

@@ -8,7 +8,8 @@ from math import comb
 
 import numpy as np
 
-from penstock.planner.partition.layer_runs import SLACK, Cutting, Ints
+from penstock.ir.rows import Ints
+from penstock.planner.partition.layer_runs import SLACK, Cutting
 
 FEW = 20_000
 """Up to this many cuts, all are tried."""

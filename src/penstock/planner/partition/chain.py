@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from penstock.planner.partition.layer_runs import SLACK, Cutting, Floats, Ints, PeakMoment, memory_over
+from penstock.ir.rows import Floats, Ints
+from penstock.planner.partition.layer_runs import SLACK, Cutting, PeakMoment, memory_over
 
 MOST_CELLS = 2e8
 """Stages times pairs of layers in the dynamic programme; beyond that the load is bisected."""

@@ -9,15 +9,16 @@ import numpy as np
 
 from penstock.errors import PlacementError
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Ints
 from penstock.planner.partition.any_placement import branch_and_bound, find_best, list_cuts, shift_cuts
 from penstock.planner.partition.chain import cut_chain, cut_stages
-from penstock.planner.partition.layer_runs import SLACK, Cutting, Ints, LayerRuns, PeakMoment
+from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment
 from penstock.planner.partition.nested import cut_nested, is_nested
 from penstock.planner.profile import Profile
 
 
 @dataclass(frozen=True)
-class Partition:
+class LayerCut:
     """Layers per stage, and the resulting load and memory of the ranks."""
 
     sizes: tuple[int, ...]
@@ -33,7 +34,7 @@ class Partition:
         return not any(self.excesses)
 
 
-def partition(
+def cut_layers(
     profile: Profile,
     placement: Placement,
     *,
@@ -41,7 +42,7 @@ def partition(
     limits: Sequence[float] | None = None,
     moments: Sequence[PeakMoment] = (),
     slack: float = 0.0,
-) -> Partition:
+) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
     Minimise the largest load of a rank (forward and both backward halves of all its stages) among the cuts that keep every rank
@@ -58,7 +59,7 @@ def partition(
     cuts, exact = _cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
-    return Partition(tuple(np.diff(cuts).tolist()), float(cutting.loads(row).max()), exact, excesses)
+    return LayerCut(tuple(np.diff(cuts).tolist()), float(cutting.loads(row).max()), exact, excesses)
 
 
 def _cuts(cutting: Cutting) -> tuple[Ints, bool]:

@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Floats, Ints
 from penstock.planner.profile import Profile
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 SLACK = 1e-9
 """Relative tolerance of limits and loads: sums of fractions are not exact."""

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.placement import Placement
-from penstock.planner.partition.layer_runs import SLACK, Cutting, Floats, Ints, memory_over
+from penstock.ir.rows import Floats, Ints
+from penstock.planner.partition.layer_runs import SLACK, Cutting, memory_over
 
 _MOST_WORK = 2e7
 """Cells of the dynamic programme; beyond that, the cuts found by other means are kept."""

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
+from penstock.ir.rows import Ints
 from penstock.planner.candidate import Candidate
 from penstock.planner.partition.any_placement import list_neighbours
-from penstock.planner.partition.layer_runs import Cutting, Ints, LayerRuns
+from penstock.planner.partition.layer_runs import Cutting, LayerRuns
 from penstock.simulator.simulate import retime
 
 _MOST = 80

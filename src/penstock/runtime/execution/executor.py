@@ -22,7 +22,7 @@ from penstock.runtime.batch.side_outputs import collect
 from penstock.runtime.batch.step_input import StepInput
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
-from penstock.runtime.execution.links import Links
+from penstock.runtime.execution.links import RankEdges
 from penstock.runtime.execution.operations import StageOperations
 from penstock.runtime.execution.overlap import Overlap, OverlapHooks, TwoStreams
 from penstock.runtime.execution.registers import Registers
@@ -66,7 +66,9 @@ class Executor:
         self.actions = program[rank]
         self.activity = group.activity(rank)
         self.registers = Registers()
-        self.links = Links(program, rank, group, self.registers, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
+        self.links = RankEdges(
+            program, rank, group, self.registers, deadline=deadline, number=number, packer=data.packer, blocking=blocking
+        )
         self.compute = StageOperations(self.links, stages, loss, statistics)
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""

@@ -24,7 +24,7 @@ Take = Callable[[], Any]
 """Takes a value out of its register, after waiting for its message if it has not arrived."""
 
 
-class Links:
+class RankEdges:
     """The edges of the stage graph as one rank's program uses them.
 
     The operations ask for their sources and targets while they are built. Channels are opened on the way: one per pair of ranks and

@@ -14,7 +14,7 @@ from penstock.ir.kind import Kind
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.side_outputs import SideOutputs, unwrap_stage_output
 from penstock.runtime.batch.step_input import NO_INPUT
-from penstock.runtime.execution.links import Links
+from penstock.runtime.execution.links import RankEdges
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
 from penstock.runtime.model.random_streams import draw_from
@@ -41,7 +41,7 @@ class StageOperations:
     run. Everything that does not change from step to step (registers, channels, stages) is bound when an operation is built.
     """
 
-    def __init__(self, links: Links, stages: dict[int, Stage], loss: Loss, statistics: RunningStatistics | None = None) -> None:
+    def __init__(self, links: RankEdges, stages: dict[int, Stage], loss: Loss, statistics: RunningStatistics | None = None) -> None:
         self.links, self.stages, self.loss = links, stages, loss
         self.program = links.program
         self.registers = links.registers

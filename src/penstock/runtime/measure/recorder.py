@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.ir.rows import Floats
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
 from penstock.simulator.event_loops.flat import Flat
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 ROUNDS = 9
 """How often clocks are compared; the quickest exchange is the most exact."""
 
-Floats = NDArray[np.float64]
 _TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce"}
 """The kinds of actions that take time, and their names in `Costs`."""
 

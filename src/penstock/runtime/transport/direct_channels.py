@@ -181,7 +181,6 @@ class DirectInbox(Inbox):
         self.activity = group.activity(route[1])
         self.order: list[int] = []
         self.forms: list[Form] = []
-        self.posted: deque[tuple[int, list[tuple[Any, Any]]]] = deque()
         self.count = 0
         self.receives_plain = False
         group.ends.add(self)
@@ -242,15 +241,6 @@ class DirectInbox(Inbox):
                 parts = [part if type(leaf) in (Leaf, Repeated) else next(plain) for part, leaf in zip(parts, form.leaves, strict=True)]
             cells[self.order[number]] = form.join(parts)
         return cells[cell]
-
-    def clear(self) -> None:
-        self.posted.clear()
-
-    def pending(self) -> int:
-        return len(self.posted)
-
-    def drop(self) -> None:
-        self.posted.clear()
 
 
 def _empty_like(leaf: Leaf) -> Tensor:

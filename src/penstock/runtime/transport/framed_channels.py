@@ -143,6 +143,8 @@ class FramedOutbox(Outbox):
 class FramedInbox(Inbox):
     """Receives frames in the order in which they were sent."""
 
+    posted: deque[tuple[Any, Tensor]]
+
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         super().__init__()
         self.group, self.route, self.program = group, route, program
@@ -154,7 +156,6 @@ class FramedInbox(Inbox):
         """The cell of each message of a step."""
         self.forms: list[Form] = []
         self.generation = group.generation
-        self.posted: deque[tuple[Any, Tensor]] = deque()
         self.count = 0
         self.ahead = 0
         """How many receives are posted ahead."""
@@ -234,12 +235,3 @@ class FramedInbox(Inbox):
         form, value = unpack_new(frame)
         self.forms[number : number + 1] = [form]
         return value
-
-    def clear(self) -> None:
-        self.posted.clear()
-
-    def pending(self) -> int:
-        return len(self.posted)
-
-    def drop(self) -> None:
-        self.posted.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
@@ -81,6 +82,8 @@ class Inbox(ABC):
 
         Nanoseconds, or events of streams if the ranks are threads on a GPU.
         """
+        self.posted: deque[Any] = deque()
+        """The receives that are posted and not yet pulled, in order."""
 
     @abstractmethod
     def expect(self, cell: int) -> Operation:
@@ -98,16 +101,17 @@ class Inbox(ABC):
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Begin a step: the next message is the step's first. May post receives ahead of their turn."""
 
-    @abstractmethod
     def clear(self) -> None:
         """End a step, whether it has succeeded or failed: expect no more of its messages."""
+        self.posted.clear()
 
-    def drop(self) -> None:  # noqa: B027
+    def drop(self) -> None:
         """Let go of all receives in progress, so that the connection can close; like `Outbox.drop`."""
+        self.posted.clear()
 
-    @abstractmethod
     def pending(self) -> int:
         """The number of receives that are posted and not yet pulled."""
+        return len(self.posted)
 
 
 class Group(ABC):

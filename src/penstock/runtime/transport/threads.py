@@ -296,11 +296,12 @@ class _Inbox(Inbox):
         self.group, self.source, self.rank, self.program, self.deadline = group, route[0], route[1], program, deadline
         self.count = 0
         self.channel = group.channel(route)
+        self.posted = self.channel.posted
         self.name = f"{route[2]} from rank {route[0]}"
 
     def expect(self, cell: int) -> Operation:
         self.times.append((0, 0, 0))
-        group, posted, parallel = self.group, self.channel.posted, self.group.parallel
+        group, posted, parallel = self.group, self.posted, self.group.parallel
 
         def post() -> None:
             posted.append(cell)
@@ -313,7 +314,7 @@ class _Inbox(Inbox):
         self.count = 0
 
     def pull(self, cells: list[Any], cell: int) -> Any:
-        messages, posted = self.channel.messages, self.channel.posted
+        messages, posted = self.channel.messages, self.posted
         while cells[cell] is EMPTY:
             asked = clock()
             if not messages:
@@ -332,9 +333,3 @@ class _Inbox(Inbox):
         wait_event(sent)
         record_use(value)
         return sent, asked, record_event() if asked is not sent else sent
-
-    def clear(self) -> None:
-        self.channel.posted.clear()
-
-    def pending(self) -> int:
-        return len(self.channel.posted)

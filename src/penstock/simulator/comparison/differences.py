@@ -1,4 +1,4 @@
-"""A measured timeline laid over its prediction: every figure of both, and where they part."""
+"""A measured timeline laid over its prediction: every figure of both, and the place where they diverge."""
 
 from __future__ import annotations
 
@@ -13,19 +13,18 @@ from numpy.typing import NDArray
 from penstock.errors import UsageError
 from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.rows import Floats
 from penstock.simulator.comparison.lateness import Delay, Lateness
 from penstock.simulator.comparison.matching import Match, match
 from penstock.simulator.comparison.scaling import scaled
 from penstock.simulator.timeline import Timeline
 
-Floats = NDArray[np.float64]
-
 TOLERANCE = 0.01
-"""Of the predicted makespan: what is less late is as predicted."""
+"""Share of the predicted makespan: an action that is less late than this counts as predicted."""
 AUTO = "auto"
-"""The scale that is found."""
+"""The scale at which the median action agrees."""
 OTHER_UNIT = 10.0
-"""Actions that take so many times what was predicted, or so small a part of it, are likely told in another unit."""
+"""If the median action takes this many times its prediction, or this small a part of it, the units probably differ."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Both:
 
     @property
     def ratio(self) -> float | None:
-        """Measured over predicted; None where that is nothing."""
+        """Measured over predicted; None if the prediction is 0."""
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -51,7 +50,7 @@ Work = tuple[tuple[int, Kind], ...]
 
 @dataclass(frozen=True)
 class Lengths:
-    """What the actions of one stage and kind take, in the mean."""
+    """The mean time of the actions of one stage and kind."""
 
     work: Work
     count: int
@@ -60,9 +59,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Channel:
-    """The messages from one rank to another, `SEND_F` activations or `SEND_B` gradients: what they take in the mean.
+    """The messages from one rank to another, `SEND_F` activations or `SEND_B` gradients, with their mean times.
 
-    `held` is from the end of what makes a message to its departure, `travel` from there to its arrival.
+    `held` is from the end of the action that makes a message to its departure, `travel` from there to its arrival.
     """
 
     source: int
@@ -75,7 +74,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Parting:
-    """An action that ends earlier or later than predicted, and what is on the way to it; the sum of what that adds is `late`."""
+    """An action that ends earlier or later than predicted, and the delays on the way to it, which add up to `late`."""
 
     rank: int
     action: Action
@@ -90,23 +89,23 @@ class Parting:
 def differences(predicted: Timeline, measured: Timeline, *, scale: float | str = 1.0, tolerance: float = TOLERANCE) -> Differences:
     """Lay a measured timeline over its prediction; both may also be simulated.
 
-    The predicted times are multiplied by `scale`, for a prediction in another unit; `auto` is the scale at which the median
-    action takes what was predicted. Timelines of other work are refused with a `UsageError` that says how they differ.
+    The predicted times are multiplied by `scale`, if the prediction is in another unit; `auto` is the scale at which the median
+    action takes as long as predicted. Timelines of other work are refused with a `UsageError` that says how they differ.
     """
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"a tolerance of {tolerance}: it is a share of the predicted makespan, like 0.01")
     pair = match(predicted, measured)
     factor = median_ratio(pair) if scale == AUTO else scale
     if isinstance(factor, str) or not 0 < factor < math.inf:
-        raise UsageError(f"a scale of {scale!r}: it is what predicted times are multiplied by, a number above 0, or {AUTO!r}")
+        raise UsageError(f"a scale of {scale!r}: predicted times are multiplied by it: give a number above 0, or {AUTO!r}")
     return Differences(replace(pair, predicted=scaled(predicted, factor).waits), factor, tolerance)
 
 
 def median_ratio(pair: Match) -> float:
-    """What the median action takes as a multiple of its prediction; 1 where nothing takes any time."""
-    lengths = (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
-    real = (lengths[0] > 0) & (lengths[1] > 0)
-    return float(np.median(lengths[1][real] / lengths[0][real])) if real.any() else 1.0
+    """The time of the median action as a multiple of its prediction; 1 if nothing takes any time."""
+    predicted, measured = _lengths(pair)
+    real = (predicted > 0) & (measured > 0)
+    return float(np.median(measured[real] / predicted[real])) if real.any() else 1.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +152,7 @@ class Differences:
     def idle_by_cause(self) -> dict[str, Both]:
         """Over all ranks."""
         one, other = self.predicted.idle_by_cause, self.measured.idle_by_cause
-        return {cause: Both(one.get(cause, 0.0), other.get(cause, 0.0)) for cause in (*one, *(each for each in other if each not in one))}
+        return {cause: Both(one.get(cause, 0.0), other.get(cause, 0.0)) for cause in {**one, **other}}
 
     @cached_property
     def communication(self) -> Both:
@@ -163,8 +162,8 @@ class Differences:
 
     @cached_property
     def lengths(self) -> list[Lengths]:
-        """By stage and kind; what runs together comes last."""
-        lengths = self._lengths
+        """By stage and kind; actions that run together come last."""
+        lengths = _lengths(self.match)
         places: dict[Work, list[int]] = {}
         for place, work in enumerate(_works(self.measured)):
             places.setdefault(work, []).append(place)
@@ -177,18 +176,18 @@ class Differences:
         messages, order = self.measured.messages, self.match.message
         held = [waits.timeline.depart - waits.end[waits.maker] for waits in (self.match.predicted, self.match.measured)]
         travel = [timeline.arrive - timeline.depart for timeline in (self.predicted, self.measured)]
-        found = []
+        channels = []
         for index, (source, target, kind) in enumerate(messages.channels):
             of = np.flatnonzero(messages.channel == index)
             means = [_mean(one[order], other, of) for one, other in (held, travel)]
-            found.append(Channel(source, target, kind, len(of), *means))
-        return found
+            channels.append(Channel(source, target, kind, len(of), *means))
+        return channels
 
     # Where they part --------------------------------------------------------------------------------------------------
 
     @cached_property
     def unlike(self) -> float | None:
-        """The scale that the median action asks for, where it is so far from 1 that the units must differ; else None."""
+        """The scale that the median action asks for, if it is so far from 1 that the units must differ; else None."""
         ratio = median_ratio(self.match)
         return None if 1 / OTHER_UNIT < ratio < OTHER_UNIT else ratio
 
@@ -205,7 +204,7 @@ class Differences:
 
     @cached_property
     def first(self) -> Parting | None:
-        """That computation, and what made it early or late."""
+        """That computation, and the delays that made it early or late."""
         place, waits = self.first_place, self.match.measured
         if place is None:
             return None
@@ -214,17 +213,17 @@ class Differences:
 
     @cached_property
     def way(self) -> list[Delay]:
-        """What is on the way to the measured end, in order; the sum of what it adds is the difference of the makespans."""
+        """The delays on the way to the measured end, in order; they add up to the difference of the makespans."""
         return self.lateness.to_end()
 
-    @property
-    def _lengths(self) -> tuple[Floats, Floats]:
-        one, other = self.match.predicted, self.match.measured
-        return (one.end - one.start)[self.match.action], other.end - other.start
+
+def _lengths(pair: Match) -> tuple[Floats, Floats]:
+    """The predicted and the measured time of each computation."""
+    return (pair.predicted.end - pair.predicted.start)[pair.action], pair.measured.end - pair.measured.start
 
 
 def _pairs(predicted: Floats, measured: Floats) -> list[Both]:
-    return [Both(*each) for each in zip(predicted.tolist(), measured.tolist(), strict=True)]
+    return [Both(*pair) for pair in zip(predicted.tolist(), measured.tolist(), strict=True)]
 
 
 def _mean(predicted: Floats, measured: Floats, of: NDArray[np.int64]) -> Both:
@@ -236,10 +235,10 @@ def _works(timeline: Timeline) -> Iterable[Work]:
     rows = timeline.table.rows
     entries = np.flatnonzero(rows.is_kind(*COMPUTE))
     parts = zip(rows.stage[entries].tolist(), map(Kind, rows.kind[entries].tolist()), rows.heads[entries].tolist(), strict=True)
-    found: list[list[tuple[int, Kind]]] = []
+    works: list[list[tuple[int, Kind]]] = []
     for stage, kind, head in parts:
         if head:
-            found.append([(stage, kind)])
+            works.append([(stage, kind)])
         else:
-            found[-1].append((stage, kind))
-    return map(tuple, found)
+            works[-1].append((stage, kind))
+    return map(tuple, works)

@@ -1,4 +1,4 @@
-"""What two timelines differ in, as plain data."""
+"""The differences of two timelines as plain data."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from penstock.simulator.comparison.lateness import Delay
 from penstock.simulator.comparison.totals import totals
 
 
-def encode(found: Differences) -> dict[str, Any]:
+def encode(differences: Differences) -> dict[str, Any]:
     """Everything, each action of each rank included."""
     return {
-        "scale": found.scale,
-        "tolerance": found.tolerance,
-        "other_unit": found.unlike,
-        "other_order": _order(found),
-        "makespan": _both(found.makespan),
-        "bubble": _both(found.bubble),
-        "communication": _both(found.communication),
-        "idle_by_cause": {cause: _both(each) for cause, each in found.idle_by_cause.items()},
-        "ranks": [{"busy": _both(busy), "idle": _both(idle)} for busy, idle in zip(found.busy, found.idle, strict=True)],
-        "stages": list(_stages(found)),
-        "channels": list(_channels(found)),
-        "first": None if found.first is None else _parting(found.first),
-        "delays": [{"what": each.what, "name": each.name, "count": len(each.delays), "added": each.added} for each in totals(found.way)],
-        "path": [_delay(delay) for delay in found.way],
-        "actions": list(_actions(found)),
+        "scale": differences.scale,
+        "tolerance": differences.tolerance,
+        "other_unit": differences.unlike,
+        "other_order": _order(differences),
+        "makespan": _both(differences.makespan),
+        "bubble": _both(differences.bubble),
+        "communication": _both(differences.communication),
+        "idle_by_cause": {cause: _both(idle) for cause, idle in differences.idle_by_cause.items()},
+        "ranks": [{"busy": _both(busy), "idle": _both(idle)} for busy, idle in zip(differences.busy, differences.idle, strict=True)],
+        "stages": list(_stages(differences)),
+        "channels": list(_channels(differences)),
+        "first": None if differences.first is None else _parting(differences.first),
+        "delays": [{"what": t.what, "name": t.name, "count": len(t.delays), "added": t.added} for t in totals(differences.way)],
+        "path": [_delay(delay) for delay in differences.way],
+        "actions": list(_actions(differences)),
     }
 
 
@@ -37,23 +37,23 @@ def _both(both: Both) -> dict[str, float | None]:
     return {"predicted": both.predicted, "measured": both.measured, "ratio": both.ratio}
 
 
-def _order(found: Differences) -> dict[str, Any] | None:
-    if found.match.other_order is None:
+def _order(differences: Differences) -> dict[str, Any] | None:
+    if differences.match.other_order is None:
         return None
-    rank, predicted, measured = found.match.other_order
+    rank, predicted, measured = differences.match.other_order
     return {"rank": rank, "predicted": str(predicted), "measured": str(measured)}
 
 
-def _stages(found: Differences) -> Iterator[dict[str, Any]]:
-    for each in found.lengths:
-        parts = [{"stage": stage, "kind": kind.name} for stage, kind in each.work]
-        yield {"parts": parts, "count": each.count, "mean": _both(each.mean)}
+def _stages(differences: Differences) -> Iterator[dict[str, Any]]:
+    for lengths in differences.lengths:
+        parts = [{"stage": stage, "kind": kind.name} for stage, kind in lengths.work]
+        yield {"parts": parts, "count": lengths.count, "mean": _both(lengths.mean)}
 
 
-def _channels(found: Differences) -> Iterator[dict[str, Any]]:
-    for each in found.channels:
-        ends = {"source": each.source, "target": each.target, "kind": each.kind.name}
-        yield {**ends, "count": each.count, "held": _both(each.held), "travel": _both(each.travel)}
+def _channels(differences: Differences) -> Iterator[dict[str, Any]]:
+    for channel in differences.channels:
+        ends = {"source": channel.source, "target": channel.target, "kind": channel.kind.name}
+        yield {**ends, "count": channel.count, "held": _both(channel.held), "travel": _both(channel.travel)}
 
 
 def _parting(parting: Parting) -> dict[str, Any]:
@@ -67,10 +67,10 @@ def _delay(delay: Delay) -> dict[str, Any]:
     return {**who, "predicted": delay.predicted, "measured": delay.measured, "added": delay.added}
 
 
-def _actions(found: Differences) -> Iterator[dict[str, Any]]:
-    """Each computation: its times, what it waited for, and what its lateness is made of."""
-    pair, lateness = found.match, found.lateness
-    names = [str(action) for row in found.measured.table for action in row if action.is_compute]
+def _actions(differences: Differences) -> Iterator[dict[str, Any]]:
+    """Each computation: its times, the computation that it waited for, and the parts of its lateness."""
+    pair, lateness = differences.match, differences.lateness
+    names = [str(action) for row in differences.measured.table for action in row if action.is_compute]
     columns = {
         "predicted_start": pair.predicted.start[pair.action],
         "predicted_end": pair.predicted.end[pair.action],

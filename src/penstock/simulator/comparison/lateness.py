@@ -1,7 +1,7 @@
-"""By how much each action is late against the prediction, and what made it so.
+"""By how much each action is later than predicted, and why.
 
-An action is as late as what it waited for (the computation before it on its rank, or the message that came last), and what is
-its own on top: its message was longer under way, its rank hesitated longer between the two, it took longer itself. Where the
+An action is as late as the action it waited for (the computation before it on its rank, or the maker of the last message), plus
+its own delays: its message was longer under way, its rank hesitated longer between the two, it took longer itself. If the
 prediction had it wait for something else, the slack between the two absorbs lateness. So the difference of two makespans is a sum
 over the measured critical path, and nothing of it is left over.
 """
@@ -12,27 +12,24 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.simulator.comparison.matching import Match
-
-Floats = NDArray[np.float64]
 
 ACTION, MESSAGE, BETWEEN, AFTER, OPTIMIZER, SLACK = "action", "message", "between", "after", "optimizer", "slack"
 
 
 @dataclass(frozen=True)
 class Delay:
-    """One piece of the way to an action, or to the end: what it took, and what it was predicted to take.
+    """One piece of the way to an action, or to the end: its measured and its predicted time.
 
     - `action`: a computation;
-    - `message`: from the end of what made it (`action` on rank `source`) to its arrival on `rank`;
-    - `between`: from when all was there to the start of `action`: sends, gathers of parameters, and what the program costs itself;
+    - `message`: from the end of its maker (`action` on rank `source`) to its arrival on `rank`;
+    - `between`: from when everything was there to the start of `action`: sends, gathers of parameters, and overhead of the program;
     - `after`: from the rank's last computation to its end, and `optimizer`: the optimizer's step;
-    - `slack`: what the prediction had to spare; `measured` is 0.
+    - `slack`: the slack of the prediction; `measured` is 0.
     """
 
     what: str
@@ -45,7 +42,7 @@ class Delay:
 
     @property
     def added(self) -> float:
-        """What this piece adds to the lateness; below 0 where it took less than predicted."""
+        """What this piece adds to the lateness; below 0 if it took less than predicted."""
         return self.measured - self.predicted
 
     @property
@@ -58,8 +55,8 @@ class Delay:
 
 @dataclass(frozen=True, eq=False)
 class Lateness:
-    """One value for each computation of `match.measured`:
-    `late[k] = late[cause[k]] + transit[k] + between[k] - slack[k] + own[k]`, and no `late[cause[k]]` where the cause is -1."""
+    """One value per computation of `match.measured`:
+    `late[k] = late[cause[k]] + transit[k] + between[k] - slack[k] + own[k]`, without `late[cause[k]]` if the cause is -1."""
 
     match: Match
 
@@ -70,7 +67,7 @@ class Lateness:
 
     @cached_property
     def cause(self) -> Ints:
-        """What it waited for: the computation before it on its rank, or the one that made its message; -1 for nothing."""
+        """The computation that it waited for: the one before it on its rank, or the one that made its message; -1 for nothing."""
         measured = self.match.measured
         return np.where(measured.by_message, np.append(measured.maker, -1)[measured.message], measured.before)
 
@@ -91,50 +88,50 @@ class Lateness:
 
     @cached_property
     def slack(self) -> Floats:
-        """How long the prediction has it wait for something else; below 0 only where ranks compute in another order."""
+        """How long the prediction has it wait for something else; below 0 only if ranks compute in another order."""
         return self._predicted_ready - self._predicted_cause_end - self._transits[0]
 
     def chain(self, place: int) -> list[Delay]:
-        """Everything on the way to the end of a computation, in order; what is added sums up to its lateness."""
-        found: list[Delay] = []
+        """Everything on the way to the end of a computation, in order; the delays add up to its lateness."""
+        delays: list[Delay] = []
         seen: set[int] = set()  # a file can hold an order that leads in a circle
         while place >= 0 and place not in seen:
             seen.add(place)
-            found += reversed(self._pieces(place))
+            delays += reversed(self._pieces(place))
             place = int(self.cause[place])
-        return found[::-1]
+        return delays[::-1]
 
     def to_end(self) -> list[Delay]:
-        """Everything on the way to the measured end; what is added sums up to the difference of the makespans."""
+        """Everything on the way to the measured end; the delays add up to the difference of the makespans."""
         predicted, measured = self.match.predicted.timeline, self.match.measured.timeline
         rank = int(np.argmax(measured.finished))
         step = float(predicted.optimizer[rank]), float(measured.optimizer[rank])
         finished = float(predicted.finished[rank]), float(measured.finished[rank])
         last = int(np.searchsorted(self.match.measured.rank, rank, side="right")) - 1
         ends = (0.0, 0.0)
-        found: list[Delay] = []
+        delays: list[Delay] = []
         if last >= 0 and self.match.measured.rank[last] == rank:
-            found = self.chain(last)
+            delays = self.chain(last)
             ends = float(self._predicted_end[last]), float(self.match.measured.end[last])
-        found.append(Delay(AFTER, rank, None, finished[0] - step[0] - ends[0], finished[1] - step[1] - ends[1]))
-        found.append(Delay(OPTIMIZER, rank, None, *step))
-        found.append(Delay(SLACK, rank, None, predicted.makespan - finished[0], 0.0))
-        return [delay for delay in found if delay.predicted or delay.measured]
+        delays.append(Delay(AFTER, rank, None, finished[0] - step[0] - ends[0], finished[1] - step[1] - ends[1]))
+        delays.append(Delay(OPTIMIZER, rank, None, *step))
+        delays.append(Delay(SLACK, rank, None, predicted.makespan - finished[0], 0.0))
+        return [delay for delay in delays if delay.predicted or delay.measured]
 
     def _pieces(self, place: int) -> list[Delay]:
-        """What one computation adds, in the order of time."""
+        """The delays of one computation, in the order of time."""
         measured, rank = self.match.measured, int(self.match.measured.rank[place])
         action = measured.action(place)
-        found = []
+        delays = []
         if measured.by_message[place]:
             message = int(measured.message[place])
             messages, rows = measured.timeline.messages, measured.timeline.table.rows
-            made, source = rows.part_at(int(messages.maker[message])), int(messages.source[message])
-            found.append(Delay(MESSAGE, rank, made, *self._at(self._transits, place), source))
-        found.append(Delay(SLACK, rank, action, float(self.slack[place]), 0.0))
-        found.append(Delay(BETWEEN, rank, action, *self._at(self._hesitations, place)))
-        found.append(Delay(ACTION, rank, action, *self._at((self._predicted_length, self._measured_length), place)))
-        return [delay for delay in found if delay.predicted or delay.measured]
+            maker, source = rows.part_at(int(messages.maker[message])), int(messages.source[message])
+            delays.append(Delay(MESSAGE, rank, maker, *self._at(self._transits, place), source))
+        delays.append(Delay(SLACK, rank, action, float(self.slack[place]), 0.0))
+        delays.append(Delay(BETWEEN, rank, action, *self._at(self._hesitations, place)))
+        delays.append(Delay(ACTION, rank, action, *self._at((self._predicted_length, self._measured_length), place)))
+        return [delay for delay in delays if delay.predicted or delay.measured]
 
     @staticmethod
     def _at(pair: tuple[Floats, Floats], place: int) -> tuple[float, float]:

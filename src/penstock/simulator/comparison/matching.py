@@ -13,18 +13,18 @@ from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE
 from penstock.ir.rows import Ints, Rows
 from penstock.simulator.timeline import Timeline
-from penstock.simulator.waits import Waits
+from penstock.simulator.waits import WaitCauses
 
 
 @dataclass(frozen=True, eq=False)
 class Match:
     """For each computation and message of `measured`, the same one of `predicted`.
 
-    One may be of a schedule and the other of its program: what is computed is matched by what it is, not by where it stands.
+    One may be of a schedule and the other of its program: computations are matched by stage, kind and microbatch, not by place.
     """
 
-    predicted: Waits
-    measured: Waits
+    predicted: WaitCauses
+    measured: WaitCauses
     action: Ints
     """For each computation of `measured`, its place among those of `predicted`."""
     message: Ints
@@ -76,9 +76,9 @@ class _Sorted:
     def entries(self) -> Ints:
         """By rank and by the first part of the action."""
         rows = self.rows
-        found = np.flatnonzero(rows.is_kind(*COMPUTE))
-        head = rows.codes[rows.group_starts[found]] & ~codes.JOIN
-        return found[np.lexsort((found, head, rows.rank[found]))]
+        entries = np.flatnonzero(rows.is_kind(*COMPUTE))
+        head = rows.codes[rows.group_starts[entries]] & ~codes.JOIN
+        return entries[np.lexsort((entries, head, rows.rank[entries]))]
 
     @property
     def entry_codes(self) -> Ints:
@@ -105,7 +105,7 @@ class _Sorted:
 
     @property
     def _ends(self) -> tuple[Ints, Ints]:
-        """What makes each message and what uses it."""
+        """The actions that make and use each message."""
         messages, plain = self.timeline.messages, self.rows.codes & ~codes.JOIN
         return plain[messages.maker], plain[messages.after]
 

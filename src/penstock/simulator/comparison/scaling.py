@@ -20,10 +20,10 @@ def scaled(timeline: Timeline, factor: float) -> Timeline:
     columns: dict[str, Any] = {name: getattr(timeline, name) * factor for name in ("start", "end", "depart", "arrive")}
     for name in ("collective_start", "collective_end"):
         times = getattr(timeline, name)
-        columns[name] = np.where(times < 0, times, times * factor)  # -1 is no time
-    made = replace(timeline, costs=_scaled_costs(timeline.costs, factor), **columns)
-    made.__dict__["flat"] = timeline.flat
-    return made
+        columns[name] = np.where(times < 0, times, times * factor)  # -1 stands for no time
+    result = replace(timeline, costs=_scaled_costs(timeline.costs, factor), **columns)
+    result.__dict__["flat"] = timeline.flat
+    return result
 
 
 def _scaled_costs(costs: Costs, factor: float) -> Costs:
@@ -33,5 +33,5 @@ def _scaled_costs(costs: Costs, factor: float) -> Costs:
 
 def _multiplied(value: Any, factor: float) -> Any:
     if isinstance(value, tuple):
-        return tuple(_multiplied(each, factor) for each in value)
+        return tuple(_multiplied(item, factor) for item in value)
     return None if value is None else value * factor

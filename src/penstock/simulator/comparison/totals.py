@@ -1,4 +1,4 @@
-"""Delays summed up by what they have in common."""
+"""Delays summed up by stage and kind, by channel, and by rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.simulator.comparison.lateness import ACTION, AFTER, BETWEEN, MESSA
 
 @dataclass(frozen=True)
 class Total:
-    """What several delays of one sort add: computations of a stage and kind, messages between two ranks, or pauses of a rank."""
+    """The sum of several delays of one sort: computations of a stage and kind, messages between two ranks, or pauses of a rank."""
 
     what: str
     name: str
@@ -23,16 +23,16 @@ class Total:
 
 
 def totals(delays: Iterable[Delay]) -> list[Total]:
-    """What adds or takes the most comes first; slack, which is nobody's doing, comes last."""
-    found: dict[tuple[str, str], list[Delay]] = {}
+    """Sum up delays. The largest sums come first, and slack, which nothing causes, comes last."""
+    by_name: dict[tuple[str, str], list[Delay]] = {}
     for delay in delays:
-        found.setdefault((delay.what, name_of(delay)), []).append(delay)
-    made = [Total(what, name, each) for (what, name), each in found.items()]
-    return sorted(made, key=lambda total: (total.what == SLACK, -abs(total.added)))
+        by_name.setdefault((delay.what, name_of(delay)), []).append(delay)
+    sums = [Total(what, name, group) for (what, name), group in by_name.items()]
+    return sorted(sums, key=lambda total: (total.what == SLACK, -abs(total.added)))
 
 
 def name_of(delay: Delay) -> str:
-    """What a delay is counted as."""
+    """The name under which a delay is counted."""
     if delay.what == ACTION and delay.action is not None:
         return work_name((part.stage, part.kind) for part in delay.action.parts)
     if delay.what == MESSAGE:

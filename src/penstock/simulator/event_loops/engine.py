@@ -1,7 +1,4 @@
-"""Run the event loops: compiled where numba is installed, else as they are.
-
-The event loops, compiled by numba and cached on disk.
-"""
+"""Run the event loops: compiled by numba and cached on disk if numba is installed, otherwise in plain Python."""
 
 from __future__ import annotations
 
@@ -18,11 +15,9 @@ from penstock.errors import MissingExtraError, ScheduleError
 from penstock.simulator.event_loops import loops
 from penstock.simulator.event_loops.loops import Durations, Graph, Times
 
-Floats = NDArray[np.float64]
-
 
 class Outcome(NamedTuple):
-    """When everything happened; `reached` is the node that each rank came to, its end where nothing hangs."""
+    """When everything happened; `reached` is the node that each rank came to, its end if nothing hangs."""
 
     times: Times
     reached: NDArray[np.int32]
@@ -30,7 +25,7 @@ class Outcome(NamedTuple):
 
 
 def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> Outcome:
-    """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled where numba is installed."""
+    """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled if numba is installed."""
     compiled = compiled_loops() if _wants_compiled(engine) else None
     shared = contention != "independent"
     if compiled is not None:

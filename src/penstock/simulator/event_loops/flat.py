@@ -11,11 +11,10 @@ from numpy.typing import NDArray
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Ints
+from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
-Floats = NDArray[np.float64]
 Small = NDArray[np.int32]
 
 
@@ -31,20 +30,18 @@ class Flat:
 
     @cached_property
     def messages(self) -> Messages:
-        """What crosses ranks, in the order in which it is sent: what one action sends to several stages goes to the lowest first."""
-        table, rows = self.table, self.table.rows
-        deliveries = table.deliveries
-        order = np.argsort(deliveries.sent * table.stages + deliveries.peer, kind="stable")
-        begun, maker, before, after, last, _ = (column[order] for column in deliveries)
+        """The messages between ranks, in the order in which they are sent."""
+        rows = self.table.rows
+        _, maker, before, after, _, _ = self.table.deliveries
         source, target = rows.rank[before], rows.rank[after]
         backward = rows.kind[after] != Kind.F
         channel = (source * len(rows) + target) * 2 + backward
         keys, index = np.unique(channel, return_inverse=True)
         names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
-        return Messages(before, after, maker, begun, last, backward, source, target, index, names)
+        return Messages(before, after, maker, backward, source, target, index, names)
 
     def graph(self, contention: str = "independent") -> Graph:
-        """The structure with its links: one for each channel, each way of a pair, each way of a rank, or each rank."""
+        """The structure with its links: one per channel, per direction of a pair, per direction of a rank, or per rank."""
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
             return self._independent
@@ -59,7 +56,7 @@ class Flat:
 
     @cached_property
     def _independent(self) -> Graph:
-        """Kept, for gaps and paths ask for it at every step."""
+        """Cached, because gaps and paths read it at every step."""
         channel = _small(self.messages.channel)
         return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
 
@@ -108,7 +105,7 @@ class Flat:
         return _starts(rows.group[uses[real]], self.num_nodes), rows.group[found[real]]
 
     def _receives(self) -> tuple[Ints, Ints]:
-        """Each message's receive node, and each node's received message; -1 where there is none."""
+        """Each message's receive node, and each node's received message; -1 if there is none."""
         rows, messages = self.table.rows, self.messages
         receive = np.full(len(messages.before), -1, dtype=np.int64)
         received = np.full(self.num_nodes, -1, dtype=np.int64)
@@ -121,7 +118,7 @@ class Flat:
         return receive, received
 
     def _slots(self) -> Ints:
-        """For each message, the one of its channel whose slot it takes over; -1 where there is a slot from the start."""
+        """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""
         messages = self.messages
         slot = np.full(len(messages.before), -1, dtype=np.int64)
         buffers = self.table.buffers if isinstance(self.table, Program) else None
@@ -168,7 +165,7 @@ class Flat:
         return costs.latency + self.sizes(costs) / costs.bandwidth
 
     def sizes(self, costs: Costs) -> Floats:
-        """The size of each message: what the lower stage of its edge puts out."""
+        """The size of each message: the output of the lower stage of its edge."""
         rows, messages = self.table.rows, self.messages
         lower = np.where(messages.backward, rows.stage[messages.after], rows.stage[messages.before])
         if isinstance(costs.output, float):
@@ -178,16 +175,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class Messages:
-    """One value a message: the entries that send, use and compute it, its way, its ranks and its channel."""
+    """One value per message: the entries that send, use and compute it, its way, its ranks and its channel."""
 
     before: Ints
     after: Ints
-    """The first that uses it: those after it on the rank need not wait."""
+    """The first that uses it: later ones on the rank need not wait."""
     maker: Ints
-    begun: Ints
-    """The first that adds to it, where it is a sum of gradients whose last part is the maker's; else the maker."""
-    last: Ints
-    """The last that uses it."""
+    """The last that adds to it."""
     backward: NDArray[np.bool_]
     source: Ints
     target: Ints
@@ -197,12 +191,12 @@ class Messages:
 
 
 def _small(values: Ints) -> Small:
-    """Four bytes an index: a graph of a thousand ranks has tens of millions."""
+    """Four bytes per index: a graph of a thousand ranks has tens of millions."""
     return values.astype(np.int32)
 
 
 def _starts(owner: Ints, count: int) -> Small:
-    """For items sorted by owner, where each owner's items begin, and their number at the end."""
+    """For items sorted by owner, the index of each owner's first item, and the number of items at the end."""
     starts = np.zeros(count + 1, dtype=np.int32)
     np.cumsum(np.bincount(owner, minlength=count), out=starts[1:])
     return starts

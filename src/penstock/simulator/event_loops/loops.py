@@ -13,7 +13,7 @@ Column = Any
 
 
 class Graph(NamedTuple):
-    """What waits for what, whatever the times. Messages are sorted by the node that sends them."""
+    """Which node waits for which, independent of times. Messages are sorted by the node that sends them."""
 
     bounds: Column
     """Each rank's first node, and the number of nodes."""
@@ -39,7 +39,7 @@ class Graph(NamedTuple):
     """The message that must be taken before this one can be sent, -1 for none."""
     link: Column
     other_link: Column
-    """The links that each message occupies while it travels; the same twice where it is one."""
+    """The links that each message occupies while it travels; the same twice if it is one."""
     num_links: int
     any_slots: bool
     """Whether any message waits for a slot."""
@@ -54,7 +54,7 @@ class Durations(NamedTuple):
 
 
 class Times(NamedTuple):
-    """When everything happens; -1 where it never does."""
+    """When everything happens; -1 if it never does."""
 
     start: Column
     end: Column

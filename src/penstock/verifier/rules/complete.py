@@ -14,7 +14,7 @@ from penstock.verifier.rules.messages import once_each, repeats
 
 
 def complete(context: Context) -> Iterator[Finding]:
-    """Each stage and microbatch has one forward and, where anything trains, one backward; each message is sent once and received once."""
+    """Each stage and microbatch has one forward and, if anything trains, one backward; each message is sent once and received once."""
     entries = {kind: np.flatnonzero(context.rows.is_kind(kind) & context.inside) for kind in COMPUTE}
     size = context.table.stages * context.table.microbatches
     counts = {kind: np.bincount(context.cell[entries[kind]], minlength=size) for kind in COMPUTE}

@@ -9,11 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from penstock.ir import codes
+from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import Needs
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Ints
 from penstock.ir.steps import Walk, walk
-from penstock.verifier.context import Context, code_name
+from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, Severity
 from penstock.verifier.rules.rendezvous import disagreements
 from penstock.verifier.rules.waits import Waits, waits
@@ -22,7 +23,7 @@ _LINKS_SHOWN = 8
 
 
 def deadlock(context: Context) -> Iterator[Finding]:
-    """Every rank gets to the end of its row; where it does not, the ranks that wait for each other are named as a chain."""
+    """Every rank gets to the end of its row; if not, a finding names the ranks that wait for each other as a chain."""
     stuck = _Stuck(context, waits(context))
     if not stuck.walk.complete:
         for chain in stuck.cycles():
@@ -42,7 +43,7 @@ class _Stuck:
 
     @cached_property
     def walk(self) -> Walk:
-        """Run every rank as far as its waits allow; who waits for what nobody runs waits for itself."""
+        """Run every rank as far as its waits allow; an action that waits for something nobody runs waits for itself."""
         before, after = self.waits.before, self.waits.after
         return walk(self.context.rows, Needs(np.where(before < 0, after, before), after))
 
@@ -56,7 +57,7 @@ class _Stuck:
         return at[np.argsort(rows.rank[after[at]], kind="stable")]
 
     def dead_ends(self) -> Ints:
-        """The waits for what nobody runs."""
+        """The waits for actions that nobody runs."""
         return self.at_heads[self.waits.before[self.at_heads] < 0]
 
     def cycles(self) -> Iterator[list[int]]:
@@ -72,10 +73,10 @@ class _Stuck:
             if seen.get(rank) == start and rank in path:
                 cycle = path[path.index(rank) :]
                 lowest = cycle.index(min(cycle))
-                yield [onward[each] for each in cycle[lowest:] + cycle[:lowest]]
+                yield [onward[rank] for rank in cycle[lowest:] + cycle[:lowest]]
 
     def _onward(self) -> dict[int, int]:
-        """For each rank that stops, its first wait for what another rank has yet to run."""
+        """For each rank that stops, its first wait for an action that another rank has yet to run."""
         onward: dict[int, int] = {}
         for wait in self.at_heads[self.waits.before[self.at_heads] >= 0].tolist():
             onward.setdefault(int(self.context.rows.rank[self.waits.after[wait]]), wait)
@@ -103,27 +104,27 @@ def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
 
 
 def _way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
-    """Let some rank of the chain run what the one before it waits for: one that could at once, if there is any."""
+    """Let a rank of the chain run the action that the rank before it waits for, preferably one that can run at once."""
     links = [(int(stuck.waits.before[wait]), int(stuck.waits.after[chain[(at + 1) % len(chain)]])) for at, wait in enumerate(chain)]
     before, stop = next((link for link in links if _could_run(context, *link)), links[0])
     also = "" if _could_run(context, before, stop) else ", and what that needs,"
     rank, step = int(context.rows.rank[before]), int(context.rows.step[stop])
     first = f"Let rank {rank} run {context.name(before)}{also} before its step {step}"
-    for each in chain:
-        if stuck.waits.slot[each]:
-            channel = int(context.channel[stuck.waits.after[each]])
+    for wait in chain:
+        if stuck.waits.slot[wait]:
+            channel = int(context.channel[stuck.waits.after[wait]])
             return f"Give the channel {context.channel_name(channel)} more slots; or: {first}"
     return first
 
 
 def _could_run(context: Context, entry: int, stop: int) -> bool:
-    """Whether all that an entry needs of its own rank is done where the rank stops."""
+    """Whether everything that an entry needs of its own rank is done when the rank stops."""
     local = context.table.links.local
     return bool((local.before[local.after == entry] < stop).all())
 
 
 def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
-    """Severity as that of the missing work, which `complete` reports first."""
+    """As severe as the missing work, which `complete` reports first."""
     code = int(stuck.waits.never[wait])
     rank = context.placement.rank_of(codes.stage_of(code), codes.microbatch_of(code))
     return context.finding("deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_never_name(code)} on rank {rank}")
@@ -132,5 +133,5 @@ def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
 def _never_name(code: int) -> str:
     """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
     if codes.kind_of(code) == Kind.I:
-        return f"{code_name(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
-    return code_name(code)
+        return f"{unpack_code(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
+    return str(unpack_code(code))

@@ -54,18 +54,16 @@ def _slots(context: Context) -> Iterator[Finding]:
     buffers = slots_of(context)
     for (source, target, kind), count in sorted(buffers.channels.items() if buffers else ()):
         if count < 1:
-            message = (
-                f"the channel from rank {source} to rank {target} for {kind.name} has {count} slots, so that nothing can be sent on it"
-            )
+            message = f"the channel from rank {source} to rank {target} for {kind.name} has {count} slots, so nothing can be sent on it"
             yield context.absence("known", source, "", message, "Give it at least 1, or leave it out for as many as needed")
 
 
 def malformed(table: Table) -> Iterator[Finding]:
-    """What keeps the rows from being read as actions at all; no other rule can run on them."""
+    """Report rows that cannot be read as actions; no other rule can run on them."""
     rows = table.rows
     if len(rows) != table.ranks:
         message = f"there are {len(rows)} rows for {table.ranks} ranks"
-        yield Finding("known", Severity.WRONG, 0, 0, "", message, "Give one row a rank, an empty one where a rank has nothing to do")
+        yield Finding("known", Severity.WRONG, 0, 0, "", message, "Give one row per rank, an empty one if a rank has nothing to do")
         return
     compute, joined = rows.kind <= Kind.W, codes.is_joined(rows.codes)
     last = np.zeros(len(rows.codes), dtype=np.bool_)
@@ -74,7 +72,7 @@ def malformed(table: Table) -> Iterator[Finding]:
     unreadable = (rows.codes >> 61 != 0) | (rows.kind > Kind.REDUCE_GRAD)
     unreadable |= (rows.peer >= 0) & ~rows.is_kind(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
     for flags, what in (
-        (unreadable, "is no code of an action"),
+        (unreadable, "is not the code of an action"),
         (joined & ~unreadable & ~(compute & followed), "is joined to the next, but only compute actions of one rank run together"),
     ):
         for entry in np.flatnonzero(flags).tolist():

@@ -28,7 +28,7 @@ def matching(context: Context) -> Iterator[Finding]:
 
 
 def _crossed(context: Context, ends: tuple[int, int, int], number: int, many: int) -> Finding:
-    """The first place in a channel where the order of receives leaves that of sends: the send, the receive, and the one it should be."""
+    """Report the first place at which a channel receives in another order than it sends: the send, the receive, and the right receive."""
     sender, receiver, right = ends
     channel = context.channel_name(int(context.channel[sender]))
     message = (

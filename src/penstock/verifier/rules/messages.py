@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import SENDS, Kind
 from penstock.ir.rows import Flags, Ints
-from penstock.verifier.context import Context, code_name, repeated
+from penstock.verifier.context import Context, repeated
 from penstock.verifier.finding import Finding
 
 _OTHER_END = {Kind.SEND_F: Kind.RECV_F, Kind.RECV_F: Kind.SEND_F, Kind.SEND_B: Kind.RECV_B, Kind.RECV_B: Kind.SEND_B}
@@ -37,7 +38,7 @@ def _crosses(context: Context) -> Flags:
 
 
 def _carries(context: Context, forward: bool) -> Flags:
-    """For each edge and microbatch, whether it has a message of its own: not where that of a farther reader on the rank carries it."""
+    """For each edge and microbatch, whether it has a message of its own: not if the message of a farther reader on the rank carries it."""
     carries = np.ones((len(context.edges), context.table.microbatches), dtype=np.bool_)
     edge, _, microbatch = context.linker.shared(forward)
     carries[edge, microbatch] = False
@@ -45,7 +46,7 @@ def _carries(context: Context, forward: bool) -> Flags:
 
 
 def _lacking(context: Context, kind: Kind, missing: Ints) -> Iterator[Finding]:
-    """Messages that lack this end, each shown beside the compute action that makes or uses what it carries."""
+    """Messages that lack this end, each shown beside the compute action that makes or uses its data."""
     if len(missing):
         beside = context.first(Kind.F) if kind in _FORWARD else context.first(Kind.B, Kind.I)
         yield from (_lacks(context, kind, message, beside) for message in missing.tolist())
@@ -65,18 +66,18 @@ def _lacks(context: Context, kind: Kind, message: int, beside: Ints) -> Finding:
 
 def _name(kind: Kind, stage: int, other: int, microbatch: int) -> str:
     at = (np.array([value], dtype=np.int64) for value in (stage, other, microbatch))
-    return code_name(int(message_code(kind, *at)[0]))
+    return str(unpack_code(int(message_code(kind, *at)[0])))
 
 
 def _needless(context: Context, entry: int) -> Finding:
-    reason = "nothing here trains, so that there are no gradients"
+    reason = "nothing here trains, so there are no gradients"
     if context.away[entry] == context.home[entry]:
         reason = f"both ends are on rank {int(context.home[entry])}, and stages of one rank exchange nothing"
     return context.finding("complete", entry, f"{context.name(entry)} is a message that nobody needs: {reason}", "Remove both its ends")
 
 
 def repeats(context: Context, keys: Ints, entries: Ints) -> Iterator[Finding]:
-    """Entries that are there a second time, by what their key says they are."""
+    """Report entries whose key an earlier entry has."""
     for entry, first in zip(*(ends.tolist() for ends in repeated(keys, entries)), strict=True):
         message = f"{context.name(entry)} runs twice: it is also {context.place(first)}"
         yield context.finding("complete", entry, message, "Remove one of the two")

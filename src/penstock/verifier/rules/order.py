@@ -1,4 +1,4 @@
-"""What an action needs of its own rank comes before it."""
+"""An action comes after everything that it needs of its own rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from penstock.verifier.finding import Finding
 
 
 def order(context: Context) -> Iterator[Finding]:
-    """Every action runs after what it needs of its own rank; parts of one overlap do not count as before each other."""
+    """Every action runs after everything that it needs of its own rank; parts of one overlap do not count as before each other."""
     rows, (before, after) = context.rows, context.table.links.local
     wrong = (rows.rank[before] == rows.rank[after]) & (rows.group[before] >= rows.group[after])
     at = np.flatnonzero(wrong)

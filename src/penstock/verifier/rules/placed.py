@@ -12,7 +12,7 @@ from penstock.verifier.finding import Finding
 
 
 def placed(context: Context) -> Iterator[Finding]:
-    """Compute and messages run where the placement puts their stage and microbatch, sharding and reduction where their stage is held."""
+    """Compute and messages run on the rank of their stage and microbatch, sharding and reduction on a rank that holds their stage."""
     rows = context.rows
     of_microbatch = rows.kind <= Kind.RECV_B
     for entry in np.flatnonzero(context.inside & of_microbatch & ~context.at_home).tolist():

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.ir.kind import Kind
-from penstock.ir.rows import Ints
-from penstock.verifier.context import Context, first_of
+from penstock.ir.rows import Ints, first_of
+from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding
 
 

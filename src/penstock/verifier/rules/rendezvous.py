@@ -14,7 +14,7 @@ from penstock.verifier.finding import Finding, Severity
 
 
 class _Queues(NamedTuple):
-    """One side's communication entries, sorted by pair of ranks, and where each is in its queue."""
+    """One side's communication entries, sorted by pair of ranks, and the place of each in its queue."""
 
     entries: Ints
     pair: Ints
@@ -44,14 +44,14 @@ def disagreements(context: Context) -> Iterator[Finding]:
     parts = []
     for mine, other, swapped in ((lower, upper, False), (upper, lower, True)):
         partner = mine.partner(other)
-        wrong = np.flatnonzero(_message(context, mine.entries) != _message(context, partner))
+        unlike = np.flatnonzero(_message(context, mine.entries) != _message(context, partner))
         one, two = (partner, mine.entries) if swapped else (mine.entries, partner)
-        parts.append(np.stack([mine.pair[wrong], mine.place[wrong], one[wrong], two[wrong]]))
-    found = np.concatenate(parts, axis=1)
-    found = found[:, np.lexsort((found[1], found[0]))]
-    first = np.append(True, found[0, 1:] != found[0, :-1])[: found.shape[1]]
-    waiting = _first_waiting(context, found) if found.shape[1] else {}
-    for pair, place, one, two in found[:, first].T.tolist():
+        parts.append(np.stack([mine.pair[unlike], mine.place[unlike], one[unlike], two[unlike]]))
+    wrong = np.concatenate(parts, axis=1)
+    wrong = wrong[:, np.lexsort((wrong[1], wrong[0]))]
+    first = np.append(True, wrong[0, 1:] != wrong[0, :-1])[: wrong.shape[1]]
+    waiting = _first_waiting(context, wrong) if wrong.shape[1] else {}
+    for pair, place, one, two in wrong[:, first].T.tolist():
         yield _disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
 
 
@@ -61,11 +61,11 @@ def _message(context: Context, entries: Ints) -> Ints:
     return np.where(entries < 0, -1, context.message[entries] * 2 + backward)
 
 
-def _first_waiting(context: Context, found: Ints) -> dict[int, int]:
+def _first_waiting(context: Context, wrong: Ints) -> dict[int, int]:
     """For each pair, the first action that waits for a message which never completes."""
     pair = np.full(len(context.rows.codes), -1, dtype=np.int64)
-    for ends in found[2:]:
-        pair[ends[ends >= 0]] = found[0][ends >= 0]
+    for ends in wrong[2:]:
+        pair[ends[ends >= 0]] = wrong[0][ends >= 0]
     sent, after = context.table.links.data
     lost = np.flatnonzero(pair[sent] >= 0)
     lost = lost[np.argsort(context.rows.step[after[lost]], kind="stable")][::-1]
@@ -78,7 +78,7 @@ def _disagreement(context: Context, pair: int, place: int, ends: tuple[int, int]
         f"rank {rank} runs {context.name(entry)} (step {int(context.rows.step[entry])})" if entry >= 0 else f"rank {rank} has no more"
         for rank, entry in zip(ranks, ends, strict=True)
     ]
-    so = f", so that rank {int(context.rows.rank[waiting])} waits for ever in {_step(context, waiting)}" if waiting >= 0 else ""
+    so = f", so rank {int(context.rows.rank[waiting])} waits for ever in {_step(context, waiting)}" if waiting >= 0 else ""
     message = (
         f"rank {ranks[0]} and rank {ranks[1]} disagree about their {ordinal(place + 1)} exchange: {', '.join(runs)}; "
         f"neither it nor anything behind it completes{so}"

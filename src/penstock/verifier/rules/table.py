@@ -19,7 +19,7 @@ from penstock.verifier.rules.sharding import is_sharded, sharding
 
 
 class Rule(NamedTuple):
-    """One invariant: what breaks it, what holds when nothing does, and whether a table is subject to it."""
+    """One invariant: the check that finds violations, the statement that holds without any, and whether it applies to a table."""
 
     name: str
     check: Callable[[Context], Iterator[Finding]]

@@ -10,12 +10,12 @@ from penstock.ir import codes
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import SENDS, Kind
 from penstock.ir.program import Buffers
-from penstock.ir.rows import Flags, Ints
-from penstock.verifier.context import Context, first_of, position_in
+from penstock.ir.rows import Flags, Ints, first_of
+from penstock.verifier.context import Context, position_in
 
 
 class Waits(NamedTuple):
-    """`after[k]` waits for `before[k]`; where that is -1, for ever, for the code `never[k]`. `slot[k]` says it is for a slot, not data."""
+    """`after[k]` waits for `before[k]`; if that is -1, for ever, for the code `never[k]`. `slot[k]`: for a slot, not for data."""
 
     before: Ints
     after: Ints
@@ -44,7 +44,7 @@ def _data(context: Context) -> Waits:
 
 
 def _missing(context: Context) -> Waits:
-    """What should come from another rank but nobody runs; what the own rank lacks stops nobody, and is left to `complete`."""
+    """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
     far = maker != context.home[after]

@@ -10,8 +10,8 @@ from torch.distributed.pipelining.schedules import _Action, _ComputationType
 from ir.strategies import actions, torch_actions
 from penstock.errors import ActionError
 from penstock.ir.action import Action
+from penstock.ir.formats.action_text import format_action, parse_action
 from penstock.ir.kind import Kind
-from penstock.ir.text import format_action, parse_action
 
 
 def as_torch(action: Action) -> _Action:

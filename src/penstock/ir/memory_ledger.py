@@ -1,0 +1,161 @@
+"""What is held in memory from when to when: the one home of these rules.
+
+- An activation is held from the start of F to the end of I or B.
+- The weight stash is held from the end of I to the end of W.
+- A received message is held from its receive (in a schedule, from its arrival) to the end of the action that uses it last.
+- A sum of gradients for another rank is held from the end of the first backward that adds to it to the end of the last one.
+- Gathered parameters are held from the start of UNSHARD to the end of RESHARD.
+- All the time, a rank holds its shards; its parameters if nothing is sharded.
+
+The verifier and the simulator read `list_changes` of a table. The planner, which has no table yet, reads `Lifetime`s: what one
+microbatch holds on one stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.ir.costs import Costs
+from penstock.ir.dependencies import peer_stages
+from penstock.ir.kind import RECEIVES, Kind
+from penstock.ir.rows import Floats, Ints
+from penstock.ir.table import Table
+
+CATEGORIES = ("activations", "weight stash", "receive buffers", "parameters")
+_ACTIVATIONS, _WEIGHT_STASH, _RECEIVE_BUFFERS, _PARAMETERS = range(4)
+
+
+class When(IntEnum):
+    """When, in an action, memory changes."""
+
+    START = 0
+    END = 1
+    ARRIVAL = 2
+    """When a message arrives that the action is the first to use; only in a schedule, which has no receives."""
+
+
+# One microbatch on one stage -------------------------------------------------------------------------------------------
+
+
+class Lifetime(NamedTuple):
+    """How long something is held: from the start or end of an action to the end of an action. `I` stands for any backward."""
+
+    size: str
+    """What it is, as sizes are named."""
+    begin: Kind
+    when: When
+    end: Kind
+
+
+ACTIVATION = Lifetime("activation", Kind.F, When.START, Kind.I)
+WEIGHT_STASH = Lifetime("weight_stash", Kind.I, When.END, Kind.W)
+"""Nothing after a full backward."""
+RECEIVED = Lifetime("received", Kind.F, When.START, Kind.F)
+RETURNED = Lifetime("returned", Kind.I, When.START, Kind.I)
+"""The messages that F and I use are held at least while these run."""
+
+LIFETIMES = (ACTIVATION, WEIGHT_STASH, RECEIVED, RETURNED)
+
+
+def net_changes(lifetimes: Iterable[Lifetime], sizes: Mapping[str, Any]) -> dict[tuple[Kind, When], Any]:
+    """How much more is held from the start and from the end of each kind of action on.
+
+    >>> changes = net_changes([ACTIVATION, WEIGHT_STASH], {"activation": 3.0, "weight_stash": 1.0})
+    >>> changes[Kind.F, When.START], changes[Kind.I, When.END], changes[Kind.W, When.END]
+    (3.0, -2.0, -1.0)
+    """
+    changes: dict[tuple[Kind, When], Any] = {}
+    for lifetime in lifetimes:
+        size, begin, end = sizes[lifetime.size], (lifetime.begin, lifetime.when), (lifetime.end, When.END)
+        changes[begin] = changes.get(begin, 0.0) + size
+        changes[end] = changes.get(end, 0.0) - size
+    return changes
+
+
+# A schedule or program -------------------------------------------------------------------------------------------------
+
+
+class Changes(NamedTuple):
+    """Changes of the memory held, one value per change in each column."""
+
+    category: Ints
+    """Index into `CATEGORIES`."""
+    entry: Ints
+    """The entry of `table.rows` whose action makes the change."""
+    when: Ints
+    """In that action. Changes at an arrival come one per message, in the order of `table.deliveries`."""
+    size: Floats
+    """Negative when memory is freed."""
+
+
+def list_changes(table: Table, costs: Costs) -> Changes:
+    """Every change of memory in a schedule or program. Without a backward no activation is held."""
+    parts = [*_list_stage_changes(table, costs), *_list_message_changes(table, costs)]
+    return Changes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Changes._fields))
+
+
+def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
+    """Activations, stashes and parameters: changes that a kind of action makes by itself."""
+    activation, stash = (_sizes(costs, table, name) for name in ("activation", "weight_stash"))
+    parameters = np.array(costs.per_stage("parameters", table.stages))[:, None] * np.ones(table.microbatches)
+    activations = [
+        (_ACTIVATIONS, (Kind.F,), When.START, activation),
+        (_ACTIVATIONS, (Kind.B, Kind.I), When.END, -activation),
+        (_WEIGHT_STASH, (Kind.I,), When.END, stash),
+        (_WEIGHT_STASH, (Kind.W,), When.END, -stash),
+    ]
+    gathered = [
+        (_PARAMETERS, (Kind.UNSHARD,), When.START, parameters),
+        (_PARAMETERS, (Kind.RESHARD,), When.END, -parameters),
+    ]
+    rows = table.rows
+    inside = (rows.stage < table.stages) & (rows.microbatch < table.microbatches)
+    changes = []
+    for category, kinds, when, sizes in (activations if table.training else []) + gathered:
+        entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
+        changes.append(_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
+    return changes
+
+
+def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
+    """Received messages until their last use, and sums of gradients until their last part: each has the size of the output."""
+    rows, deliveries, output = table.rows, table.deliveries, _sizes(costs, table, "output")
+    if table.lowered:
+        local = table.links.local
+        used = np.flatnonzero(rows.is_kind(*RECEIVES)[local.before])
+        last = np.full(len(rows.codes), -1, dtype=np.int64)
+        np.maximum.at(last, local.before[used], local.after[used])
+        begin, when = np.flatnonzero(last >= 0), When.START
+        last = last[begin]
+        lower = np.minimum(rows.stage[begin], peer_stages(rows)[begin])
+    else:
+        begin, when, last = deliveries.first, When.ARRIVAL, deliveries.last
+        lower = np.minimum(rows.stage[deliveries.sent], rows.stage[begin])
+    size = output[lower, rows.microbatch[begin]]
+    sums = np.flatnonzero(deliveries.begun != deliveries.made)
+    begun, made = deliveries.begun[sums], deliveries.made[sums]
+    partial = output[deliveries.peer[sums], rows.microbatch[begun]]
+    return [
+        _changes(_RECEIVE_BUFFERS, begin, when, size),
+        _changes(_RECEIVE_BUFFERS, last, When.END, -size),
+        _changes(_RECEIVE_BUFFERS, begun, When.END, partial),
+        _changes(_RECEIVE_BUFFERS, made, When.END, -partial),
+    ]
+
+
+def _sizes(costs: Costs, table: Table, name: str) -> Floats:
+    return costs.table(name, table.stages, table.microbatches)
+
+
+def _changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:
+    return Changes(np.full(len(entries), category), entries, np.full(len(entries), int(when)), size)
+
+
+def sum_static(table: Table, costs: Costs) -> Floats:
+    """What each rank holds all the time."""
+    sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
+    return costs.per_rank("shard" if sharded else "parameters", table.placement)
