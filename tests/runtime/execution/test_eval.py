@@ -151,7 +151,7 @@ def test_eval_between_steps_changes_nothing(name: str) -> None:
             assert_equal(value, again, key)
 
 
-def test_outputs_are_freed_and_two_are_under_way_at_most() -> None:
+def test_outputs_are_freed_and_at_most_two_are_in_flight() -> None:
     """No rank runs ahead: of 12 microbatches only a few activations are alive at once."""
     alive: list[weakref.ref[Tensor]] = []
     most = 0

@@ -96,7 +96,7 @@ def test_rank_without_a_stage() -> None:
     assert one == other
 
 
-def test_order_of_sums_is_that_of_the_schedule() -> None:
+def test_sums_are_made_in_the_schedule_s_order() -> None:
     """Microbatches backwards: the sum differs from the loop's in its rounding, and equals the loop run in that order."""
     schedule = ps.Schedule.from_actions([["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]], ps.Placement.linear(1))
     model, x, y = blocks(1), torch.randn(9, 6), torch.randn(9, 6)
@@ -109,7 +109,7 @@ def test_order_of_sums_is_that_of_the_schedule() -> None:
     assert any(not torch.equal(found.grads[name], grad) for name, grad in by_loop(model, x, y, 3).grads.items())
 
 
-def test_file_has_one_count(tmp_path: Path) -> None:
+def test_a_file_is_fixed_to_one_microbatch_count(tmp_path: Path) -> None:
     ps.schedule("1f1b", ranks=2, microbatches=4).to_csv(tmp_path / "order.csv")
     table = ps.load(tmp_path / "order.csv")
     model, x, y = blocks(2), torch.randn(8, 6), torch.randn(8, 6)

@@ -141,7 +141,7 @@ def test_row_6_order_of_outputs_and_losses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipe-v", "1f1b-v"])
-def test_row_7_evaluation_where_a_rank_holds_adjacent_stages(name: str) -> None:
+def test_row_7_evaluation_if_a_rank_holds_adjacent_stages(name: str) -> None:
     """There it fails, and the other rank hangs."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model, x = blocks(4), torch.randn(8, 6)
@@ -198,7 +198,7 @@ def test_row_9_batch_of_10_in_4_microbatches_and_a_batch_that_changes(name: str)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "none"])
-def test_row_10_targets_that_are_no_tensor(kind: str) -> None:
+def test_row_10_targets_that_are_not_tensors(kind: str) -> None:
     """There it fails."""
     model = blocks(2)
     again = copy.deepcopy(model)

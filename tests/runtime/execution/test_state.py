@@ -142,7 +142,7 @@ def test_random_numbers_do_not_depend_on_ranks_or_schedule() -> None:
     assert _noisy(*WAYS[0], seed=6)[0] != losses
 
 
-def test_streams_are_those_of_stage_and_microbatch() -> None:
+def test_streams_depend_on_stage_and_microbatch() -> None:
     """The unpipelined model over the same slices, told to draw the same numbers, gives the same losses."""
     losses: dict[int, list[Tensor]] = {}
     draws: dict[int, dict[int, Tensor]] = {}
@@ -272,7 +272,7 @@ def test_grad_mode_and_autocast_belong_to_the_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_gpt_with_dropout_against_itself_on_one_rank(name: str) -> None:
+def test_gpt_with_dropout_equals_itself_on_one_rank(name: str) -> None:
     layers = Layers("blocks", head=["embed"], tail=["norm", "head"])
     tokens = torch.randint(11, (6, 8))
     results = []

@@ -28,7 +28,7 @@ def _state() -> tuple[Any, ...]:
     return functional.linear, functional.embedding, functional.conv1d, functional.conv2d, functional.conv3d
 
 
-def test_an_exception_in_a_forward_puts_everything_back() -> None:
+def test_an_exception_in_a_forward_restores_everything() -> None:
     before = _state()
 
     def fail(inner: nn.ParameterList, x: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_threads_do_not_disturb_each_other() -> None:
         assert run.waited == (names(models[number]) if number % 2 else set())
 
 
-def test_a_backward_on_a_thread_of_its_own_records_where_the_weight_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_on_another_thread_records_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a device's does: what a checkpoint computes again there belongs to the backward that its weights are in, and to no other."""
     mine, other = nn.Linear(5, 5), nn.Linear(5, 5)
     halves = [Half(mine), Half(other)]
@@ -169,7 +169,7 @@ def test_fused_accumulation_adds_to_the_gradient_in_place() -> None:
     torch.testing.assert_close(total, before + torch.ones(4, 5).t() @ x.detach())
 
 
-def test_fused_accumulation_only_where_it_is_safe() -> None:
+def test_fused_accumulation_only_if_it_is_safe() -> None:
     """A weight that is used twice, and a gradient of another type, are added as ever."""
     twice = Applied(nn.Linear(5, 5), lambda inner, x: inner(torch.tanh(inner(x))))
     microbatches = [(wants(4, 5),) for _ in range(3)]

@@ -48,7 +48,7 @@ def make(name: str, ranks: int, transport: str, **options: Any) -> tuple[Pipelin
 @pytest.mark.parametrize(
     ("name", "ranks"), [("1f1b", 2), ("gpipe", 4), ("interleaved-zb", 2), ("zbv", 4), ("dualpipe-v", 2), ("chimera", 4)]
 )
-def test_numbers_are_those_of_the_loop(workers: Workers, name: str, ranks: int, transport: str) -> None:
+def test_numbers_equal_the_loop_s(workers: Workers, name: str, ranks: int, transport: str) -> None:
     """Also after the batch and the count have changed, and with evaluation in between."""
 
     def run() -> list[bool]:
@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_loop(workers: Workers, name: str, ranks: int, 
 
 
 @pytest.mark.parametrize("transport", ["direct", "edges"])
-def test_forms_are_told_only_when_inputs_change(workers: Workers, transport: str) -> None:
+def test_forms_are_sent_only_when_inputs_change(workers: Workers, transport: str) -> None:
     def run() -> list[bool]:
         pipe, x, y = make("1f1b", 2, transport)
         learned = []

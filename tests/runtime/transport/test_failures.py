@@ -351,7 +351,7 @@ def test_parallel_ranks_have_the_same_numbers(name: str) -> None:
         assert_equal(gradients(model)[key], grad, key)
 
 
-def test_parallel_copies_of_one_s_own() -> None:
+def test_parallel_ranks_with_separate_copies() -> None:
     """A bidirectional pipeline of ranks that run at the same time, each with its own model."""
     model, (x, y) = traps(4).double(), tuple(part.double() for part in batch(8))
     schedule = ps.schedule("dualpipe", ranks=4, microbatches=8)
@@ -388,7 +388,7 @@ def test_parallel_failure_and_recovery() -> None:
         assert_equal(gradients(model)[key], grad, key)
 
 
-def test_parallel_rank_that_stops_early_is_known_at_once() -> None:
+def test_parallel_rank_that_stops_early_is_noticed_at_once() -> None:
     model, (x, y) = traps(2), batch(4)
 
     def train() -> None:

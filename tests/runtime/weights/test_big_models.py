@@ -195,7 +195,7 @@ def test_module_that_initialises_its_submodules() -> None:
     assert made.out_proj.weight.any()
 
 
-def test_attributes_of_parameters_stay() -> None:
+def test_attributes_of_parameters_are_kept() -> None:
     """Optimizers, ties and whatever is noted on a parameter still refer to it."""
     model = on_meta(lambda: nn.Linear(2, 2))
     weight = model.weight
