@@ -1,4 +1,4 @@
-"""Every schedule of the zoo against both references."""
+"""Every schedule, compared with both references."""
 
 from __future__ import annotations
 
@@ -47,6 +47,6 @@ def test_schedule_equals_both_references(name: str, ranks: int, microbatches: in
 
 
 def test_most_schedules_sum_in_order() -> None:
-    """The bitwise comparison above is not an empty promise."""
+    """The bitwise comparison above applies to most schedules."""
     bitwise = {name for name, ranks in CASES if ranks == 4 and sums_in_order(ps.schedule(name, ranks=4, microbatches=8))}
     assert {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"} <= bitwise

@@ -30,7 +30,7 @@ def test_recorded_steps_equal_the_loop(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_no_workspace_is_used_twice_at_a_time(name: str) -> None:
-    """And no more places are there than microbatches are ever under way."""
+    """And there are no more workspaces than microbatches in flight."""
     program = ps.lower(ps.schedule(name, ranks=2, microbatches=8))
     for row in program:
         parts = [part for action in row for part in action.parts if part.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
@@ -158,7 +158,7 @@ def normed() -> nn.Module:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb"])
 def test_the_trial_run_leaves_no_trace(name: str) -> None:
-    """Running means, counts of batches and random numbers are those of a run without."""
+    """Running means, batch counts and random numbers equal those of a run without graphs."""
     x, model, found = torch.randn(16, 6), normed(), []
     for graphs in (False, True):
         own = copy.deepcopy(model)
@@ -172,7 +172,7 @@ def test_the_trial_run_leaves_no_trace(name: str) -> None:
 
 @pytest.mark.parametrize("change", ["data", "buffer", "mode", "frozen"])
 def test_changes_between_steps_are_recorded_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded work has the memory and the modes that it was recorded with: other ones want other work."""
+    """Recorded work is tied to the memory and the modes it was recorded with, so others need another recording."""
     made: list[Any] = []
     place = Graphs.find_workspace
     monkeypatch.setattr(Graphs, "find_workspace", lambda *args: made.append(place(*args)) or made[-1])

@@ -1,4 +1,4 @@
-"""What a rank holds while it runs: exactly what the simulator counts, and nothing past its last use."""
+"""The memory of a rank while it runs: exactly what the simulator counts, and nothing after its last use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def layers(count: int) -> nn.Sequential:
 
 
 def observe(pipe: Pipeline, watch_with: Callable[[Any], Observe], training: bool = True) -> None:
-    """Have the pipeline's next steps look at themselves after every action."""
+    """Make the pipeline's next steps record what they hold after every action."""
     executor = pipe._executor(pipe.microbatches, training)
     run = executor.run
     executor.run = lambda feed: run(feed, watch_with(executor))  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def run_observed(name: str, watch_with: Callable[[Any], Observe], microbatches: 
 
 
 def counts_by_order(program: Program, of: int) -> list[dict[str, int]]:
-    """What a rank holds after each action, from nothing but the order of its actions."""
+    """What a rank holds after each action, computed only from the order of its actions."""
     contexts = stashes = received = 0
     expected = []
     for action in program[of]:
@@ -91,7 +91,7 @@ def counts_by_order(program: Program, of: int) -> list[dict[str, int]]:
 
 
 def _remote_inputs(program: Program, of: int, action: Action) -> int:
-    """How many messages an action uses up."""
+    """How many messages an action consumes."""
     if action.kind not in (Kind.F, Kind.B, Kind.I):
         return 0
     graph, microbatch = program.graph, action.microbatch or 0

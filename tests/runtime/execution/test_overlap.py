@@ -1,4 +1,4 @@
-"""Actions that run together, by whatever runs them."""
+"""Overlapped actions, in every way of running them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_failure_of_the_overlap_executor_itself() -> None:
 
 
 class Together(nn.Module):
-    """A stage that runs its forward together with a backward, in its own way."""
+    """A stage with its own way to run a forward together with a backward."""
 
     def __init__(self, layers: nn.Module, way: str, seen: list[str]) -> None:
         super().__init__()

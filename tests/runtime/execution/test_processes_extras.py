@@ -1,4 +1,4 @@
-"""What comes back from a step on processes beside gradients, and what goes in beside a batch."""
+"""Results of a step on processes other than gradients, and inputs other than the batch."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_keyword_arguments_of_a_stage(workers: Workers) -> None:
 
 
 def test_mapping_with_only_this_rank_s_stages(workers: Workers) -> None:
-    """A rank that builds nothing but its stage, as for a model that fits on no one rank."""
+    """A rank that builds only its own stage, as for a model that does not fit on one rank."""
     x = torch.randn(6, 6)
 
     def stage(number: int) -> nn.Module:

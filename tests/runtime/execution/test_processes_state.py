@@ -1,4 +1,4 @@
-"""What is carried from step to step, where each rank is a process with a model of its own."""
+"""State carried from step to step, if each rank is a process with its own model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What processes do around a step: evaluation in between, no work at the start, no waiting for sends, clear words for wrong calls."""
+"""Processes around a step: evaluation in between, no work at the start, no waiting for sends, clear errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -439,7 +439,7 @@ def test_channel_ends_of_deleted_pipelines_are_freed(workers: Workers) -> None:
 
 
 def test_two_pipelines_in_different_orders_on_two_ranks(workers: Workers) -> None:
-    """Their programs are the same; their messages are not taken for each other's."""
+    """Their programs are the same, but their messages are kept apart."""
 
     def run() -> str:
         torch.manual_seed(0)

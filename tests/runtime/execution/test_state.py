@@ -1,4 +1,4 @@
-"""What is carried from step to step: gradients, statistics, random numbers."""
+"""State carried from step to step: gradients, statistics, random numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_two_steps_are_twice_the_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "zbv", "dualpipe-v"])
 def test_batch_statistics_count_each_microbatch_once(name: str) -> None:
-    """From the first step on: no forward but those of the microbatches, in their order."""
+    """From the first step on, the only forwards are those of the microbatches, in their order."""
     schedule = ps.schedule(name, ranks=2, microbatches=3)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(schedule.stages)))
     again = copy.deepcopy(model)
@@ -175,7 +175,7 @@ def test_streams_depend_on_stage_and_microbatch() -> None:
 
 
 def test_failed_step_does_not_use_up_a_stream() -> None:
-    """The step that is tried again draws what it would have drawn."""
+    """A repeated step draws the numbers that the failed one would have drawn."""
     broken = True
 
     class Breaks(Noisy):

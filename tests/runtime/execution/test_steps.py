@@ -1,4 +1,4 @@
-"""What a step takes and gives back."""
+"""Inputs and results of a step."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_sizes_that_differ_are_refused() -> None:
 
 
 class Pooled(nn.Module):
-    """Any length in, one row for each element out."""
+    """Takes any length and returns one row per element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ def test_batch_in_dimension_one() -> None:
 
 
 class Block1(nn.Module):
-    """Batch in dimension 1; mixes along dimension 0, so that a wrong split is seen."""
+    """Batch in dimension 1; mixes along dimension 0, so that a wrong split changes the numbers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def test_invalid_arguments_are_refused() -> None:
 
 
 def test_one_rank_at_a_time() -> None:
-    """Nobody else runs between two waits."""
+    """No other rank runs between two waits."""
     running = 0
 
     def work() -> None:
@@ -73,7 +73,7 @@ def test_gathers_keep_nothing_alive() -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_first_error_is_raised(parallel: bool) -> None:
-    """The rank's own error rather than the reports that others made of it."""
+    """The rank's own error is raised rather than the reports of the other ranks."""
 
     def work() -> None:
         group, mine = get_group()

@@ -1,4 +1,4 @@
-"""Compiled stages: every schedule, the numbers of the eager model, and what a backward in one piece costs."""
+"""Compiled stages: every schedule, the numbers of the eager model, and the cost of a whole backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nothing_compiled_yet() -> Iterator[None]:
 
 
 class Counted:
-    """A backend of the compiler's, and how many graphs it was given."""
+    """A compiler backend that counts its graphs."""
 
     def __init__(self, name: str) -> None:
         self.compile, self.graphs = lookup_backend(name), 0
@@ -152,7 +152,7 @@ class InPlace(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, of what it is then given
 def test_a_compiled_stage_that_changes_its_input_is_detected():
-    """By its first step, which fails and leaves nothing behind; the next ones allow it."""
+    """The first step fails and leaves nothing behind; later steps allow it."""
     parts, x = [nn.Linear(6, 6), InPlace()], torch.randn(8, 6)
     model = nn.ModuleList(copy.deepcopy(parts))
 

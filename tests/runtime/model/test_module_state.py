@@ -1,4 +1,4 @@
-"""The state of a module outside its parameters: captured, compared and put back."""
+"""The state of a module outside its parameters: captured, compared and restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.runtime.model.module_state import ModuleState, ModuleVersions
 
 
 class Inner(nn.Module):
-    """State of every sort."""
+    """State of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_a_tensor_with_a_history_is_restored_by_reference() -> None:
 
 
 def test_copies_replace_the_state_temporarily() -> None:
-    """What runs meanwhile starts from what was captured, and may do what it likes: the present objects are as they were."""
+    """Code that runs meanwhile starts from the captured state and may change it: the present objects stay as they were."""
     module = nested()
     captured = ModuleState.capture(module)
     part: Any = module[1].part

@@ -95,7 +95,7 @@ def test_buffer_in_no_stage_is_named() -> None:
 
 
 def test_layer_without_parameters_is_not_dropped() -> None:
-    """An activation that nobody named would change the numbers without a word."""
+    """An activation that is not named would silently change the numbers."""
     model = GPT(depth=2)
     model.act = nn.GELU()
     with pytest.raises(PlacementError, match=r"'act' of the model is in no stage"):

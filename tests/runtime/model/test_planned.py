@@ -1,4 +1,4 @@
-"""A plan runs: the model is cut where it says, and stages are recomputed."""
+"""Running a plan: the model is cut and recomputed as planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def made(**given: Any) -> ps.Plan:
 
 
 def run(model: Any, plan: Any, **given: Any) -> list[tuple[list[int], bool, Any]]:
-    """Each rank's count of layers a stage, and whether the numbers are the unpipelined model's."""
+    """Each rank's layers per stage, and whether the numbers equal the unpipelined model's."""
     x, y = torch.randn(8, 6), torch.randn(8, 6)
 
     def train() -> tuple[list[int], bool, Any]:

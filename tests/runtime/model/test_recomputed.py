@@ -1,4 +1,4 @@
-"""Recomputed stages: as often as the simulator counts them, holding what it says, with the same numbers."""
+"""Recomputed stages: as many forwards and as much memory as the simulator counts, with the same numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = 4
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_forwards_are_as_many_as_the_simulator_counts(name):
-    """With a forward that takes 1 and backwards that take nothing, what a rank is busy for is how many it runs."""
+    """If a forward takes 1 and backwards nothing, a rank's busy time is its number of forwards."""
     schedule, flags = ps.schedule(name, ranks=2, microbatches=COUNT), FLAGS[name]
     per_stage = 2
     profiled = ps.Profile([ps.Layer(f=1, i=0, w=0)] * (per_stage * schedule.stages))
@@ -66,7 +66,7 @@ def step(model: nn.Module, schedule: Any, x: Tensor, **options: Any) -> Numbers:
 
 
 class Aside(nn.Module):
-    """A layer that gives a loss and a figure on the side."""
+    """A layer with a side loss and a metric."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Running statistics under schedules that run microbatches on two copies of a stage, or in another order: those of the plain loop."""
+"""Running statistics equal the plain loop's, also with two copies of a stage or microbatches in another order."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class Total(nn.Module):
 
 
 class Cached(nn.Module):
-    """Keeps what it has worked out in its first forward."""
+    """Caches a value that it computes in its first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ OTHER = {
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_state_is_refused(kind: str, name: str, recompute: bool) -> None:
-    """In the first step, which leaves it as it was."""
+    """Refused in the first step, which restores it."""
     model, (x, y) = nn.Sequential(nn.Linear(6, 6), OTHER[kind]()).double(), data()
     before = copy.deepcopy(model)
 

@@ -30,7 +30,7 @@ def test_tied_embedding_of_one_model(name: str, microbatches: int) -> None:
 
 
 def _train(model: nn.Module, schedule: ps.Schedule, spoilt: Sequence[str]) -> dict[str, Tensor]:
-    """Some steps with clipping and an optimizer on a copy of one's own; this rank's parameters afterwards."""
+    """Some steps with clipping and an optimizer on a separate copy; returns this rank's parameters."""
     mine = copy.deepcopy(model)
     if rank():
         with torch.no_grad():

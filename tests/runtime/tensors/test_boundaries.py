@@ -1,4 +1,4 @@
-"""What stages hand to each other, on virtual ranks and inside one rank."""
+"""What stages pass to each other, on virtual ranks and within one rank."""
 
 from __future__ import annotations
 

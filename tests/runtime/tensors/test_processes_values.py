@@ -1,4 +1,4 @@
-"""What stages in different processes pass on to each other: trees, tensors of every sort, and gradients that are not there."""
+"""What stages in different processes pass to each other: trees, tensors of every kind, and missing gradients."""
 
 from __future__ import annotations
 
