@@ -1,4 +1,4 @@
-"""Virtual ranks on streams: who waits for whom, and when work was done, on a device that is pretended."""
+"""Virtual ranks on streams of a fake device: which stream waits for which, and when work was done."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_numbers_do_not_change() -> None:
 
 
 def test_waiting_does_not_count_as_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An action begins where its wait ends, unless it has done something before that."""
+    """An action begins when its wait ends, unless it has done something before that."""
     monkeypatch.setattr(timing, "cuda", Cuda)
     watch = timing.ActionTimer(1)
     watch.begin(0)
@@ -264,7 +264,7 @@ def test_an_unsuitable_driver_is_an_error(driver: Driver, monkeypatch: pytest.Mo
 
 
 def test_backwards_run_on_the_thread_of_their_rank() -> None:
-    """torch would hand a device's to a thread of its own; what was set before is set again afterwards."""
+    """torch would run a device's backward on another thread; the previous setting is restored afterwards."""
     model, x = blocks(2), torch.randn(4, 6)
     seen: list[bool] = []
     model[1].register_full_backward_hook(lambda *_: seen.append(torch._C._is_multithreading_enabled()))

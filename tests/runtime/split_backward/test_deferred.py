@@ -1,4 +1,4 @@
-"""The split backward: gradients that wait, hooks, and what is refused."""
+"""The split backward: deferred gradients, hooks, and refusals."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_module_hooks_see_what_they_would() -> None:
 
 
 def test_post_accumulate_hooks_run_once_after_the_weights() -> None:
-    """Whether it waited, was left to autograd, or both: the hook sees all of it."""
+    """The hook sees the whole gradient, whether it was deferred, left to autograd, or both."""
     model = Applied(
         nn.ModuleDict({"map": nn.Linear(5, 5), "norm": nn.LayerNorm(5)}), lambda m, x: m["norm"](m["map"](x) + x @ m["map"].weight)
     )
@@ -284,7 +284,7 @@ def test_an_input_changed_in_place_is_refused_as_autograd_does(shape: tuple[int,
 
 
 class Again(torch.autograd.Function):
-    """A checkpoint of one's own, that asks for the gradients of its parameters by name."""
+    """A custom checkpoint that requests the gradients of its parameters explicitly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inner: nn.Module, unused: bool, *parameters: Tensor) -> Tensor:

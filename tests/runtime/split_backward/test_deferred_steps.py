@@ -1,4 +1,4 @@
-"""The split backward in a step: what it must leave as it was, gradients added in place, compiled parts, failures."""
+"""The split backward in a step: no side effects, gradients added in place, compiled parts, failures."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_a_backward_on_another_thread_records_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a device's does: what a checkpoint computes again there belongs to the backward that its weights are in, and to no other."""
+    """As on a device: what a checkpoint recomputes there belongs to the backward of its own weights, and to no other."""
     mine, other = nn.Linear(5, 5), nn.Linear(5, 5)
     halves = [Half(mine), Half(other)]
     for half in halves:
@@ -252,7 +252,7 @@ def test_errors_of_a_split_stage_name_stage_and_microbatch() -> None:
 
 
 def test_row_16_the_weight_pass_is_linear_in_depth() -> None:
-    """Python calls of both backwards for twice the layers: twice as many, where torch's weight pass takes four times."""
+    """Python calls of both backwards for twice the layers: twice as many, while torch's weight pass takes four times as many."""
 
     def calls(layers: int) -> int:
         model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True) for _ in range(layers)))

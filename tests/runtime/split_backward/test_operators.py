@@ -1,4 +1,4 @@
-"""Operators whose weight gradients wait: the numbers of autograd's own backward, to the last bit, and what is left to autograd."""
+"""Operators whose weight gradients are deferred: bitwise the numbers of autograd's backward, and what is left to autograd."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_linear(shape: str, bias: bool) -> None:
 
 
 def waits_not(value: Tensor, *biases: str) -> set[str]:
-    """A bias that torch adds apart from the product, as where the input has gaps, does not wait."""
+    """A bias that torch adds separately from the product, as for an input with gaps, is not deferred."""
     return set(biases) if value.dim() > 2 and not value.is_contiguous() else set()
 
 
@@ -509,7 +509,7 @@ def test_attention(options: dict[str, Any]) -> None:
 
 
 def test_a_lazy_module() -> None:
-    """Its parameters are left to autograd where they come to be, and wait from the next look on."""
+    """Its parameters are left to autograd in the forward that creates them, and deferred after the next refresh."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2))
     deferrable = Deferrable(model)

@@ -124,7 +124,7 @@ class Handling(WeightSlope):
 
 
 class Stateful(WeightSlope):
-    """State of all sorts that is changed before the weight's gradient is asked for."""
+    """State of all kinds that changes before the weight's gradient is requested."""
 
     def __init__(self) -> None:
         super().__init__()

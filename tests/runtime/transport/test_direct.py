@@ -118,7 +118,7 @@ def test_form_that_changes_by_itself_is_refused(workers: Workers, transport: str
 
 
 def test_programs_are_proved_under_rendezvous(workers: Workers) -> None:
-    """A program that hangs in one queue is refused before it runs, and runs where every channel has its own."""
+    """A program that hangs with one queue is refused before it runs, and runs if every channel has its own."""
 
     def run(transport: str) -> str:
         torch.manual_seed(0)

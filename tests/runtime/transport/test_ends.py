@@ -78,7 +78,7 @@ def test_dropping_lets_go_of_all_sends() -> None:
 
 
 class Ranks:
-    """The agreements of several ranks that gather what each of them says."""
+    """The agreements of several ranks that all-gather their inputs."""
 
     def __init__(self, count: int) -> None:
         self.forms = [FormAgreements() for _ in range(count)]
@@ -87,7 +87,7 @@ class Ranks:
         return [self.forms[rank].join(program) for rank in ranks]
 
     def agree(self, program: int, inputs: list[Any]) -> None:
-        """Each rank on a thread of its own, as they wait for each other."""
+        """Run each rank on its own thread, because they wait for each other."""
         said: dict[int, bool] = {}
         met = threading.Barrier(len(self.forms))
 

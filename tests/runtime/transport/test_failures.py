@@ -1,4 +1,4 @@
-"""When something goes wrong: every rank is told the same, nothing is changed, and the next step works."""
+"""Failures: every rank raises the same report, nothing is changed, and the next step works."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_nothing_of_a_failed_step_is_held() -> None:
 
 
 def test_gradients_may_be_clipped_after_a_failure() -> None:
-    """Whatever ranks do together next finds the group whole again, not only a step."""
+    """The group works again for any next call, not only for a step."""
     model, (x, y) = traps(2), batch(4)
 
     def train() -> Tensor:
@@ -225,7 +225,7 @@ def test_interrupt_in_a_step_stays_an_interrupt() -> None:
 
 
 def test_failure_outside_a_step() -> None:
-    """One rank fails in the user's own code: the others are told, and its error is raised."""
+    """One rank fails in the user's own code: the others raise a report, and its error is raised."""
     model, (x, y) = traps(3), batch(4)
     seen: list[str] = []
 

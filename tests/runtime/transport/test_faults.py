@@ -217,7 +217,7 @@ def test_ranks_that_disagree_on_the_count(trio: Workers, counts: tuple[int, ...]
 
 
 def test_steps_continue_after_many_failures(trio: Workers) -> None:
-    """Every failure has a generation of connections of its own; what they held is let go."""
+    """Every failure starts a new generation of connections; the old ones are released."""
 
     def run() -> tuple[int, int]:
         pipe, model, x, y = make()
@@ -240,7 +240,7 @@ def test_steps_continue_after_many_failures(trio: Workers) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank(victim: int, tmp_path: Path) -> None:
-    """The others know, say who does not answer, and cannot go on; the launch names the rank and the signal."""
+    """The other ranks notice, name the rank that does not answer, and cannot continue; the launch names the rank and the signal."""
 
     def run() -> None:
         pipe, model, x, y = make()

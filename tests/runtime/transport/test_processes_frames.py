@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 
 def laid(tensor: Tensor, layout: str) -> Tensor:
-    """The same sort of tensor, otherwise in memory."""
+    """A tensor of the same kind with another memory layout."""
     match layout:
         case "reversed":
             return tensor.permute(tuple(reversed(range(tensor.dim()))))
@@ -101,7 +101,7 @@ def through(form: Form, value: Any) -> Any:
 
 
 def assert_alike(found: Any, sent: Any) -> None:
-    """The same tree, the same plain values, and tensors that are the same in all but their memory."""
+    """The same tree, the same plain values, and tensors that are equal in everything except their memory."""
     leaves, spec = pytree.tree_flatten(sent)
     got, other = pytree.tree_flatten(found)
     assert other == spec
@@ -117,7 +117,7 @@ def assert_alike(found: Any, sent: Any) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also where the values are not numbers, and where zeros differ in sign."""
+    """Also for NaN, and for zeros that differ in sign."""
     found, wanted = (torch.empty(each.numel(), dtype=each.dtype).copy_(each.detach().flatten()).view(torch.uint8) for each in (one, other))
     return torch.equal(found, wanted)
 
@@ -284,7 +284,7 @@ def test_a_gathered_value_arrives_unchanged(value: Any) -> None:
 
 
 def test_class_defined_in_a_function_can_be_gathered() -> None:
-    """As a script's or notebook's classes are to a worker: known, but not by any module's name."""
+    """Like classes of a script or notebook in a worker: known, but not under a module's name."""
 
     class Local(NamedTuple):
         x: Tensor

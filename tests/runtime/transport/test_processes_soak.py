@@ -126,7 +126,7 @@ def test_many_failures(workers: Workers) -> None:
 
 
 def test_many_tasks(workers: Workers) -> None:
-    """Each connects anew, and lets go."""
+    """Each task connects again and releases its connections."""
     found = []
     for _ in range(2):
         for _ in range(15):
