@@ -38,9 +38,19 @@ def named_files() -> list[str]:
     return re.findall(r"`([\w./-]+\.(?:py|md|ts|tsx))`", PAGE)
 
 
+def named_folders() -> list[str]:
+    """Every path that ends with a slash, except the one that all others are relative to."""
+    return re.findall(r"`([\w-]+/(?:[\w./-]+/)?)`", PAGE.replace("`src/penstock/`", ""))
+
+
 @pytest.mark.parametrize("path", sorted(set(named_files())))
 def test_every_named_file_exists(path: str) -> None:
     assert ((ROOT if path.startswith(OUTSIDE) else SOURCE) / path).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(set(named_folders())))
+def test_every_named_folder_exists(path: str) -> None:
+    assert ((ROOT if path.startswith(OUTSIDE) else SOURCE) / path).is_dir()
 
 
 def test_the_page_names_files_of_every_room() -> None:
