@@ -1,4 +1,4 @@
-"""A page a schedule, from the registry: idea, picture, grid, formulas against the simulator, when to use it, options."""
+"""One page per schedule, from the registry: idea, picture, grid, formulas against the simulator, when to use it, options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.cli.main import main
 from penstock.schedules.registry import Algorithm, algorithms
 
 SHAPES = ((4, 8), (4, 16), (8, 16), (8, 32), (16, 64))
-"""The ranks and microbatches that a page has figures of."""
+"""The ranks and microbatches that a page shows figures for."""
 LETTERS = (
     "p ranks, r the rank, m microbatches, v chunks per rank (2 by default), w waves, N and g the group size; F, B, I and W are the times "
     "of forward, full backward, backward for the input and backward for the weights, all of a rank's share of the model unless the formula "
@@ -34,11 +34,11 @@ print(ps.verify(ps.lower(schedule)))
 ```"""
 
 OPTIONS = {
-    "chunks": "stages a rank",
+    "chunks": "stages per rank",
     "waves": "times down and up the ranks, of two chunks each",
-    "group_size": "microbatches that pass all chunks of a rank before the next ones start; chosen from ranks and microbatches unless given",
-    "costs": "a `Costs`, for which the order is searched; equal times unless given",
-    "memory_limit": 'the most that a rank may hold, in the unit of the costs, or like `"40GiB"`; one activation a rank unless given',
+    "group_size": "microbatches that pass all chunks of a rank before the next ones start; by default chosen from ranks and microbatches",
+    "costs": "a `Costs`, for which the order is searched; by default all times are equal",
+    "memory_limit": 'the most that a rank may hold, in the unit of the costs, or like `"40GiB"`; by default one activation per rank',
 }
 
 
@@ -51,12 +51,12 @@ def schedule_index() -> str:
     """All of them in one table."""
     return f"""# Schedules
 
-{len(algorithms())} schedules ship with Penstock. Each takes any number of microbatches.
+{len(algorithms())} schedules ship with Penstock. Each works with any number of microbatches.
 
 {LETTERS} Memory counts the activations of one microbatch on one rank, unless it says otherwise.
 
-**In bold** is what the simulator measures with 8 ranks, 32 microbatches and F = I = W: the share of the time that ranks stand idle, the
-most activations that a rank holds until their backward for the weights, and messages a step.
+**In bold** are the simulator's measurements with 8 ranks, 32 microbatches and F = I = W: the share of time that ranks are idle, the most
+activations that a rank holds until their backward for the weights, and messages per step.
 
 {schedule_table(lambda name: f"[`{name}`]({name}.md)")}
 
@@ -82,12 +82,12 @@ def _parts(each: Algorithm) -> Iterator[str]:
     yield from _idea(each)
     yield f"![{name} on {ranks} ranks with {MICROBATCHES} microbatches](../pictures/schedules/{name}.svg)"
     shape = f"{ranks} {'ranks' if ranks > 1 else 'rank'}, {MICROBATCHES} microbatches, F = I = W"
-    yield f"*{shape}: a row a rank, time from left to right; below, what each rank holds.*"
+    yield f"*{shape}: one row per rank, time from left to right; below, the memory of each rank.*"
     yield "## When to use it"
     yield advice().get(name, "")
     yield f"It needs: {needs(name)}." if needs(name) else ""
     yield "## What it costs"
-    yield rows([("", "formula"), ("bubble", each.bubble), ("memory", each.memory), ("messages a step", _messages(each))])
+    yield rows([("", "formula"), ("bubble", each.bubble), ("memory", each.memory), ("messages per step", _messages(each))])
     yield LETTERS + " Memory counts activations of one microbatch on one rank, unless it says otherwise."
     yield from _figures(each)
     yield "## Options"
@@ -95,7 +95,7 @@ def _parts(each: Algorithm) -> Iterator[str]:
     yield "## The order"
     shown = ("show", name, "-p", str(ranks), "-m", str(MICROBATCHES))
     yield f"```console\n$ penstock {' '.join(shown)}\n{_said(*shown)}\n```"
-    yield "A row is a step, a column a rank; `2F0` is stage 2, forward, microbatch 0. In Python:"
+    yield "One row per step, one column per rank; `2F0` is stage 2, forward, microbatch 0. In Python:"
     yield PYTHON.format(name=name, ranks=ranks, microbatches=MICROBATCHES)
     yield from _references(each)
 
@@ -120,12 +120,12 @@ def _figures(each: Algorithm) -> Iterator[str]:
     """What the formulas say and what the simulator measures, side by side."""
     known = FORMULAS.get(each.name)
     times = known.times if known is not None else Times()
-    yield f"Measured by the simulator, with {times}, in units of F and of one activation; in brackets what the formula says:"
-    head = ("ranks", "microbatches", "idle a rank", "bubble", "fullest rank holds", "messages")
+    yield f"Measured by the simulator, with {times}, in units of F and of one activation; in brackets, the formula's value:"
+    head = ("ranks", "microbatches", "idle per rank", "bubble", "peak of the fullest rank", "messages")
     shapes = sorted({(ranks_of(each.name, ranks), microbatches) for ranks, microbatches in SHAPES})
     yield rows([head, *(_measured(each, ranks, microbatches, times) for ranks, microbatches in shapes)])
     if known is not None and known.of_span:
-        yield "Idle time is counted from a rank's first action to its last here, as the formula does; the bubble counts all of the step."
+        yield "Idle time is counted from a rank's first action to its last here, as in the formula; the bubble counts the whole step."
 
 
 def _measured(each: Algorithm, ranks: int, microbatches: int, times: Times) -> tuple[str, ...]:

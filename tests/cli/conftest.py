@@ -22,7 +22,7 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run("show", "gpipe", "-p", 2)` gives exit code, stdout and stderr, whatever terminal the tests run in."""
+    """`run("show", "gpipe", "-p", 2)` returns exit code, stdout and stderr, whatever terminal the tests run in."""
     for name in ("NO_COLOR", "FORCE_COLOR", "COLORTERM", "COLUMNS", "LINES", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
 
@@ -36,7 +36,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture
 def refused(run: Run) -> Callable[..., str]:
-    """Run what must be refused with this code, by one `error:` message and nothing on stdout; gives the message."""
+    """Run a command that must fail with this exit code, one `error:` message and no stdout; returns the message."""
 
     def refused(code: int, *args: object) -> str:
         result = run(*args)

@@ -11,7 +11,7 @@ from penstock.cli.costs import divide_among_stages
 
 
 def names(out: str) -> list[str]:
-    """The schedules of the table, in its order."""
+    """The schedules in the order of the table."""
     return [line.split()[1] for line in out.splitlines()[1:]]
 
 
@@ -29,7 +29,7 @@ def test_the_table_is_ranked_by_makespan(run):
     assert [each["relative"] for each in found] == [makespan / makespans[0] for makespan in makespans]
 
 
-def test_figures_are_the_library_s_with_costs_divided_among_stages(run):
+def test_figures_equal_the_library_s_with_costs_divided_among_stages(run):
     costs = ps.Costs(f=1, i=2, w=1.5, latency=0.1, activation=2)
     for each in compared(run, "zbv", "1f1b", "-p", 4, "-m", 8, "--costs", "f=1,i=2,w=1.5,latency=0.1,activation=2"):
         schedule = ps.schedule(each["source"], ranks=4, microbatches=8)
@@ -39,20 +39,19 @@ def test_figures_are_the_library_s_with_costs_divided_among_stages(run):
         assert sum(each["timeline"]["busy"]) == pytest.approx(4 * 8 * 4.5)
 
 
-def test_costs_of_a_stage(run):
+def test_costs_per_stage(run):
     by_rank, by_stage = (compared(run, "zbv", "--per", per)[0]["timeline"]["makespan"] for per in ("rank", "stage"))
     assert by_stage == 2 * by_rank
 
 
 @pytest.mark.parametrize(("by", "key"), [("bubble", "bubble"), ("peak", "peak"), ("messages", "messages"), ("makespan", "makespan")])
-def test_ranked_by_what_is_asked_for(run, by, key):
+def test_ranks_by_the_requested_figure(run, by, key):
     values = [each["timeline"][key] for each in compared(run, "1f1b", "gpipe", "zbv", "-m", 12, "--by", by)]
     assert values == sorted(values)
     assert f"{by} / best" in run("compare", "1f1b", "gpipe", "--by", by).out
 
 
-def test_nothing_is_times_zero(run):
-    """A best of 0 has no multiples."""
+def test_a_best_of_zero_has_no_multiples(run):
     found = compared(run, "data-parallel{ranks=1}", "1f1b", "--by", "bubble")
     assert [each["relative"] for each in found] == [1.0, None]
 
@@ -64,7 +63,7 @@ def test_options_of_one_schedule(run):
     assert compared(run, "1f1b{microbatches=3}", "-m", 16)[0]["timeline"]["microbatches"] == 3
 
 
-def test_files_and_saved_timelines_beside_names(run, tmp_path):
+def test_compares_files_and_timelines_with_names(run, tmp_path):
     ps.schedule("gpipe", ranks=4, microbatches=8).to_csv(tmp_path / "gpipe.csv")
     saved = ps.simulate(ps.schedule("zb-h1", ranks=4, microbatches=8), ps.Costs(f=2))
     saved.save(tmp_path / "saved.json")
@@ -75,18 +74,18 @@ def test_files_and_saved_timelines_beside_names(run, tmp_path):
     assert anew[0]["timeline"]["makespan"] == ps.simulate(saved.table).makespan
 
 
-def test_different_shapes_are_said(run):
+def test_different_shapes_are_reported(run):
     assert "shapes differ" in run("compare", "1f1b", "1f1b{microbatches=4}").out
     assert "shapes differ" not in run("compare", "1f1b", "gpipe").out
 
 
-def test_lowered_first(run):
+def test_lowers_before_comparing(run):
     wanted = ps.simulate(ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), fsdp=True), ps.Costs(unshard=1, reduce=2))
     assert compared(run, "1f1b", "--fsdp", "--costs", "unshard=1,reduce=2")[0]["timeline"]["makespan"] == wanted.makespan
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html"])
-def test_one_figure_of_all_in_the_order_of_the_table(run, tmp_path, suffix):
+def test_one_figure_shows_all_in_the_order_of_the_table(run, tmp_path, suffix):
     path = tmp_path / f"out.{suffix}"
     result = run("compare", "gpipe", "zbv", "-p", 2, "-m", 4, "--unit", "ms", "-o", path)
     assert result.code == 0
@@ -112,7 +111,7 @@ def test_one_figure_of_all_in_the_order_of_the_table(run, tmp_path, suffix):
         (("gone.csv",), "there is no file gone.csv"),
     ],
 )
-def test_wrong_usage_is_2(refused, args, said):
+def test_wrong_usage_exits_with_2(refused, args, said):
     assert said in refused(2, "compare", *args)
 
 

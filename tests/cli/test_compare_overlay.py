@@ -18,7 +18,7 @@ SLOW = ps.Costs(f=[1, 1, 1.5, 1], latency=0.125)
 
 @pytest.fixture
 def files(tmp_path, monkeypatch):
-    """A prediction in some unit, the program that ran in the same unit with a slow stage 2, and the same in thousandths of it."""
+    """A prediction, a measured run in the same unit with a slow stage 2, and that run in thousandths of the unit."""
     monkeypatch.chdir(tmp_path)
     ran = replace(ps.simulate(ps.lower(TABLE), SLOW), source="measured")
     ps.simulate(TABLE, USUAL).save("predicted.json")
@@ -33,7 +33,7 @@ def compared(run, *args) -> dict:
     return json.loads(result.out)
 
 
-def test_the_ranking_comes_first_and_then_what_differs(run, files):
+def test_the_ranking_comes_before_the_differences(run, files):
     result = run("compare", "predicted.json", "measured.json")
     assert (result.code, result.err) == (0, "")
     out = result.out.splitlines()
@@ -54,7 +54,7 @@ def test_the_ranking_comes_first_and_then_what_differs(run, files):
     assert "+0.5: 2F0 on rank 2 takes 1.5 instead of 1" in "\n".join(causes)
 
 
-def test_the_same_whichever_comes_first(run, files):
+def test_the_order_of_arguments_does_not_matter(run, files):
     one, other = (
         compared(run, *names)["differences"] for names in (("predicted.json", "measured.json"), ("measured.json", "predicted.json"))
     )
@@ -62,7 +62,7 @@ def test_the_same_whichever_comes_first(run, files):
     assert (one[0]["predicted"], one[0]["measured"]) == ("predicted.json", "measured.json")
 
 
-def test_json_has_all_of_it(run, files):
+def test_json_has_every_figure(run, files):
     (found,) = compared(run, "predicted.json", "measured.json")["differences"]
     assert found["makespan"]["measured"] == files.makespan
     assert [each["busy"]["measured"] for each in found["ranks"]] == files.busy.tolist()
@@ -75,7 +75,7 @@ def test_json_has_all_of_it(run, files):
     assert found["idle_by_cause"]["fill"]["measured"] == files.idle_by_cause["fill"]
 
 
-def test_a_prediction_by_name_and_costs_leaves_what_was_measured(run, files):
+def test_a_prediction_by_name_and_costs_leaves_measured_times_alone(run, files):
     found = compared(run, "1f1b", "measured.json", "-p", 4, "-m", 8, "--costs", "latency=0.125", "--lower")
     (differences,) = found["differences"]
     assert differences["makespan"]["measured"] == files.makespan
@@ -83,7 +83,7 @@ def test_a_prediction_by_name_and_costs_leaves_what_was_measured(run, files):
 
 
 def test_units(run, files):
-    """Measured times are seconds: told in the prediction's unit they are its size."""
+    """Measured times are seconds; converted to the prediction's unit they have its magnitude."""
     apart = run("compare", "predicted.json", "seconds.json")
     assert "the units must differ" in apart.out
     result = run("compare", "predicted.json", "seconds.json", "--unit", "ms")
@@ -111,7 +111,7 @@ def test_tolerance(run, files):
     assert found["first"]["action"] == "2F1"
 
 
-def test_two_simulated_ones_when_asked_for(run, files):
+def test_compares_two_simulated_timelines_on_request(run, files):
     assert "where they part" not in run("compare", "1f1b", "gpipe").out
     result = run("compare", "1f1b", "gpipe", "--overlay")
     assert "gpipe against 1f1b" in result.out
@@ -119,14 +119,14 @@ def test_two_simulated_ones_when_asked_for(run, files):
     assert "where they part" not in run("compare", "predicted.json", "measured.json", "--no-overlay").out
 
 
-def test_several_measured_ones(run, files):
+def test_several_measured_timelines(run, files):
     replace(files, source="measured").save("again.json")
     said = compared(run, "predicted.json", "measured.json", "again.json")
     assert [each["measured"] for each in said["differences"]] == ["measured.json", "again.json"]
     assert run("compare", "predicted.json", "measured.json", "again.json", "-o", "both.svg").code == 0
 
 
-def test_two_measured_ones(run, files):
+def test_two_measured_timelines(run, files):
     replace(ps.simulate(ps.lower(TABLE), USUAL), source="measured").save("before.json")
     result = run("compare", "before.json", "measured.json")
     assert "measured.json against before.json, in s" in result.out
@@ -134,7 +134,7 @@ def test_two_measured_ones(run, files):
     assert "first at 2F0 on rank 2" in result.out
 
 
-def test_other_work_is_ranked_and_the_reason_said(run, files):
+def test_timelines_of_other_work_are_ranked_with_the_reason(run, files):
     result = run("compare", "zb-h1", "measured.json", "-p", 4, "-m", 8, "-o", "two.svg")
     assert result.code == 0
     assert "measured.json is not laid over the prediction: they do not compute the same: 0I0 of rank 0 is in the first alone" in result.out
@@ -172,5 +172,5 @@ def test_one_figure_of_the_pair(run, files, suffix):
         (("1f1b", "gpipe", "--overlay", "--tolerance", "-1"), "--tolerance"),
     ],
 )
-def test_wrong_usage_is_2(refused, args, said):
+def test_wrong_usage_exits_with_2(refused, args, said):
     assert said in refused(2, "compare", *args)

@@ -18,14 +18,14 @@ PROGRAM = ps.lower(SCHEDULE)
 
 @pytest.fixture(params=["csv", "json"])
 def files(request, tmp_path):
-    """A schedule and a program in files of this suffix."""
+    """Files with this suffix that contain a schedule and a program."""
     paths = tmp_path / f"schedule.{request.param}", tmp_path / f"program.{request.param}"
     for table, path in zip((SCHEDULE, PROGRAM), paths, strict=True):
         save(table, path)
     return paths
 
 
-def test_suffixes_keep_what_the_input_is(run, files, tmp_path):
+def test_a_schedule_stays_a_schedule_and_a_program_a_program(run, files, tmp_path):
     for path, table in zip(files, (SCHEDULE, PROGRAM), strict=True):
         for suffix in ("csv", "json"):
             out = tmp_path / f"out.{suffix}"
@@ -43,14 +43,14 @@ def test_csv_has_compute_only_and_lowered_csv_the_program(run, files, tmp_path):
         assert ps.load(tmp_path / "b.csv") == PROGRAM
 
 
-def test_stdout(run, files):
+def test_converts_to_stdout(run, files):
     schedule, program = files
     assert json.loads(run("convert", schedule, "-", "--to", "json").out)["rows"] == SCHEDULE.to_json()["rows"]
     cells = run("convert", program, "-", "--to", "csv").out.replace("\r", "").splitlines()
     assert [[cell for cell in row.split(",") if cell] for row in cells] == SCHEDULE.to_json()["rows"]
 
 
-def test_a_name_can_be_converted_too(run, tmp_path):
+def test_a_named_schedule_can_be_converted(run, tmp_path):
     assert run("convert", "zbv", tmp_path / "a.csv", "-p", 3, "-m", 6).code == 0
     assert ps.load(tmp_path / "a.csv") == SCHEDULE
 
@@ -99,12 +99,12 @@ def test_deepspeed_stream_is_read_back(run, refused, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["zbv", "interleaved-1f1b", "dualpipe", "zb-h1"])
-def test_what_deepspeed_cannot_say_is_a_finding(refused, tmp_path, name):
+def test_schedules_that_deepspeed_cannot_express_are_findings(refused, tmp_path, name):
     assert "DeepSpeed" in refused(1, "convert", name, tmp_path / "a.ds")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_pytorch_cannot_express_is_a_finding(refused, tmp_path):
+def test_schedules_that_pytorch_cannot_express_are_findings(refused, tmp_path):
     skipping = ps.schedule("1f1b", ranks=4, microbatches=4, graph=ps.StageGraph.chain(4, skips=[(0, 3)]))
     save(skipping, tmp_path / "skips.json")
     for form in ("csv", "lowered-csv"):
@@ -113,7 +113,7 @@ def test_what_pytorch_cannot_express_is_a_finding(refused, tmp_path):
     assert not (tmp_path / "a.csv").exists()
 
 
-def test_the_refusal_lets_all_else_pass():
+def test_schedules_that_pytorch_can_express_are_not_refused():
     for table in (
         SCHEDULE,
         PROGRAM,

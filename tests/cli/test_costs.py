@@ -1,4 +1,4 @@
-"""Costs as they are written on the command line."""
+"""Costs on the command line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.errors import FileFormatError, UsageError
         ("bandwidth=null", ps.Costs()),
     ],
 )
-def test_written_out(text, wanted):
+def test_costs_as_text(text, wanted):
     assert read_costs(text) == wanted
 
 
@@ -48,12 +48,12 @@ def test_files(tmp_path, suffix):
         ("nowhere.toml", "there is no file nowhere.toml"),
     ],
 )
-def test_mistakes_are_named(text, said):
+def test_mistakes_are_reported_by_name(text, said):
     with pytest.raises(UsageError, match=f"^--costs: .*{said}"):
         read_costs(text)
 
 
-def test_a_bad_file_is_an_error_of_the_file(tmp_path):
+def test_a_bad_costs_file_is_named_in_the_error(tmp_path):
     path = tmp_path / "costs.toml"
     path.write_text("f = -1\n")
     with pytest.raises(FileFormatError, match=r"costs\.toml.*f must be"):

@@ -41,7 +41,7 @@ def test_one_schedule_in_one_file(export, tmp_path):
     assert text.endswith(end)
 
 
-def test_several_share_the_work_of_a_rank(export):
+def test_several_schedules_do_the_same_work_per_rank(export):
     made = export("zbv", "1f1b", "interleaved-1f1b{chunks=4}", "-p", 4, "-m", 8)
     assert [each["costs"].get("f", 1.0) for each in made] == [0.5, 1.0, 0.25]
     assert made[2]["source"]["chunks"] == 4
@@ -84,7 +84,7 @@ def test_names_in_files_cannot_end_the_script(export, tmp_path):
     assert "<script>alert" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
-def test_to_stdout(run):
+def test_exports_to_stdout(run):
     result = run("export", "gpipe", "-p", 2, "-m", 2)
     assert (result.code, len(documents(result.out))) == (0, 1)
 
@@ -99,11 +99,11 @@ def test_to_stdout(run):
         (["zbv", "-p", "512", "-m", "4096"], "more than the studio takes"),
     ],
 )
-def test_what_cannot_be_exported_is_refused(refused, args, said):
+def test_sources_that_cannot_be_exported_are_refused(refused, args, said):
     assert said in refused(2, "export", *args)
 
 
-def test_a_file_that_is_none_is_refused(refused, tmp_path):
+def test_a_file_of_another_kind_is_refused(refused, tmp_path):
     (tmp_path / "x.csv").write_bytes(b"\xff\xfe\x00")
     assert "not a text file" in refused(1, "export", tmp_path / "x.csv")
     (tmp_path / "x.json").write_text('{"type": "other"}')

@@ -10,7 +10,7 @@ from penstock.passes.registry import passes
 from penstock.schedules.registry import algorithms
 
 
-def test_one_line_a_schedule_with_all_that_is_said_of_it(run):
+def test_one_line_per_schedule_with_its_summary_bubble_and_memory(run):
     header, *lines = run("list").out.splitlines()
     assert header.split() == ["name", "bubble", "memory", "summary"]
     assert len(lines) == len(algorithms())
@@ -34,7 +34,7 @@ def test_json_has_every_schedule(run):
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])
-def test_fits_the_terminal_and_drops_no_word(run, monkeypatch, width):
+def test_fits_the_terminal_without_dropping_words(run, monkeypatch, width):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", str(width))
     out = run("list").out

@@ -20,7 +20,7 @@ from penstock.ir.program import Program
         (("--receive", "2", "--fsdp"), {"receive": 2, "fsdp": True}),
     ],
 )
-def test_options_are_those_of_the_library(run, tmp_path, options, keywords):
+def test_options_equal_the_library_s(run, tmp_path, options, keywords):
     schedule = ps.schedule("zbv", ranks=3, microbatches=5)
     wanted = ps.lower(schedule, **keywords)
     shape = ("zbv", "-p", 3, "-m", 5)
@@ -44,13 +44,13 @@ def test_one_rank_is_a_numbered_list(run):
     assert [line.split() for line in lines] == [[str(number), str(action)] for number, action in enumerate(actions)]
 
 
-def test_passes_are_run_as_written(run):
+def test_passes_run_as_written(run):
     text = "split-backward,reduce-grad,shard{lookahead=2,residency=1},send-receive{receive=just-in-time}"
     said = json.loads(run("lower", "1f1b", "-p", 2, "-m", 4, "--passes", text, "--json").out)
     assert said == ps.PassList.parse(text).apply(ps.schedule("1f1b", ranks=2, microbatches=4)).to_json()
 
 
-def test_a_program_can_be_changed_by_passes_only(run, refused, tmp_path):
+def test_a_program_can_only_be_changed_by_passes(run, refused, tmp_path):
     path = tmp_path / "a.json"
     run("lower", "1f1b", "-p", 2, "-m", 4, "-o", path)
     assert "already a program" in refused(2, "lower", path)

@@ -1,4 +1,4 @@
-"""The entry point: exit codes, help, what is loaded, and how it ends early."""
+"""The entry point: exit codes, help, imported modules, and early ends."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_help_names_every_command_and_each_has_an_example(run):
         assert "-o, --output" in said.out
 
 
-def test_bare_command_prints_help(run):
+def test_command_without_arguments_prints_help(run):
     assert run() == run("--help")
 
 
@@ -55,7 +55,7 @@ def test_version(run):
     assert run("--version").out == f"penstock {penstock.__version__}\n"
 
 
-def test_module_is_the_command():
+def test_running_the_module_runs_the_command():
     done = subprocess.run([sys.executable, "-m", "penstock", "list", "--json"], capture_output=True, text=True, check=True)
     assert "gpipe" in [each["name"] for each in json.loads(done.stdout)]
 
@@ -77,11 +77,11 @@ def test_module_is_the_command():
         (["list", "gpipe"], "gpipe"),
     ],
 )
-def test_wrong_usage_is_2_and_says_what_is_allowed(refused, args, said):
+def test_wrong_usage_exits_with_2_and_lists_the_choices(refused, args, said):
     assert said in refused(2, *args)
 
 
-def test_an_unforeseen_error_is_not_swallowed(monkeypatch):
+def test_an_unexpected_error_is_not_swallowed(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
@@ -90,7 +90,7 @@ def test_an_unforeseen_error_is_not_swallowed(monkeypatch):
         main(["list"])
 
 
-def test_interrupt_is_130_and_quiet(run, monkeypatch):
+def test_an_interrupt_exits_quietly_with_130(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -99,7 +99,7 @@ def test_interrupt_is_130_and_quiet(run, monkeypatch):
     assert (result.code, result.out, result.err) == (130, "", "")
 
 
-def test_a_reader_that_goes_away_is_no_error():
+def test_a_closed_pipe_is_not_an_error():
     process = subprocess.Popen(
         [sys.executable, "-m", "penstock", "show", "gpipe", "-p", "16", "-m", "512"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
@@ -122,7 +122,7 @@ def test_error_is_red_on_a_terminal_and_plain_without_colour(run, monkeypatch):
     assert "31m" not in run("show", "zvb").err
 
 
-def test_runs_where_no_terminal_is_known():
+def test_runs_without_a_terminal():
     environment = {key: value for key, value in os.environ.items() if key not in ("TERM", "COLUMNS", "HOME")}
     done = subprocess.run([sys.executable, "-m", "penstock", "show", "1f1b"], capture_output=True, text=True, check=True, env=environment)
     assert "\x1b" not in done.stdout

@@ -29,7 +29,7 @@ def profile(tmp_path):
     return tmp_path / "p.json"
 
 
-def test_the_report_and_the_plan_are_the_library_s(run, profile, tmp_path):
+def test_report_and_plan_equal_the_library_s(run, profile, tmp_path):
     result = run("plan", "--profile", profile, "-p", 4, "--batch", 16, "--memory-limit", 14, "--seconds", 0, "-o", tmp_path / "plan.json")
     assert (result.code, result.err) == (0, "")
     wanted = ps.plan(MODEL, ranks=4, batch=16, memory_limit=14.0, seconds=0)
@@ -64,7 +64,7 @@ def test_options_reach_the_planner(run, profile, monkeypatch):
     assert {name: seen[name] for name in wanted} == wanted
 
 
-def test_a_transformer_by_its_size(run):
+def test_plans_a_transformer_from_its_size(run):
     result = run(
         "plan", "--transformer", f"{TINY}, microbatch=1,2  bandwidth=1GB gated=true", "-p", 2, "--batch", 8, "--seconds", 0, "--json"
     )
@@ -74,7 +74,7 @@ def test_a_transformer_by_its_size(run):
     assert json.loads(result.out)["objective"] == ps.plan(profile, ranks=2, batch=8, seconds=0).objective
 
 
-def test_other_commands_take_the_file(run, profile, tmp_path):
+def test_other_commands_read_the_plan(run, profile, tmp_path):
     plan = ps.plan(MODEL, ranks=2, microbatches=4, seconds=0)
     plan.save(tmp_path / "plan.json")
     assert json.loads(run("simulate", tmp_path / "plan.json", "--json").out)["makespan"] == plan.predicted.makespan
@@ -82,7 +82,7 @@ def test_other_commands_take_the_file(run, profile, tmp_path):
     assert run("verify", tmp_path / "plan.json").code == 0
 
 
-def test_what_does_not_fit_is_a_finding(refused, profile, tmp_path):
+def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
     said = refused(1, "plan", "--profile", profile, "-p", 4, "-m", 8, "--memory-limit", 5, "--seconds", 0, "-o", tmp_path / "plan.json")
     assert said.startswith("no plan fits: ")
     assert "what would fit (each tried):" in said
@@ -112,7 +112,7 @@ def test_what_does_not_fit_is_a_finding(refused, profile, tmp_path):
         (("-p", 20, "-m", 4, "--transformer", TINY), "8 layers are too few for 20 ranks"),
     ],
 )
-def test_wrong_usage_is_2(refused, args, said):
+def test_wrong_usage_exits_with_2(refused, args, said):
     assert said in refused(2, "plan", *args)
 
 
@@ -124,7 +124,7 @@ def test_wrong_usage_is_2(refused, args, said):
         ("p.json", '{"layers": [{"f": 1, "i": 1, "w": 1, "parameters": "3gb"}]}', "'3gb' is not a size"),
     ],
 )
-def test_a_bad_file_is_1(refused, tmp_path, name, text, said):
+def test_a_bad_file_exits_with_1(refused, tmp_path, name, text, said):
     (tmp_path / name).write_text(text)
     assert said in refused(1, "plan", "--profile", tmp_path / name, "-p", 1, "-m", 2)
 
@@ -133,7 +133,7 @@ def test_a_bad_file_is_1(refused, tmp_path, name, text, said):
 
 
 def interrupting(after: int):
-    """A planner during whose work Ctrl-C is pressed."""
+    """A planner that is interrupted by Ctrl-C while it works."""
 
     def plan(model, *, progress, **given):
         told = 0
@@ -161,7 +161,7 @@ def test_ctrl_c_keeps_the_best_plan_so_far(run, profile, tmp_path, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_ctrl_c_before_anything_was_found(run, profile, tmp_path, monkeypatch):
+def test_ctrl_c_before_the_first_plan(run, profile, tmp_path, monkeypatch):
     monkeypatch.setattr(
         planning, "plan", lambda model, *, stop, **given: (signal.raise_signal(signal.SIGINT), ps.plan(model, stop=stop, **given))[1]
     )
@@ -171,7 +171,7 @@ def test_ctrl_c_before_anything_was_found(run, profile, tmp_path, monkeypatch):
     assert not (tmp_path / "plan.json").exists()
 
 
-def test_a_second_ctrl_c_ends_it_at_once(run, profile, monkeypatch):
+def test_a_second_ctrl_c_stops_at_once(run, profile, monkeypatch):
     def plan(model, **given):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
@@ -201,7 +201,7 @@ def test_progress_shows_the_best_so_far(monkeypatch):
     assert "best 250 ms (1f1b)" in shown
 
 
-def test_nothing_is_shown_where_stderr_is_no_terminal(monkeypatch):
+def test_shows_no_progress_if_stderr_is_not_a_terminal(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
     with show_planning(Units()) as tell:

@@ -1,4 +1,4 @@
-"""`penstock train`: against training the plain model here, on the pool of processes, under torchrun, and what it refuses."""
+"""`penstock train`: compared with training the plain model, on the pool of processes and under torchrun; and what it refuses."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def file(tmp_path):
 
 @pytest.fixture
 def pool(workers, monkeypatch):
-    """The command takes the processes of the tests in place of its own."""
+    """Let the command use the test session's processes instead of starting its own."""
     monkeypatch.setattr(rank_processes, "Workers", lambda ranks: contextlib.nullcontext(workers))
     return workers
 
 
 def unpipelined(file: Path, steps: int, batch: int, microbatches: int, seed: int = 0) -> list[float]:
-    """The losses of the plain model over the same microbatches, written out."""
+    """The losses of a plain loop over the same microbatches."""
     names: dict[str, object] = {}
     exec(file.read_text(), names)
     torch.manual_seed(seed)
@@ -85,7 +85,7 @@ def train(run, file: object, *more: object) -> dict:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_losses_are_those_of_the_plain_model(run, pool, file, schedule):
+def test_losses_equal_the_plain_model_s(run, pool, file, schedule):
     found = train(run, file, "--schedule", schedule, "-m", 4, "--steps", 5, "--check")
     assert found["losses"] == pytest.approx(unpipelined(file, 5, 16, 4), rel=1e-6)
     assert found["equal"] is True
@@ -114,7 +114,7 @@ def test_auto_measures_plans_and_saves_everything(run, pool, file, tmp_path):
     assert again["losses"] == found["losses"]
 
 
-def test_a_run_goes_on_from_its_checkpoint(run, pool, file, tmp_path):
+def test_a_run_resumes_from_its_checkpoint(run, pool, file, tmp_path):
     options = ("--schedule", "1f1b", "-m", 4, "--checkpoints", tmp_path / "run", "--every", 2)
     first = train(run, file, *options, "--steps", 3)
     assert (first["begun"], first["loaded"]) == (0, None)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_its_checkpoint(run, pool, file, tmp_path):
     assert "nothing to do: the checkpoint is at step" in done.out
 
 
-def test_a_schedule_from_a_file_says_how_many_ranks(run, pool, file, tmp_path):
+def test_a_schedule_from_a_file_sets_the_number_of_ranks(run, pool, file, tmp_path):
     ps.schedule("gpipe", 4, 4).to_csv(tmp_path / "own.csv")
     result = run("train", file, "--schedule", tmp_path / "own.csv", "--steps", 2, "--batch", 16, "--device", "cpu")
     assert result.code == 0
@@ -133,7 +133,7 @@ def test_a_schedule_from_a_file_says_how_many_ranks(run, pool, file, tmp_path):
     assert "step 2 of 2: loss" in result.err
 
 
-def test_a_failing_model_is_told_with_its_rank(run, pool, tmp_path):
+def test_a_failing_model_is_reported_with_its_rank(run, pool, tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(SMALL.replace("nn.functional.mse_loss", "lambda output, target: output.no_such_thing"))
     result = run("train", path, "--schedule", "1f1b", "-p", 4, "-m", 4, "--batch", 16, "--steps", 2, "--device", "cpu")
@@ -202,17 +202,17 @@ def plan_file(tmp_path: Path) -> Path:
         (("--recompute",), "--recompute is for planning"),
     ],
 )
-def test_a_plan_stays_what_it_was_proved_for(refused, file, plan_file, options, said, monkeypatch):
+def test_a_plan_is_used_only_as_it_was_proved(refused, file, plan_file, options, said, monkeypatch):
     monkeypatch.setattr(rank_processes, "Workers", None)
     assert re.search(said, refused(2, "train", file, "--schedule", plan_file, *options))
 
 
-def test_a_plan_brings_its_batch(file, plan_file):
+def test_a_plan_sets_the_batch(file, plan_file):
     assert TrainOptions(str(file), schedule=str(plan_file)).batch == 16
     assert TrainOptions(str(file)).batch == 32
 
 
-def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypatch):
+def test_a_report_in_a_folder_that_cannot_be_created(refused, file, tmp_path, monkeypatch):
     monkeypatch.setattr(rank_processes, "Workers", None)
     (tmp_path / "taken").touch()
     assert "cannot be written" in refused(2, "train", file, "-p", 4, "--report", tmp_path / "taken" / "deep" / "report.html")
@@ -229,20 +229,20 @@ def test_a_report_whose_folders_cannot_be_made(refused, file, tmp_path, monkeypa
         ("1 +", "SyntaxError"),
     ],
 )
-def test_files_that_are_no_training_files(refused, tmp_path, text, said):
+def test_files_that_are_not_training_files_are_refused(refused, tmp_path, text, said):
     path = tmp_path / "wrong.py"
     path.write_text(text)
     assert said in refused(2, "train", path, "-p", 4)
 
 
-def test_a_module_by_name(run, pool, file, monkeypatch):
+def test_trains_a_module_by_name(run, pool, file, monkeypatch):
     monkeypatch.chdir(file.parent)
     found = train(run, "small:build", "--schedule", "gpipe", "-m", 4, "--steps", 2)
     assert found["losses"] == pytest.approx(unpipelined(file, 2, 16, 4), rel=1e-6)
     assert main(["train", "smaller:build", "-p", "4"]) == 2
 
 
-def test_the_file_of_the_documentation(run, pool, tmp_path):
+def test_the_training_file_in_the_documentation(run, pool, tmp_path):
     (block,) = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "train.md").read_text(), flags=re.MULTILINE | re.DOTALL)
     path = tmp_path / "whole.py"
     path.write_text(block)
@@ -267,8 +267,8 @@ def test_under_torchrun_the_same_command_joins_the_processes(file, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_everything(file):
-    """The processes that it started are gone when it has ended, and it says so."""
+def test_ctrl_c_ends_all_processes(file):
+    """The command ends the processes that it started, and says so."""
     command = [
         sys.executable,
         "-m",

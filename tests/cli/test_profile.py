@@ -38,7 +38,7 @@ def empty():
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Threads that wait for each other on a busy machine take ages."""
+    """Use one thread, because threads that wait for each other are very slow on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -102,10 +102,10 @@ def test_the_example_can_be_profiled_and_planned(run, tmp_path):
         (("{file}:build", "-o", "p.csv"), "the suffix is not one of .json, .toml"),
     ],
 )
-def test_wrong_usage_is_2(refused, file, args, said):
+def test_wrong_usage_exits_with_2(refused, file, args, said):
     assert said in refused(2, "profile", *(str(arg).format(file=file) for arg in args))
 
 
-def test_a_file_that_cannot_be_run(refused, tmp_path):
+def test_a_file_that_cannot_run_is_refused(refused, tmp_path):
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
     assert "broken.py could not be run: ModuleNotFoundError" in refused(2, "profile", f"{tmp_path / 'broken.py'}:build")

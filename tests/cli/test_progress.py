@@ -1,4 +1,4 @@
-"""The bar: only after a second, only on a terminal, and gone at the end."""
+"""The progress bar: shown only after a second and only on a terminal, and removed at the end."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from penstock.cli.progress import show_steps
 
 
 class Terminal(io.StringIO):
-    """A stderr that says it is a terminal."""
+    """A stderr that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
 def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Called by the test itself: between a fixture and its test stderr is set anew."""
+    """Called by the test itself, because stderr is replaced between a fixture and its test."""
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setenv("TERM", "xterm")
     return stderr
 
 
-def test_what_is_quick_shows_nothing(monkeypatch):
+def test_quick_work_shows_no_bar(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     before = threading.active_count()
     with show_steps(2) as step:
@@ -37,7 +37,7 @@ def test_what_is_quick_shows_nothing(monkeypatch):
     assert threading.active_count() == before
 
 
-def test_what_takes_long_shows_how_far_it_is(monkeypatch):
+def test_slow_work_shows_its_progress(monkeypatch):
     terminal = on_a_terminal(monkeypatch)
     monkeypatch.setattr(module, "PATIENCE", 0.01)
     with show_steps(2) as step:
@@ -52,7 +52,7 @@ def test_what_takes_long_shows_how_far_it_is(monkeypatch):
     assert shown.rstrip().endswith("\x1b[2K")  # the line is taken away
 
 
-def test_nothing_where_stderr_is_no_terminal(monkeypatch):
+def test_no_bar_if_stderr_is_not_a_terminal(monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
     monkeypatch.setattr(module, "PATIENCE", 0.0)
@@ -62,7 +62,7 @@ def test_nothing_where_stderr_is_no_terminal(monkeypatch):
     assert stderr.getvalue() == ""
 
 
-def test_an_error_passes_and_leaves_no_bar(monkeypatch):
+def test_an_error_propagates_and_removes_the_bar(monkeypatch):
     on_a_terminal(monkeypatch)
 
     def fail() -> None:

@@ -24,18 +24,18 @@ def test_header_grid_and_legend(run):
     assert legend == "F forward  I backward for the input  W backward for the weights"
 
 
-def test_one_of_each_is_singular(run):
+def test_counts_of_one_are_singular(run):
     assert run("show", "inference", "-p", 1, "-m", 1).out.startswith(
         "inference schedule: linear placement, 1 rank, 1 stage, 1 microbatch, 1 step\n"
     )
 
 
-def test_json_is_the_schedule_and_nothing_else(run):
+def test_json_contains_only_the_schedule(run):
     assert json.loads(run("show", "zbv", "-p", 2, "-m", 3, "--json").out) == ps.schedule("zbv", ranks=2, microbatches=3).to_json()
 
 
 @pytest.mark.parametrize("suffix", ["csv", "json"])
-def test_output_can_be_loaded_and_shown_again(run, tmp_path, suffix):
+def test_output_can_be_loaded_and_shown(run, tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
     result = run("show", "zb-h1", "-p", 3, "-m", 5, "-o", path)
     assert (result.code, result.out, result.err) == (0, "", "")
@@ -43,32 +43,32 @@ def test_output_can_be_loaded_and_shown_again(run, tmp_path, suffix):
     assert run("show", path).out.splitlines()[1:] == run("show", "zb-h1", "-p", 3, "-m", 5).out.splitlines()[1:]
 
 
-def test_other_suffixes_get_what_would_be_printed(run, tmp_path):
+def test_other_suffixes_get_the_printed_text(run, tmp_path):
     run("show", "gpipe", "-o", tmp_path / "a.txt")
     assert (tmp_path / "a.txt").read_text() == run("show", "gpipe").out
     run("show", "gpipe", "--json", "-o", tmp_path / "b.txt")
     assert (tmp_path / "b.txt").read_text() == run("show", "gpipe", "--json").out
 
 
-def test_a_dash_is_stdout(run, tmp_path, monkeypatch):
+def test_a_dash_means_stdout(run, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run("show", "gpipe", "-o", "-") == run("show", "gpipe")
     assert not list(tmp_path.iterdir())
 
 
-def test_what_pytorch_cannot_express_is_not_written_as_csv(run, refused, tmp_path):
+def test_schedules_that_pytorch_cannot_express_are_not_written_as_csv(run, refused, tmp_path):
     assert "PyTorch cannot express a bidirectional placement" in refused(1, "show", "dualpipe", "-o", tmp_path / "a.csv")
     assert not list(tmp_path.iterdir())
     assert run("show", "dualpipe", "-o", tmp_path / "a.json").code == 0
     assert ps.load(tmp_path / "a.json") == ps.schedule("dualpipe", ranks=4, microbatches=8)
 
 
-def test_a_target_that_cannot_be_is_wrong_usage(refused, tmp_path):
+def test_an_impossible_target_is_wrong_usage(refused, tmp_path):
     assert "is a folder" in refused(2, "show", "gpipe", "-o", tmp_path)
     assert "no folder" in refused(2, "show", "gpipe", "-o", tmp_path / "none" / "a.csv")
 
 
-def test_a_failed_write_leaves_the_old_file(run, tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_file(run, tmp_path, monkeypatch):
     path = tmp_path / "a.csv"
     run("show", "gpipe", "-o", path)
     before = path.read_bytes()
@@ -84,7 +84,7 @@ def test_a_failed_write_leaves_the_old_file(run, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_pipe_is_written_to_and_a_link_is_followed(run, tmp_path):
+def test_writes_to_pipes_and_follows_links(run, tmp_path):
     pipe, link, real = tmp_path / "pipe.txt", tmp_path / "link.txt", tmp_path / "real.txt"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -101,7 +101,7 @@ def test_a_pipe_is_written_to_and_a_link_is_followed(run, tmp_path):
 
 @pytest.fixture
 def terminal(monkeypatch, run):
-    """As on a terminal of 256 colours and so many columns."""
+    """Pretend to be a terminal with 256 colours and this many columns."""
 
     def set_width(columns: int) -> None:
         monkeypatch.setenv("FORCE_COLOR", "1")
@@ -111,7 +111,7 @@ def terminal(monkeypatch, run):
     return set_width
 
 
-def test_colour_on_a_terminal_changes_nothing_but_colour(run, terminal):
+def test_colour_does_not_change_the_text(run, terminal):
     plain = run("show", "zbv").out
     terminal(200)
     coloured = run("show", "zbv").out
@@ -119,7 +119,7 @@ def test_colour_on_a_terminal_changes_nothing_but_colour(run, terminal):
     assert [line.rstrip() for line in ESCAPE.sub("", coloured).splitlines()] == plain.splitlines()
 
 
-def test_no_color_and_dumb_terminals_get_none(run, terminal, monkeypatch):
+def test_no_colour_with_no_color_or_on_a_dumb_terminal(run, terminal, monkeypatch):
     terminal(200)
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b" not in run("show", "zbv").out
@@ -133,7 +133,7 @@ def test_json_is_never_coloured(run, terminal):
     json.loads(run("show", "zbv", "--json").out)
 
 
-def test_ranks_that_do_not_fit_follow_in_blocks(run, terminal):
+def test_ranks_that_do_not_fit_are_shown_in_further_blocks(run, terminal):
     whole = run("show", "1f1b", "-p", 16, "-m", 4).out.splitlines()
     terminal(50)
     lines = [ESCAPE.sub("", line).rstrip() for line in run("show", "1f1b", "-p", 16, "-m", 4).out.splitlines()]

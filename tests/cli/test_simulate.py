@@ -18,14 +18,14 @@ from penstock.schedules.registry import algorithms
 
 @pytest.fixture
 def hanging(tmp_path):
-    """Rank 0 wants microbatch 0 back before it begins the next, rank 1 wants both first."""
+    """Rank 0 waits for the gradient of microbatch 0 before the next forward, rank 1 for both microbatches."""
     rows = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]]
     path = tmp_path / "hanging.json"
     path.write_text(json.dumps(ps.Schedule.from_actions(rows, ps.Placement.linear(2)).to_json()))
     return path
 
 
-def test_prints_the_library_s_picture(run):
+def test_prints_the_same_picture_as_the_library(run):
     timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8), ps.Costs(f=1, i=1.1, latency=0.1))
     result = run("simulate", "zbv", "-p", 4, "-m", 8, "--costs", "f=1,i=1.1,latency=0.1")
     assert (result.code, result.err) == (0, "")
@@ -39,15 +39,15 @@ def test_every_schedule_is_timed(run, name):
     assert said["makespan"] > 0
 
 
-def test_json_by_hand(run):
-    """gpipe with 2 ranks and 3 microbatches: (3 + 1) x (1 + 2) long, the whole batch held."""
+def test_json_equals_values_computed_by_hand(run):
+    """gpipe with 2 ranks and 3 microbatches takes (3 + 1) x (1 + 2) and holds the whole batch."""
     said = json.loads(run("simulate", "gpipe", "-p", 2, "-m", 3, "--json").out)
     assert (said["makespan"], said["bubble"], said["peak"], said["messages"]) == (12, 0.25, 3, 6)
     assert said["busy"] == [9, 9]
     assert sum(said["idle_by_cause"].values()) == 6
 
 
-def test_costs_files_and_costs_of_a_rank(run, tmp_path):
+def test_costs_from_a_file_and_per_rank(run, tmp_path):
     (tmp_path / "costs.toml").write_text("f = 2\ni = 2\nw = 2\nactivation = 6\n")
     args = ("simulate", "zbv", "-p", 4, "-m", 8, "--costs", tmp_path / "costs.toml", "--json")
     stage, rank = (json.loads(run(*args, "--per", per).out) for per in ("stage", "rank"))
@@ -56,7 +56,7 @@ def test_costs_files_and_costs_of_a_rank(run, tmp_path):
 
 
 @pytest.mark.parametrize("options", [("--lower",), ("--fsdp",), ("--receive", "just-in-time"), ("--receive", 2), ("--merge-backward",)])
-def test_lowering_first(run, options):
+def test_lowers_before_timing(run, options):
     costs = ps.Costs(latency=0.25, unshard=0.5, reduce=0.5)
     keywords = {
         "--lower": {},
@@ -70,7 +70,7 @@ def test_lowering_first(run, options):
     assert said["idle_by_cause"] == wanted.idle_by_cause
 
 
-def test_files_of_schedules_and_programs(run, tmp_path):
+def test_times_files_of_schedules_and_programs(run, tmp_path):
     schedule = ps.schedule("1f1b", ranks=3, microbatches=5)
     schedule.to_csv(tmp_path / "schedule.csv")
     ps.lower(schedule).to_csv(tmp_path / "program.csv")
@@ -79,7 +79,7 @@ def test_files_of_schedules_and_programs(run, tmp_path):
         assert said["makespan"] == (5 + 2) * 3
 
 
-def test_a_saved_timeline_is_shown_as_it_is_and_timed_anew_with_costs(run, tmp_path):
+def test_a_saved_timeline_is_shown_unchanged_or_timed_again_under_costs(run, tmp_path):
     path = tmp_path / "saved.json"
     args = ("simulate", "zbv", "--costs", "f=2,latency=0.5", "--json")
     first = json.loads(run(*args, "-o", path).out)
@@ -89,7 +89,7 @@ def test_a_saved_timeline_is_shown_as_it_is_and_timed_anew_with_costs(run, tmp_p
 
 
 @pytest.mark.parametrize("suffix", ["svg", "png", "html", "json", "trace.json"])
-def test_output_files_beside_the_print(run, tmp_path, suffix):
+def test_output_files_in_addition_to_stdout(run, tmp_path, suffix):
     path = tmp_path / f"out.{suffix}"
     result = run("simulate", "1f1b", "-p", 2, "-m", 3, "--unit", "us", "-o", path)
     assert result.code == 0
@@ -97,7 +97,7 @@ def test_output_files_beside_the_print(run, tmp_path, suffix):
     assert path.stat().st_size > 100
 
 
-def test_output_is_the_library_s(run, tmp_path):
+def test_output_equals_the_library_s(run, tmp_path):
     run("simulate", "1f1b", "--unit", "s", "-o", tmp_path / "a.svg")
     run("simulate", "1f1b", "--unit", "s", "-o", tmp_path / "a.trace.json")
     timeline = ps.simulate(ps.schedule("1f1b", ranks=4, microbatches=8))
@@ -107,7 +107,7 @@ def test_output_is_the_library_s(run, tmp_path):
     ElementTree.parse(tmp_path / "a.svg")
 
 
-def test_fitted_and_coloured_on_a_terminal(run, monkeypatch):
+def test_fits_a_terminal_and_is_coloured(run, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "70")
@@ -119,7 +119,7 @@ def test_fitted_and_coloured_on_a_terminal(run, monkeypatch):
     assert max(map(len, plain_out.splitlines())) <= 70
 
 
-def test_ascii_where_stdout_has_no_more():
+def test_ascii_if_stdout_cannot_encode_more():
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-m", "penstock", "simulate", "zbv"], capture_output=True, check=True, env=environment)
     timeline = ps.simulate(ps.schedule("zbv", ranks=4, microbatches=8))
@@ -142,7 +142,7 @@ def test_ascii_where_stdout_has_no_more():
         (("gone.json",), "there is no file gone.json"),
     ],
 )
-def test_wrong_usage_is_2(refused, args, said):
+def test_wrong_usage_exits_with_2(refused, args, said):
     assert said in refused(2, "simulate", *args)
 
 
@@ -163,7 +163,7 @@ def test_a_saved_timeline_has_its_own_shape(refused, run, tmp_path):
     assert "has its own shape" in refused(2, "simulate", tmp_path / "a.json", "-p", 4)
 
 
-def test_without_matplotlib_a_picture_says_what_to_install(refused, run, monkeypatch, tmp_path):
+def test_without_matplotlib_the_error_says_what_to_install(refused, run, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert "pip install 'penstock[plot]'" in refused(2, "simulate", "zbv", "-o", tmp_path / "a.svg")
     assert run("simulate", "zbv", "-o", tmp_path / "a.trace.json").code == 0

@@ -1,4 +1,4 @@
-"""NAME|FILE: what is taken for a file, and what is said of one that is none."""
+"""NAME|FILE: what counts as a file, and the errors for files that do not exist."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_schedule_of_one_rank_needs_no_rank_count():
     assert ScheduleSource("data-parallel").table().ranks == 1
 
 
-def test_with_ranks_given_nothing_is_tried_for_one(refused):
+def test_given_ranks_are_not_overridden(refused):
     assert "ranks=3" in refused(2, "show", "data-parallel", "-p", 3)
 
 
@@ -47,7 +47,7 @@ def test_a_file_has_its_own_shape(refused, tmp_path, option):
     assert "has its own shape" in refused(2, "show", tmp_path / "a.csv", *option)
 
 
-def test_missing_file_folder_and_strange_suffix_are_wrong_usage(refused, tmp_path):
+def test_missing_files_folders_and_unknown_suffixes_are_wrong_usage(refused, tmp_path):
     assert f"no file {tmp_path / 'no.csv'}" in refused(2, "show", tmp_path / "no.csv")
     assert f"no file {tmp_path / 'no'}" in refused(2, "show", tmp_path / "no")
     assert "is a folder" in refused(2, "verify", tmp_path)
@@ -80,7 +80,7 @@ def test_options_are_read_as_values():
 
 
 @pytest.mark.parametrize("text", ["group_size", "=8", "group size=8", ""])
-def test_what_is_no_option_is_refused(text):
+def test_malformed_options_are_refused(text):
     with pytest.raises(UsageError, match="KEY=VALUE"):
         parse_options([text])
 

@@ -19,12 +19,12 @@ from penstock.studio import server
 from penstock.studio.server import Address
 
 LONG = 300
-"""Seconds that nothing here takes unless it hangs."""
+"""Timeout in seconds: only a hang takes this long."""
 
 
 @contextmanager
 def studio(*args: str) -> Iterator[tuple[subprocess.Popen, HTTPConnection]]:
-    """A studio on a free port, and a way to ask it."""
+    """A studio on a free port, and a client for it."""
     command = [sys.executable, "-m", "penstock", "studio", "--no-open", "--port", "0", *args]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -46,7 +46,7 @@ def ask(connection: HTTPConnection, path: str, body: object = None) -> tuple[int
 
 
 @pytest.mark.slow
-def test_the_page_comes_with_what_was_named_and_ctrl_c_ends_it():
+def test_the_page_contains_the_named_sources_and_ctrl_c_ends_the_server():
     with studio("zbv", "1f1b", "-p", "2", "-m", "3") as (process, connection):
         status, page = ask(connection, "/")
         (held,) = re.findall(rb'id="penstock-documents" data-server>(.*?)</script>', page, re.DOTALL)
@@ -72,7 +72,7 @@ def test_ctrl_c_ends_a_plan_that_is_being_made_and_followed():
         assert (process.wait(LONG), process.stderr.read()) == (130, "")
 
 
-def test_a_port_in_use_is_said(refused):
+def test_a_port_in_use_is_reported(refused):
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
@@ -90,18 +90,18 @@ def test_a_port_in_use_is_said(refused):
         (["zbw"], "did you mean 'zbv'"),
     ],
 )
-def test_what_cannot_be_is_refused(refused, args, said):
+def test_impossible_arguments_are_refused(refused, args, said):
     assert said in refused(2, "studio", "--no-open", *args)
 
 
 @pytest.mark.parametrize("missing", ["starlette", "uvicorn"])
-def test_without_the_extra_it_says_what_to_install(refused, monkeypatch, missing):
+def test_without_the_extra_the_error_says_what_to_install(refused, monkeypatch, missing):
     monkeypatch.setattr(server, "find_spec", lambda name: None if name == missing else importlib.util.find_spec(name))
     assert f"the studio needs {missing}, which is not installed: pip install 'penstock[studio]'" in refused(2, "studio", "--no-open")
 
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "localhost"), ("0.0.0.0", socket.gethostname())])
-def test_the_browser_is_opened_and_others_are_warned_of(monkeypatch, host, url):
+def test_opens_the_browser_and_warns_if_open_to_others(monkeypatch, host, url):
     opened, told, ran = [], [], []
     monkeypatch.setattr("webbrowser.open", opened.append)
     monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: ran.append(sockets[0].getsockname()[1]))

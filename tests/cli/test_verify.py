@@ -12,7 +12,7 @@ from penstock.schedules.registry import algorithms
 
 @pytest.fixture
 def swapped(tmp_path):
-    """A lowered file in which rank 1 wants the second message before the first."""
+    """A lowered file in which rank 1 receives the second message before the first."""
     path = tmp_path / "swapped.csv"
     ps.lower(ps.schedule("1f1b", ranks=2, microbatches=3)).to_csv(path)
     text = path.read_text()
@@ -27,7 +27,7 @@ def test_every_schedule_is_proved_under_both_semantics(run, name):
     assert result.out.count("proved") == 2
 
 
-def test_a_proof_is_the_library_s(run):
+def test_the_proof_equals_the_library_s(run):
     program = ps.lower(ps.schedule("zbv", ranks=4, microbatches=8))
     assert run("verify", "zbv", "-p", 4, "-m", 8).out == f"{ps.verify(program)}\n"
     said = json.loads(run("verify", "zbv", "--semantics", "rendezvous", "--json").out)
@@ -36,7 +36,7 @@ def test_a_proof_is_the_library_s(run):
     assert said["results"][0]["proof"] == json.loads(json.dumps(ps.verify(program, semantics="rendezvous").to_json()))
 
 
-def test_a_refusal_is_the_library_s_with_exit_code_1(run, swapped):
+def test_a_refusal_equals_the_library_s_and_exits_with_1(run, swapped):
     result = run("verify", swapped)
     with pytest.raises(ps.VerifyError) as refusal:
         ps.verify(ps.load(swapped))
@@ -54,7 +54,7 @@ def test_findings_as_json(run, swapped):
     assert "matching" in {finding["rule"] for finding in said["results"][0]["findings"]}
 
 
-def test_an_incomplete_file_is_reported_on(run, tmp_path):
+def test_an_incomplete_file_is_reported(run, tmp_path):
     (tmp_path / "a.csv").write_text("0F0,0B0\n1F0\n")
     result = run("verify", tmp_path / "a.csv", "--json")
     assert result.code == 1
@@ -82,7 +82,7 @@ def test_memory_limit_in_bytes(run, limit, code):
 
 
 def test_weight_stash_counts(run):
-    """Both halves of zb-h1's backward are apart on the last rank, so that what W needs is held as well."""
+    """zb-h1 runs I and W apart on the last rank, so the weight stash is held as well."""
     shape = ("verify", "zb-h1", "-p", 4, "-m", 8, "--activation", 1, "--json")
     peaks = [json.loads(run(*shape, "--weight-stash", stash).out)["results"][0]["proof"]["peak_memory"] for stash in (0, 1)]
     assert sum(peaks[1]) > sum(peaks[0])
@@ -99,7 +99,7 @@ def test_weight_stash_counts(run):
         (("--weight-stash", "1 1"), "--weight-stash: "),
     ],
 )
-def test_sizes_that_are_none_are_refused(refused, options, said):
+def test_invalid_sizes_are_refused(refused, options, said):
     assert said in refused(2, "verify", "gpipe", *options)
 
 

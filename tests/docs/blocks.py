@@ -18,7 +18,7 @@ from penstock.schedules.registry import algorithms
 
 ROOT = Path(__file__).parents[2]
 LANGUAGES = {"python", "console", "sh", "toml", "json", "text"}
-"""What a block may be; `text` is no code."""
+"""Languages of a block; `text` is not code."""
 
 _FENCE = re.compile(
     r"^(?:<!-- parsed: (?P<reason>[^\n]+?) -->\n\n?)?(?P<indent>[ ]*)```(?P<language>[^\s`]*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
@@ -30,7 +30,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One block: where it begins, what it is, the file that it is, and why it is not run."""
+    """One block: its first line, its language and text, the file it is written to, and why it is not run."""
 
     line: int
     language: str
@@ -50,12 +50,12 @@ def blocks(page: str) -> Iterator[Block]:
 
 
 def written() -> list[str]:
-    """The pages that people wrote."""
+    """The hand-written pages."""
     return ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md")))]
 
 
 def starts_processes(page: str) -> bool:
-    """Whether a block of the page starts a process for each rank."""
+    """Whether a block of the page starts one process per rank."""
     return any('backend="gloo"' in block.text for block in blocks(text_of(page)) if block.language == "python" and block.reason is None)
 
 
@@ -65,7 +65,7 @@ def takes_long(page: str) -> bool:
 
 
 def generated() -> list[str]:
-    """The pages that are made, but for those of the library's docstrings, whose examples are tests where they stand."""
+    """The generated pages, except those made of docstrings, whose examples are doctests of the library."""
     return ["reference/commands.md", "schedules/index.md", *(f"schedules/{name}.md" for name in algorithms())]
 
 

@@ -1,4 +1,4 @@
-"""Commands as they stand in the pages: run where this machine can, else checked for what can be known without."""
+"""Commands on the pages: run if they are ours, otherwise checked without running."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Said = tuple[int, str]
 
 
 def split(text: str) -> list[list[str]]:
-    """The commands of a text, a line each; a backslash joins lines, and what follows # is a remark."""
+    """Split a text into commands, one per line; a backslash joins lines, and # starts a comment."""
     lines = text.replace("\\\n", " ").splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
 def run(words: list[str]) -> Said:
-    """Run a command of ours in this process, or check one that is not."""
+    """Run one of our commands in this process, or check any other."""
     known: dict[str, Callable[[list[str]], Said]] = {"penstock": _penstock, "python": _python}
     if words[0] in known:
         return known[words[0]](words[1:])
@@ -41,7 +41,7 @@ def run(words: list[str]) -> Said:
 
 
 def check(words: list[str]) -> None:
-    """Whether a command could run: its options are known, and its files, targets and extras are there."""
+    """Check that a command could run: its options are known, and its files, targets and extras exist."""
     known = {"penstock": _parsed, "python": _compiled, "make": _targets, "torchrun": _torchrun, "pip": _extras}
     assert words[0] in known, f"no test knows how to check {words}"
     known[words[0]](words[1:])
@@ -72,7 +72,7 @@ def _python(words: list[str]) -> Said:
 
 
 def _parsed(words: list[str]) -> None:
-    """Whether every option is one, with a value of its kind."""
+    """Check that every option exists and has a value of its type."""
     whole: Any = typer.main.get_command(app)
     if words and not words[0].startswith("-"):
         assert words[0] in whole.commands, words

@@ -1,4 +1,4 @@
-"""Where pages are run."""
+"""Fixtures for running pages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from penstock.schedules import registry
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A folder of its own with the examples in it, and nothing left of what a page has set up."""
+    """Run in a new folder that contains the examples, and undo everything that a page sets up."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     known = set(sys.modules)
@@ -29,7 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def torch_as_it_was() -> Iterator[None]:
-    """Pages may say how many threads torch has, and set up a process group."""
+    """Restore torch: pages may set its number of threads and initialize a process group."""
     import torch
 
     threads = torch.get_num_threads()

@@ -23,13 +23,13 @@ READERS = {".toml": tomllib.loads, ".json": json.loads, ".py": ast.parse}
 
 @dataclass
 class Page:
-    """A page while it is run."""
+    """A page whose blocks are being run."""
 
     name: str
     namespace: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
 
     def run(self, text: str) -> int:
-        """Run what is code; how many blocks that was."""
+        """Run the blocks of code; returns how many there are."""
         found = [block for block in blocks(text) if block.language != "text"]
         for block in found:
             assert block.language in LANGUAGES, f"{self.name}:{block.line}: {block.language!r} is none of {sorted(LANGUAGES)}"
@@ -68,7 +68,7 @@ class Page:
         assert doctest.DocTestRunner(optionflags=FLAGS).run(example, out=said.append, clear_globs=False).failed == 0, "".join(said)
 
     def _exec(self, block: Block) -> None:
-        """A file is imported, so that what is under its `__main__` runs by a command alone."""
+        """Run a block. A file is imported, so that code under its `__main__` runs only by a command."""
         code = compile("\n" * (block.line - 1) + block.text, self.name, "exec")
         with redirect_stdout(StringIO()):
             if block.title is None:

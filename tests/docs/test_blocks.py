@@ -1,4 +1,4 @@
-"""Every block of code in the README and the documentation runs, or says why it does not and is checked."""
+"""Every block of code in the README and the documentation runs, or says why it cannot and is checked without running."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WRITTEN = [page for page in written() if not starts_processes(page)]
 
 @pytest.mark.usefixtures("folder", "torch_as_it_was")
 @pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.slow] * takes_long(page)) for page in WRITTEN])
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # said by torch where it loads a checkpoint in one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # from torch, when it loads a checkpoint in one process
 def test_blocks_of_written_pages(page: str) -> None:
     Page(page).run(text_of(page))
 
@@ -31,7 +31,7 @@ def test_blocks_of_schedules(page: str) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_examples_of_commands_have_options_that_there_are() -> None:
+def test_examples_of_commands_use_existing_options() -> None:
     lines = examples()
     assert len(lines) > 20
     for words in commands.split("\n".join(lines)):
@@ -41,7 +41,7 @@ def test_examples_of_commands_have_options_that_there_are() -> None:
 # The reader of blocks itself ------------------------------------------------------------------------------------------
 
 
-def test_blocks_are_found_with_their_lines_titles_and_reasons() -> None:
+def test_blocks_have_lines_titles_and_reasons() -> None:
     page = (
         "A\n\n```python\n1\n```\n<!-- parsed: two machines -->\n```sh\nmake x\n```\n"
         '  ```toml title="a.toml"\n  a = 1\n  ```\n<!-- python\nx = 1\n-->\n'
@@ -75,13 +75,13 @@ def test_blocks_are_found_with_their_lines_titles_and_reasons() -> None:
         '```python title="a.py"\nassert False\n```',
     ],
 )
-def test_a_wrong_block_is_found(page: str) -> None:
+def test_a_wrong_block_is_detected(page: str) -> None:
     with pytest.raises((Exception, SystemExit)):
         Page("page").run(page + "\n")
 
 
 @pytest.mark.usefixtures("folder")
-def test_names_and_files_are_shared_by_the_blocks_of_a_page() -> None:
+def test_blocks_of_a_page_share_names_and_files() -> None:
     page = (
         "```python\nx = 1\n```\n```python\n>>> x + 1\n2\n```\n"
         '```python title="a.py"\nprint("from a file")\n```\n```console\n$ python a.py\nfrom a file\n```\n'

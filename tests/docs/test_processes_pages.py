@@ -1,4 +1,4 @@
-"""Pages whose blocks start a process for each rank."""
+"""Pages whose blocks start one process per rank."""
 
 from __future__ import annotations
 

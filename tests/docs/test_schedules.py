@@ -1,4 +1,4 @@
-"""What the pages and the README say of the schedules is what the simulator measures."""
+"""Figures of the schedules on the pages and in the README equal the simulator's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maker.table import README, schedule_table, with_table
 from penstock.schedules.registry import algorithms
 
 
-def test_the_table_in_the_readme_is_the_one_that_is_made() -> None:
+def test_the_readme_contains_the_generated_table() -> None:
     text = README.read_text(encoding="utf-8")
     assert schedule_table() in text, "run python docs/maker/table.py to write it"
     assert with_table(text) == text
@@ -26,8 +26,8 @@ def test_every_schedule_has_advice_a_formula_and_a_picture() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(algorithms()))
-def test_formulas_are_what_the_simulator_measures(name: str) -> None:
-    """Idle time, the most that a rank holds, and messages; where groups are whole."""
+def test_formulas_match_the_simulator(name: str) -> None:
+    """Idle time, peak memory and messages, for shapes with whole groups."""
     known = FORMULAS[name]
     for ranks in {"data-parallel": (1,), "dualpipe": (2, 4, 6), "chimera": (2, 4, 6), "v-half": (3, 4, 5, 8)}.get(name, (2, 3, 4, 8)):
         group = -(-ranks // 2) if name == "grouped-interleaved" else 1
@@ -45,7 +45,7 @@ def test_formulas_are_what_the_simulator_measures(name: str) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(4, 16), (8, 32), (16, 64)])
-def test_the_advice_compares_rightly(ranks: int, microbatches: int) -> None:
+def test_comparisons_in_the_advice_are_true(ranks: int, microbatches: int) -> None:
     found = {name: measured(name, ranks, microbatches) for name in ps.available()}
     plain = found["1f1b"]
 

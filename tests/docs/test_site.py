@@ -1,4 +1,4 @@
-"""The site is built without a warning, shows everything, and loads nothing from elsewhere."""
+"""The site builds without warnings, contains every page, and loads nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Kept(logging.Handler):
 
 
 class _Loads(HTMLParser):
-    """What a page loads by itself: scripts, styles, pictures."""
+    """Collects everything that a page loads: scripts, styles, pictures."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class _Loads(HTMLParser):
 
 
 @pytest.mark.slow
-def test_every_page_is_there(site: Path) -> None:
+def test_every_page_exists(site: Path) -> None:
     pages = {str(path.relative_to(site)) for path in site.rglob("*.html")}
     wanted = [f"schedules/{name}.html" for name in ps.available()]
     wanted += [page.removeprefix("docs/").replace(".md", ".html") for page in written() if page.startswith("docs/")]
@@ -67,10 +67,10 @@ def test_every_page_is_there(site: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pages_load_only_what_is_beside_them(site: Path) -> None:
+def test_pages_load_only_local_files(site: Path) -> None:
     for page in site.rglob("*.html"):
         if page.name == "404.html":
-            continue  # it stands for any address, so that its paths begin at the root
+            continue  # it is served at any address, so its paths begin at the root
         found = _Loads()
         found.feed(page.read_text(encoding="utf-8"))
         for target in filter(None, found.found):

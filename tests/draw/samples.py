@@ -1,4 +1,4 @@
-"""Timelines of every form that a picture has to cope with."""
+"""Timelines of every form that pictures must handle."""
 
 from __future__ import annotations
 

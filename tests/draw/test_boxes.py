@@ -1,4 +1,4 @@
-"""Boxes against the spans that a timeline gives one by one."""
+"""Boxes, compared with the spans of the timeline one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from penstock.ir.kind import Kind
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_boxes_are_the_parts_of_the_spans(name):
+def test_boxes_equal_the_parts_of_the_spans(name):
     timeline = SAMPLES[name]
     placement, boxes = timeline.table.placement, compute_boxes(timeline)
     columns = (boxes.rank, boxes.start, boxes.end, boxes.kind, boxes.stage, boxes.microbatch, boxes.part, boxes.parts, boxes.chunk)

@@ -1,4 +1,4 @@
-"""A measured timeline against its prediction in words."""
+"""A measured timeline compared with its prediction, in words."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(found: Differences, **options: object) -> dict[str, list[str]]:
     return made
 
 
-def test_a_slow_stage_is_the_first_thing_named():
+def test_a_slow_stage_is_named_first():
     found = laid("1f1b", 4, 8, Costs(latency=0.125), Costs(f=[1, 1, 1.5, 1], latency=0.125))
     text, allowed = said(found, unit="ms", title="mine"), f"{found.predicted.makespan / 100:.4g}"
     assert next(iter(text)) == "mine, in ms"
@@ -42,7 +42,7 @@ def test_a_slow_stage_is_the_first_thing_named():
     assert len(text[title]) <= 3  # the header, the stage, and slack
 
 
-def test_a_slow_link_is_the_first_thing_named():
+def test_a_slow_link_is_named_first():
     usual = Costs(output=1, bandwidth=8.0)
     text = said(laid("gpipe", 3, 6, usual, replace(usual, output=(1.0, 9.0, 1.0))))
     assert "the message of 1F0 from rank 1 to 2 takes 1.125 instead of 0.125" in text["where they part"][2]
@@ -54,7 +54,7 @@ def test_a_slow_link_is_the_first_thing_named():
     }
 
 
-def test_rows_of_the_tables_are_the_figures():
+def test_table_rows_equal_the_figures():
     found = laid("zbv", 2, 4, Costs(latency=0.25), Costs(w=1.25, latency=0.5))
     text = said(found)
     assert [line.split() for line in text["what an action takes"][1:]] == [
@@ -69,7 +69,7 @@ def test_rows_of_the_tables_are_the_figures():
     assert causes == pytest.approx({cause: both.difference for cause, both in found.idle_by_cause.items()}, abs=1e-3)
 
 
-def test_what_is_the_same_is_said_to_be():
+def test_equal_timelines_are_reported_as_equal():
     table = ps.schedule("dualpipe-v", ranks=4, microbatches=12)
     text = said(differences(ps.simulate(table), replace(ps.simulate(ps.lower(table)), source="measured")))
     assert text["where they part"][0].startswith("nowhere: no action ends more than ")
@@ -79,7 +79,7 @@ def test_what_is_the_same_is_said_to_be():
     assert takes[0].endswith("are as predicted; penstock compare --json lists all")
 
 
-def test_of_many_rows_those_that_differ_are_shown():
+def test_of_many_rows_only_those_that_differ_are_shown():
     rows = np.ones(16)
     rows[5] = 1.5
     text = said(laid("1f1b", 16, 20, Costs(), Costs(f=rows.tolist())))
@@ -93,7 +93,7 @@ def test_of_many_rows_those_that_differ_are_shown():
     assert takes[-1] == f"the other {32 - MOST_ROWS} of 32 differ less; penstock compare --json lists all"
 
 
-def test_early_units_and_order_are_said():
+def test_early_actions_units_and_order_are_reported():
     found = laid("gpipe", 3, 4, Costs(f=2), Costs(f=[1, 1, 1]))
     assert "too early" in said(found)["where they part"][1]
     assert any(title.startswith("what makes it 6 shorter") for title in said(found))
@@ -105,7 +105,7 @@ def test_early_units_and_order_are_said():
 
 
 def test_every_line_adds_up():
-    """The rows of what makes it longer sum up to the difference, up to the digits that are shown."""
+    """The delays sum to the difference, up to the digits shown."""
     chance = np.random.default_rng(5)
     f = chance.uniform(0.8, 1.4, (4, 8)).tolist()
     found = laid("1f1b", 4, 8, Costs(latency=0.1), Costs(f=f, latency=0.3))

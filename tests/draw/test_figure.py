@@ -1,4 +1,4 @@
-"""Figures: what is in the SVG, that text does not run into text, and that nothing outside is touched."""
+"""Figures: the contents of the SVG, text that does not overlap, and no side effects."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def texts(root: ElementTree.Element) -> list[str]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_there_is_a_box_for_each_part_of_each_action(name):
+def test_one_box_per_part_of_each_action(name):
     timeline = SAMPLES[name]
     root, boxes, chunks = tree(timeline), compute_boxes(timeline), timeline.table.chunks
     seen = 0
@@ -61,8 +61,8 @@ def test_there_is_a_box_for_each_part_of_each_action(name):
     assert collective == len(collective_boxes(timeline))
 
 
-def test_boxes_stand_where_their_times_are():
-    """The left and right of each F of 1f1b, to the scale of the idle row behind it."""
+def test_boxes_are_at_their_times():
+    """The left and right edge of each F of 1f1b, at the scale of the idle row behind it."""
     timeline = SAMPLES["1f1b"]
     root, boxes = tree(timeline), compute_boxes(timeline)
 
@@ -77,7 +77,7 @@ def test_boxes_stand_where_their_times_are():
         assert sides(path) == pytest.approx((low + start * scale, low + end * scale), abs=1e-3)
 
 
-def test_text_is_text_and_says_the_figures():
+def test_text_is_stored_as_text_and_contains_the_figures():
     root = tree(SAMPLES["1f1b"], unit="ms")
     said = texts(root)
     assert "1f1b" in said
@@ -88,7 +88,7 @@ def test_text_is_text_and_says_the_figures():
     assert labels.count("7") == 2 * 4  # microbatch 7, forward and backward on each rank; no tick and no rank has this number
 
 
-def test_labels_can_be_left_out_and_so_can_memory_and_legend():
+def test_labels_memory_and_legend_are_optional():
     bare = texts(tree(SAMPLES["1f1b"], labels=False, memory=False, legend=False))
     assert "7" not in bare
     assert not {"memory", "peak", "forward", "idle"} & set(bare)
@@ -96,11 +96,11 @@ def test_labels_can_be_left_out_and_so_can_memory_and_legend():
 
 @pytest.mark.parametrize("width", [3.5, None])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_no_text_runs_into_another_or_over_the_edge(name, width):
+def test_no_text_overlaps_another_or_the_edge(name, width):
     check_texts(draw_timelines(SAMPLES[name], width=width))
 
 
-def test_no_text_of_several_timelines_runs_into_another():
+def test_no_text_of_several_timelines_overlaps():
     check_texts(draw_timelines([SAMPLES[name] for name in ("1f1b", "zbv", "zb-h1")], names=["one", "a name " * 40, "$x^2$ <&>"]))
 
 
@@ -131,7 +131,7 @@ def check_texts(made: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "fsdp", "interleaved"])
-def test_labels_stand_inside_their_boxes(name):
+def test_labels_are_inside_their_boxes(name):
     timeline = SAMPLES[name]
     made = draw_timelines(timeline)
     boxes = compute_boxes(timeline)
@@ -164,12 +164,12 @@ def test_ids_are_unique():
 
 
 @pytest.mark.parametrize("form", ["svg", "png"])
-def test_the_same_picture_is_the_same_file(form):
+def test_the_same_picture_gives_the_same_file(form):
     assert render(draw_timelines(SAMPLES["fsdp"]), form) == render(draw_timelines(SAMPLES["fsdp"]), form)
 
 
 @pytest.mark.parametrize(("width", "dpi"), [(7.2, 100), (5.0, 200)])
-def test_png_has_the_size_that_was_asked_for(width, dpi):
+def test_png_has_the_requested_size(width, dpi):
     made = draw_timelines(SAMPLES["1f1b"], width=width)
     data = render(made, "png", dpi)
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
@@ -178,7 +178,7 @@ def test_png_has_the_size_that_was_asked_for(width, dpi):
     assert wanted[0] == pytest.approx(width * dpi)
 
 
-def test_names_are_not_taken_for_formulas_or_markup():
+def test_names_are_not_read_as_formulas_or_markup():
     name = "$\\frac{a$ <b>&amp;"
     assert name in texts(tree(SAMPLES["1f1b"], names=[name]))
 
@@ -194,8 +194,8 @@ def test_wrong_options_are_refused(options, said):
         draw_timelines([])
 
 
-def test_a_picture_leaves_no_trace(tmp_path):
-    """Neither pyplot nor changed settings, and the user's settings change nothing."""
+def test_drawing_leaves_matplotlib_s_settings_alone(tmp_path):
+    """Drawing neither imports pyplot nor changes settings, and does not depend on the user's settings."""
     code = """
 import sys, matplotlib, penstock as ps
 matplotlib.rcParams.update({"text.usetex": True, "font.size": 33, "axes.facecolor": "red"})
@@ -210,7 +210,7 @@ assert "matplotlib.pyplot" not in sys.modules
     assert (tmp_path / "a.svg").read_bytes() == usual
 
 
-def test_without_matplotlib_it_says_what_to_install(monkeypatch):
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'penstock\[plot\]'"):
         draw_timelines(SAMPLES["1f1b"])
@@ -230,7 +230,7 @@ def test_many_boxes_become_an_image(monkeypatch):
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe-v", "interleaved"])
 def test_mixed_colours_are_averages(name):
-    """Each pixel against the boxes under it, one by one."""
+    """Compare each pixel with the boxes under it, one by one."""
     timeline = SAMPLES[name]
     boxes, chunks, columns = compute_boxes(timeline), timeline.table.chunks, 23
     image = mix_colours(timeline, boxes, columns)
@@ -249,7 +249,7 @@ def test_mixed_colours_are_averages(name):
     assert np.abs(image - wanted).max() <= 1.0
 
 
-def test_rows_are_set_apart_where_there_is_room():
+def test_rows_are_separated_if_there_is_room():
     image = np.arange(6, dtype=np.uint8).reshape(6, 1, 1).repeat(3, axis=2)  # three ranks of two parts each
     apart = space_rows(image, 3, (0.25, 0.75))
     assert len(apart) == 3 * 24

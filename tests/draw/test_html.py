@@ -1,4 +1,4 @@
-"""The page: whole in itself, safe, and in the colours of the reader's choice."""
+"""The page: self-contained, safe, and in the reader's colour theme."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VOID = {"meta", "link", "br", "img", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Tags, attributes and the text of cells; every tag must be closed in its turn."""
+    """Collects tags, attributes and the text of cells; every tag must be closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "fsdp"])
-def test_nothing_is_fetched(name):
+def test_the_page_fetches_nothing(name):
     text = timelines_html([SAMPLES[name]])
     page = Page(text)
     assert not {tag for tag, _ in page.tags} & {"script", "link", "iframe", "object", "embed", "img"}
@@ -57,7 +57,7 @@ def test_nothing_is_fetched(name):
     assert "@import" not in text
 
 
-def test_the_table_has_a_column_a_timeline():
+def test_the_table_has_one_column_per_timeline():
     page = Page(timelines_html([SAMPLES["1f1b"], SAMPLES["zbv"]], unit="ms"))
     assert page.rows[0] == ["", "1f1b", "zbv"]
     table = {row[0]: row[1:] for row in page.rows[1:]}
@@ -75,7 +75,7 @@ def test_names_are_escaped():
     assert page.rows[0][1] == name
 
 
-def test_text_and_idle_follow_the_page_and_kinds_do_not():
+def test_text_and_idle_colours_follow_the_page_s_theme_and_kinds_do_not():
     text = timelines_html([SAMPLES["1f1b"]])
     svg = text[text.index("<svg") : text.index("</svg>")]
     for colour in ("#222222", "#666666", "#ebebeb"):
@@ -87,5 +87,5 @@ def test_text_and_idle_follow_the_page_and_kinds_do_not():
     assert "prefers-color-scheme: dark" in text
 
 
-def test_it_is_the_same_each_time():
+def test_the_page_is_the_same_each_time():
     assert timelines_html([SAMPLES["fsdp"]]) == timelines_html([SAMPLES["fsdp"]])

@@ -1,4 +1,4 @@
-"""A measured timeline under its prediction: rows, lines between them, lateness, the frame."""
+"""A measured timeline below its prediction: rows, lines between them, lateness, the frame."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def sides(path: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 @pytest.mark.parametrize("name", sorted(set(SAMPLES) - {"zbv", "zb-h1", "shared links"}))
-def test_every_action_is_there_twice_and_no_text_runs_into_another(name):
+def test_every_action_is_drawn_twice_and_no_text_overlaps(name):
     found = slowed(name)
     root = tree(found)
     for panel, timeline in enumerate((found.predicted, found.measured)):
@@ -62,7 +62,7 @@ def test_every_action_is_there_twice_and_no_text_runs_into_another(name):
     check_texts(draw_overlay(found))
 
 
-def test_pairs_stand_below_each_other_on_one_axis():
+def test_pairs_share_one_axis():
     found = slowed("1f1b")
     root = tree(found)
     rows = [[sides(path) for path in group(root, f"boxes-{panel}-idle")] for panel in (0, 1)]
@@ -74,7 +74,7 @@ def test_pairs_stand_below_each_other_on_one_axis():
         assert rank == 3 or lower[3] < rows[0][rank + 1][2]
 
 
-def test_a_line_joins_each_action_with_itself():
+def test_a_line_joins_each_action_in_both_timelines():
     found = slowed("1f1b")
     root = tree(found)
     left, right, _, _ = sides(group(root, "boxes-1-idle")[0])
@@ -103,7 +103,7 @@ def test_lateness_is_drawn_to_scale():
     assert not any(text.startswith("early") for text in said)
 
 
-def test_early_is_another_colour():
+def test_early_actions_have_another_colour():
     table = SAMPLES["1f1b"].table
     found = differences(SAMPLES["1f1b"], ps.simulate(table, ps.Costs(f=[1, 0.5, 1, 1])))
     root = tree(found)
@@ -111,7 +111,7 @@ def test_early_is_another_colour():
     assert any(text.startswith("early, up to -") for text in texts(root))
 
 
-def test_the_first_to_part_is_framed():
+def test_the_first_difference_is_framed():
     found = slowed("1f1b")
     root = tree(found)
     (frame,) = group(root, "first-0")
@@ -126,7 +126,7 @@ def test_the_first_to_part_is_framed():
     assert not any("framed" in text or "late" in text for text in texts(tree(same)))
 
 
-def test_figures_of_both_are_said():
+def test_figures_of_both_timelines_are_shown():
     found = slowed("1f1b")
     said = texts(tree(found, names=["mine <&> $x^2$"], unit="ms"))
     makespan = found.makespan

@@ -1,4 +1,4 @@
-"""The report's page and the curve of a loss."""
+"""The report's page and the loss curve."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def made() -> str:
     )
 
 
-def test_the_page_is_whole_and_offline(made):
+def test_the_page_is_complete_and_works_offline(made):
     found = Balanced(made)
     assert not found.open
     assert found.seen.count("svg") == 2
@@ -61,7 +61,7 @@ def test_the_page_is_whole_and_offline(made):
     assert "http" not in re.sub(r'xmlns(?::xlink)?="[^"]*"', "", made)
 
 
-def test_what_is_said_stands_there_as_text(made):
+def test_statements_are_on_the_page_as_text(made):
     assert "<title>A report &amp; more</title>" in made
     assert "<p>A &lt; B</p>" in made
     assert '<tr class="chosen"><th scope="row">&lt;b&gt;</th><td>2</td></tr>' in made

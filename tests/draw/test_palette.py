@@ -45,28 +45,28 @@ def contrast(one: str, other: str) -> float:
     return (light + 0.05) / (dark + 0.05)
 
 
-def test_every_kind_has_a_tone_and_compute_kinds_have_their_own():
+def test_every_kind_has_a_tone_and_each_compute_kind_its_own():
     assert set(TONES) == set(Kind)
     assert len({TONES[kind] for kind in (Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B)}) == 5
     assert TONES[Kind.SEND_F] != TONES[Kind.RECV_F]
 
 
 @pytest.mark.parametrize("tone", ALL, ids=lambda tone: tone.sample)
-def test_ink_reads_on_its_fill(tone):
-    """At least 4.5 to 1, what the accessibility guidelines ask of small text, and the better of black and white."""
+def test_ink_is_readable_on_its_fill(tone):
+    """A contrast of at least 4.5 to 1, as accessibility guidelines require for small text, and the better of black and white."""
     inks = {ink: contrast(ink, tone.fill) for ink in ("#000000", "#ffffff")}
     assert inks[tone.ink] == max(inks.values()) >= 4.5
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_fills_stay_apart_however_colours_are_seen(vision):
-    """A difference of 10 in L*a*b* is seen at a glance."""
+def test_fills_can_be_told_apart_with_colour_blindness(vision):
+    """A difference of 10 in L*a*b* is visible at a glance."""
     seen = {tone.sample: lab(np.clip(np.array(VISION[vision]) @ linear(tone.fill), 0, 1)) for tone in ALL}
     nearest = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
     assert min(nearest.values()) > 10, min(nearest, key=nearest.__getitem__)
 
 
-def test_fills_stay_apart_with_few_colours():
+def test_fills_can_be_told_apart_with_16_colours():
     assert len({Color.parse(tone.fill).downgrade(ColorSystem.EIGHT_BIT).number for tone in ALL}) == len(ALL)
     assert len({Color.parse(tone.basic).number for tone in ALL}) == len(ALL)
 
@@ -75,7 +75,7 @@ SHADES = {f"{kind.name}{chunk}": shade(TONES[kind], chunk, 2) for kind in COMPUT
 
 
 @pytest.mark.parametrize("vision", VISION)
-def test_kinds_and_two_chunks_stay_apart_however_colours_are_seen(vision):
+def test_kinds_and_two_chunks_can_be_told_apart_with_colour_blindness(vision):
     seen = {name: lab(np.clip(np.array(VISION[vision]) @ linear(tone.fill), 0, 1)) for name, tone in SHADES.items()}
     nearest = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
     assert min(nearest.values()) > 10, min(nearest, key=nearest.__getitem__)
@@ -83,7 +83,7 @@ def test_kinds_and_two_chunks_stay_apart_however_colours_are_seen(vision):
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kind", COMPUTE)
-def test_shades_go_from_dark_to_light_with_ink_that_reads(kind, chunks):
+def test_shades_go_from_dark_to_light_with_readable_ink(kind, chunks):
     shades = [shade(TONES[kind], chunk, chunks) for chunk in range(chunks)]
     light = [luminance(tone.fill) for tone in shades]
     assert light == sorted(set(light))

@@ -1,4 +1,4 @@
-"""Files by suffix, written whole or not at all."""
+"""Files by suffix, written completely or not at all."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ TIMELINE = SAMPLES["fsdp"]
         ("A.SVG", b"<?xml"),
     ],
 )
-def test_the_suffix_says_what_it_is(tmp_path, name, begins):
+def test_the_suffix_decides_the_format(tmp_path, name, begins):
     TIMELINE.save(tmp_path / name)
     assert (tmp_path / name).read_bytes().startswith(begins)
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
-def test_json_loads_again(tmp_path):
+def test_saved_json_can_be_loaded(tmp_path):
     TIMELINE.save(tmp_path / "a.json")
     again = ps.Timeline.load(tmp_path / "a.json")
     assert again.to_json() == TIMELINE.to_json()
@@ -58,14 +58,14 @@ def test_other_suffixes_are_refused_with_the_list(tmp_path, name):
     assert not list(tmp_path.iterdir())
 
 
-def test_several_timelines_are_a_picture_and_nothing_else(tmp_path):
+def test_several_timelines_can_only_be_saved_as_a_picture(tmp_path):
     save_picture([TIMELINE, SAMPLES["zbv"]], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").exists()
     with pytest.raises(FileFormatError, match=r"not one of \.svg, \.png, \.html"):
         save_picture([TIMELINE], tmp_path / "a.json")
 
 
-def test_a_failure_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.png"
     path.write_text("old")
 

@@ -1,4 +1,4 @@
-"""Time slices against sums over every box and every change."""
+"""Time slices, compared with sums over every box and every change."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_shares_are_sums_of_overlaps(boxes, columns):
 
 
 @given(lanes(), st.integers(1, 9))
-def test_main_class_runs_longer_than_every_other_and_than_idle(boxes, columns):
+def test_main_class_takes_more_time_than_any_other_and_than_idle(boxes, columns):
     edges = np.linspace(0.0, max([box[3] for box in boxes], default=0.0) or 1.0, columns + 1)
     found = shares(*as_arrays(boxes), edges, shape=(3, 3))
     main = main_class(found, edges)
@@ -61,7 +61,7 @@ def test_main_class_runs_longer_than_every_other_and_than_idle(boxes, columns):
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("columns", [1, 7, 100])
-def test_most_held_against_every_change(name, columns):
+def test_most_held_equals_the_maximum_over_all_changes(name, columns):
     timeline = SAMPLES[name]
     edges = np.linspace(0.0, timeline.makespan or 1.0, columns + 1)
     for rank in range(timeline.ranks):

@@ -11,7 +11,7 @@ from penstock.draw.summary import fullest_rank, shape_of, summarize, summary_row
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_data_is_the_timeline_s_and_plain(name):
+def test_data_is_plain_and_equals_the_timeline_s(name):
     timeline = SAMPLES[name]
     said = summarize(timeline)
     assert json.loads(json.dumps(said)) == said
@@ -21,8 +21,8 @@ def test_data_is_the_timeline_s_and_plain(name):
     assert sum(said["idle_by_cause"].values()) == pytest.approx(timeline.bubble * timeline.ranks * timeline.makespan)
 
 
-def test_text_by_hand():
-    """1f1b with 4 ranks and 8 microbatches: (8 + 3) x (1 + 2) long, of which 3 x 3 idle on each rank."""
+def test_text_equals_values_computed_by_hand():
+    """1f1b with 4 ranks and 8 microbatches takes (8 + 3) x (1 + 2), of which 3 x 3 are idle on each rank."""
     rows = dict(summary_rows(SAMPLES["1f1b"], "ms"))
     assert rows["makespan"] == "33 ms"
     assert rows["bubble"].startswith("27.3%")
@@ -37,5 +37,5 @@ def test_titles():
     assert shape_of(SAMPLES["one rank"]) == ["1 rank", "3 microbatches"]
 
 
-def test_nothing_idle_is_no_division_by_zero():
+def test_no_idle_time_does_not_divide_by_zero():
     assert dict(summary_rows(SAMPLES["no time"]))["idle"] == "0"

@@ -1,4 +1,4 @@
-"""The terminal's grid against the plain one of the language."""
+"""The terminal's grid, compared with the plain text grid."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TABLES = [
 
 
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_plain_lines_are_the_grid(table):
+def test_plain_lines_equal_the_grid(table):
     assert "\n".join(plain_text(grid_lines(Grid.spaced(table)))) == table.grid()
 
 
@@ -39,7 +39,7 @@ def test_overlapped_actions_are_joined():
 
 
 @given(st.integers(1, 200), st.sampled_from(TABLES))
-def test_blocks_fit_the_width_and_lose_nothing(width, table):
+def test_blocks_fit_the_width_and_keep_every_action(width, table):
     grid = Grid.spaced(table)
     text = "\n".join(plain_text(grid_lines(grid, width=width)))
     blocks = [block.splitlines() for block in text.split("\n\n")]
@@ -62,7 +62,7 @@ def test_legend_names_each_kind_once_in_lines_that_fit(width, table):
 
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard"])
 @pytest.mark.parametrize("table", TABLES, ids=repr)
-def test_colour_adds_nothing_but_colour(table, colours):
+def test_colour_does_not_change_the_text(table, colours):
     lines = list(paint(grid_lines(Grid.spaced(table)), colours))
     assert [ESCAPE.sub("", line).rstrip() for line in lines] == table.grid().splitlines()
 

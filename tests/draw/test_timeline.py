@@ -38,7 +38,7 @@ def test_a_narrow_terminal_still_gets_a_picture():
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_there_is_a_row_and_a_bar_for_each_rank(name):
+def test_one_row_and_one_bar_per_rank(name):
     timeline = SAMPLES[name]
     rows, memory, legend, _ = blocks(timeline, width=90)
     names = [f"rank {rank}" for rank in range(timeline.ranks)]
@@ -58,8 +58,8 @@ def test_wide_rows_name_every_action_in_order(name):
 
 
 @pytest.mark.parametrize("name", ["zbv", "interleaved", "zb-h1", "fsdp"])
-def test_letters_are_what_runs_in_most_of_a_cell(name):
-    """Each cell against the moments in it, counted one by one."""
+def test_letters_show_what_runs_longest_in_a_cell(name):
+    """Compare each cell with the moments in it, counted one by one."""
     timeline = SAMPLES[name]
     for rank, row in enumerate(rows_of(timeline, 60)):
         edges = np.linspace(0.0, timeline.makespan, len(row) + 1)
@@ -74,7 +74,7 @@ def test_letters_are_what_runs_in_most_of_a_cell(name):
             assert inside[letter] >= max(inside.values()) - 1e-9
 
 
-def test_colours_are_those_of_kind_and_chunk():
+def test_colours_follow_kind_and_chunk():
     timeline = SAMPLES["zbv"]
     text = "\n".join(paint(timeline_lines(timeline, width=700), "truecolor"))
     found = {f"#{bytes(map(int, colour)).hex()}" for colour in re.findall(r"48;2;(\d+);(\d+);(\d+)m", text)}
@@ -84,19 +84,19 @@ def test_colours_are_those_of_kind_and_chunk():
 
 @pytest.mark.parametrize("colours", ["truecolor", "256", "standard"])
 @pytest.mark.parametrize("name", SAMPLES)
-def test_colour_adds_nothing_but_colour(name, colours):
+def test_colour_does_not_change_the_text(name, colours):
     lines = list(paint(timeline_lines(SAMPLES[name], width=80), colours))
     assert [ESCAPE.sub("", line).rstrip() for line in lines] == list(plain_text(timeline_lines(SAMPLES[name], width=80)))
 
 
-def test_of_many_ranks_some_are_shown():
+def test_with_many_ranks_only_some_are_shown():
     timeline = ps.simulate(ps.schedule("gpipe", ranks=MOST_RANKS + 1, microbatches=2))
     rows, memory, notes, _ = blocks(timeline, width=100)
     assert len(rows) - 2 == len(memory) - 1 == (MOST_RANKS + 2) // 2
     assert notes[0] == f"1 in 2 of the {MOST_RANKS + 1} ranks is shown"
 
 
-def test_sparkline_by_hand():
+def test_sparkline_equals_one_computed_by_hand():
     held = np.array([0.0, 0.1, 1.0, 1.1, 4.0, 8.0])
     assert sparkline(held, 8.0) == " ▁▁▂▄█"
     assert sparkline(held, 8.0, ASCII_BARS) == " __.-#"
@@ -104,12 +104,12 @@ def test_sparkline_by_hand():
     assert len(BARS) == len(ASCII_BARS)
 
 
-def test_ascii_where_asked_for():
+def test_ascii_on_request():
     text = "\n".join(plain_text(timeline_lines(SAMPLES["fsdp"], width=80, bars=ASCII_BARS)))
     assert text.isascii()
 
 
-def test_peaks_stand_beside_their_rank():
+def test_peaks_are_next_to_their_rank():
     timeline = SAMPLES["1f1b"]
     memory = blocks(timeline, width=80)[1]
     assert [float(line.split()[-1]) for line in memory[1:]] == timeline.peak_memory == [4, 3, 2, 1]

@@ -1,4 +1,4 @@
-"""Traces: what readers of the format need, and that the times are the timeline's."""
+"""Traces: valid in their format, with the times of the timeline."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def events(timeline: ps.Timeline, *phases: str, **options: Any) -> list[dict[str
 
 
 def check(timeline: ps.Timeline, **options: Any) -> None:
-    """Everything that must hold of any trace."""
+    """Check what every trace must satisfy."""
     data = build_trace(timeline, **options)
     assert json.loads(json.dumps(data)) == data
     slices = defaultdict(list)
@@ -44,7 +44,7 @@ def check(timeline: ps.Timeline, **options: Any) -> None:
 
 
 def check_flows(found: list[dict[str, Any]], slices: dict[tuple[int, int], list[tuple[float, float]]]) -> None:
-    """Every arrow has both ends, each in a slice of its track."""
+    """Check that every arrow has both ends, each in a slice of its track."""
     flows = defaultdict(list)
     for event in found:
         if event["ph"] in "stf":
@@ -59,7 +59,7 @@ def check_flows(found: list[dict[str, Any]], slices: dict[tuple[int, int], list[
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("unit", ["s", "ms", "us", "ns"])
-def test_traces_are_sound(name, unit):
+def test_traces_are_valid(name, unit):
     check(SAMPLES[name], unit=unit)
 
 
@@ -69,7 +69,7 @@ def test_traces_are_sound(name, unit):
     st.sampled_from(["independent", "pair", "rank"]),
     st.booleans(),
 )
-def test_traces_of_any_costs_are_sound(name, times, contention, lower):
+def test_traces_under_any_costs_are_valid(name, times, contention, lower):
     schedule = ps.schedule(name, ranks=3, microbatches=5)
     f, i, w, latency, output, optimizer = times
     costs = ps.Costs(f=f, i=i, w=w, latency=latency, output=output, optimizer=optimizer, bandwidth=1.7, contention=contention)
@@ -77,7 +77,7 @@ def test_traces_of_any_costs_are_sound(name, times, contention, lower):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "fsdp"])
-def test_slices_are_the_spans(name):
+def test_slices_equal_the_spans(name):
     timeline = SAMPLES[name]
     found = Counter((event["pid"], event["name"], event["ts"]) for event in events(timeline, "X") if "wait" in event["args"])
     wanted = Counter(
@@ -88,7 +88,7 @@ def test_slices_are_the_spans(name):
     assert found == wanted
 
 
-def test_messages_are_the_transfers():
+def test_messages_equal_the_transfers():
     timeline = SAMPLES["fsdp"]
     transfers = list(timeline.transfers())
     found = [event for event in events(timeline, "X") if "used" in event["args"]]
@@ -101,7 +101,7 @@ def test_messages_are_the_transfers():
         assert arrow["pid"] == transfer.target
 
 
-def test_messages_that_take_no_time_are_arrows_alone():
+def test_messages_that_take_no_time_are_only_arrows():
     timeline = SAMPLES["1f1b"]
     assert not [event for event in events(timeline, "X") if "used" in event["args"]]
     assert len(events(timeline, "s")) == len(events(timeline, "f")) == timeline.num_messages
@@ -109,7 +109,7 @@ def test_messages_that_take_no_time_are_arrows_alone():
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_counters_follow_the_curve_and_end_at_what_is_always_kept(name):
+def test_counters_follow_the_memory_curve_and_end_at_static_memory(name):
     timeline = SAMPLES[name]
     held = defaultdict(list)
     for event in events(timeline, "C"):
@@ -125,7 +125,7 @@ def test_counters_follow_the_curve_and_end_at_what_is_always_kept(name):
     assert {rank for rank, _, _ in held} == set(range(timeline.ranks))
 
 
-def test_the_peak_is_counted():
+def test_counters_reach_the_peak():
     timeline = SAMPLES["1f1b"]
     for rank in range(4):
         held = [event["args"]["held"] for event in events(timeline, "C") if event["pid"] == rank]

@@ -19,11 +19,11 @@ def plan() -> ps.Plan:
 
 
 def marks(figure) -> list[tuple[float, float]]:
-    """Every mark but the ring around the plan, which comes last."""
+    """Every mark except the ring around the plan, which comes last."""
     return [tuple(point) for points in figure.axes[0].collections[:-1] for point in points.get_offsets()]
 
 
-def test_a_mark_for_every_candidate_that_is_not_far_too_slow(plan):
+def test_one_mark_per_candidate_that_is_not_far_too_slow(plan):
     timed = [each for each in plan.alternatives if each.objective is not None and each.objective <= 1.5 * plan.objective]
     assert sorted(marks(draw_tradeoff(plan))) == sorted((each.peak, each.objective) for each in timed)
     assert any(not each.fits for each in timed)
@@ -34,7 +34,7 @@ def test_the_ring_is_around_the_plan(plan):
     assert tuple(ring) == (max(plan.predicted.peak_memory), plan.objective)
 
 
-def test_what_does_not_fit_is_hollow_and_beyond_the_limit(plan):
+def test_candidates_that_do_not_fit_are_hollow_and_beyond_the_limit(plan):
     for points in draw_tradeoff(plan).axes[0].collections[:-1]:
         for memory, _ in points.get_offsets():
             assert (memory > 14.0) == (len(points.get_facecolors()) == 0)
@@ -46,7 +46,7 @@ def test_limit_and_bound_are_drawn(plan):
     assert set(lines["bound of all candidates"].get_ydata()) == {plan.overall_bound}
 
 
-def test_of_different_limits_the_share_is_shown():
+def test_with_different_limits_the_share_is_shown():
     plan = ps.plan(MODEL, ranks=4, microbatches=8, memory_limit=[14.0, 20.0, 20.0, 20.0], seconds=0)
     axes = draw_tradeoff(plan).axes[0]
     assert "share" in axes.get_xlabel()
@@ -75,7 +75,7 @@ def test_files(plan, tmp_path, suffix):
         assert plan.name in again.decode()
 
 
-def test_what_cannot_be_drawn(plan, tmp_path):
+def test_plans_that_cannot_be_drawn_are_refused(plan, tmp_path):
     with pytest.raises(FileFormatError, match="not one of"):
         plan.save(tmp_path / "plan.pdf")
     with pytest.raises(UsageError, match="no alternatives"):

@@ -1,4 +1,4 @@
-"""Stages that pass something on, against the same modules called one after the other."""
+"""Stages that pass values on, compared with the same modules called one after the other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runtime.branches import branch
 from runtime.models import Numbers, assert_close, assert_same, gradients
 
 CHAINS = ["gpipe", "1f1b", "zb-h1", "zb-h2"]
-"""One stage a rank: full backwards, and split ones."""
+"""One stage per rank, with full and with split backwards."""
 
 
 def check(
@@ -64,7 +64,7 @@ def check(
 
 
 class Map(nn.Module):
-    """A linear map that takes one tensor and gives one."""
+    """A linear map from one tensor to one tensor."""
 
     def __init__(self, width: int = 6) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What stages hand to each other, case by case: equal to the unpipelined model, or refused with a reason, on every transport alike."""
+"""What stages pass to each other, case by case: equal to the unpipelined model or refused with a reason, on every transport."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Bag:
 
 @dataclass
 class Pair:
-    """A dataclass that nobody has registered."""
+    """A dataclass that is not registered."""
 
     x: Tensor
     note: str = "pair"
@@ -47,7 +47,7 @@ class Slotted:
 
 
 class Tagged(Tensor):
-    """A tensor of a class of its own."""
+    """A tensor subclass."""
 
 
 def tag(tensor: Any, value: Any = 1) -> Any:
@@ -57,7 +57,7 @@ def tag(tensor: Any, value: Any = 1) -> Any:
 
 @dataclass(frozen=True)
 class Case:
-    """Stages of linear maps with a body each, and what a step of them must be: equal (None), or a refusal."""
+    """Stages of linear maps with one body per stage, and the expected result of a step: equal (None), or a refusal."""
 
     bodies: tuple[Body, ...]
     refused: str | None = None

@@ -19,7 +19,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 @pytest.fixture(scope="session")
 def client() -> Iterator[TestClient]:
-    """The server as a browser on this machine reaches it; what it raises is raised here."""
+    """A client of the server, like a browser on this machine; errors of the server are raised here."""
     with TestClient(application(), base_url="http://127.0.0.1:8765") as found:
         found.app.state.studio.worker.seconds = 300.0  # type: ignore[attr-defined] - a loaded machine is no reason to fail
         yield found

@@ -20,7 +20,7 @@ class Page:
         self.process = subprocess.Popen(["node", str(bundle)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8")
 
     def ask(self, document: Any, costs: dict[str, Any] | None) -> dict[str, Any]:
-        """What the page makes of a document under these costs; None are the measured times."""
+        """What the page computes from a document under these costs; None means the measured times."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps({"document": document, "costs": costs}) + "\n")
@@ -52,7 +52,7 @@ def page(folder: Path) -> Iterator[Page]:
 
 
 def install() -> None:
-    """The page's packages, where they are not there yet; one process does it, others wait for it."""
+    """Install the page's packages if they are missing; one process does it, others wait."""
     with (WEB / "package.json").open(encoding="utf-8") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (WEB / "node_modules" / ".bin" / "esbuild").exists():

@@ -1,4 +1,4 @@
-"""The page against the library: the same times to the last bit, the same memory, gaps, path and files, on anything drawn."""
+"""The page compared with the library on random programs: the same times to the last bit, memory, gaps, critical path and files."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Hea
 
 
 def asked(page: Page, document: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
-    """What the page makes of a document that went through JSON text."""
+    """What the page computes from a document that went through JSON text."""
     return page.ask(json.loads(json.dumps(document)), None if costs is None else costs.to_json())
 
 
 def check(timeline: Timeline, said: dict[str, Any]) -> None:
-    """Everything that the page says of a timeline."""
+    """Everything that the page shows of a timeline."""
     assert "error" not in said, said
     for name, ours in COLUMNS.items():
         assert said["timing"][name] == getattr(timeline, ours).tolist(), name
@@ -124,7 +124,7 @@ def simulated(table: Table, costs: Costs) -> Timeline:
 @pytest.mark.slow
 @drawn
 @given(table=tables, data=st.data())
-def test_anything_that_runs_is_the_same(page: Page, table: Table, data: st.DataObject) -> None:
+def test_any_program_is_timed_the_same(page: Page, table: Table, data: st.DataObject) -> None:
     chosen = data.draw(costs(table.stages, table.microbatches, contention=data.draw(contentions)))
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, source=SOURCE), chosen))
@@ -133,7 +133,7 @@ def test_anything_that_runs_is_the_same(page: Page, table: Table, data: st.DataO
 @pytest.mark.slow
 @drawn
 @given(table=tables, seed=st.integers(0, 1 << 32), contention=contentions)
-def test_real_numbers_are_added_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
+def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
     chosen = real_costs(table.stages, table.microbatches, Random(seed), contention)
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, chosen, source=SOURCE), chosen))
@@ -142,7 +142,7 @@ def test_real_numbers_are_added_in_the_same_order(page: Page, table: Table, seed
 @pytest.mark.slow
 @drawn
 @given(program=programs(), seed=st.integers(0, 1 << 32))
-def test_measured_times_are_explained_the_same(page: Page, program: Program, seed: int) -> None:
+def test_measured_times_are_explained_the_same_way(page: Page, program: Program, seed: int) -> None:
     random = Random(seed)
     chosen = real_costs(program.stages, program.microbatches, random, "independent")
     timeline = measured(simulated(program, chosen), np.random.default_rng(seed))
@@ -151,7 +151,7 @@ def test_measured_times_are_explained_the_same(page: Page, program: Program, see
 
 
 def measured(timeline: Timeline, chance: np.random.Generator) -> Timeline:
-    """Times as a run might have them: everything later by half and a little, which may be next to nothing or a lot."""
+    """Times as a run might have them: everything half as late again, plus a random delay, small or large."""
     little = chance.choice([0.002, 0.03, 0.3])
 
     def later(times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -166,8 +166,8 @@ def measured(timeline: Timeline, chance: np.random.Generator) -> Timeline:
 
 @pytest.mark.parametrize("contention", CONTENTION)
 @pytest.mark.parametrize("lowered", [False, True])
-def test_a_schedule_of_many_ranks_is_the_same(page: Page, lowered: bool, contention: str) -> None:
-    """Sums of many numbers are taken in halves, which few ranks do not show."""
+def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, contention: str) -> None:
+    """Long sums are computed pairwise, which matters only with many ranks."""
     schedule = ps.schedule("dualpipe-v", 10, 22)
     table = ps.lower(schedule, fsdp=True) if lowered else schedule
     timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
@@ -175,7 +175,7 @@ def test_a_schedule_of_many_ranks_is_the_same(page: Page, lowered: bool, content
     check(timeline, said)
 
 
-def test_three_actions_together_are_added_as_the_library_adds_them(page: Page) -> None:
+def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Page) -> None:
     rows = [["0F0", "0F1", "(0F2;0B0;0F3)OVERLAP_F_B", "(0B1;0B2;0B3)OVERLAP_F_B"]]
     table = ps.Schedule.from_actions(rows, ps.Placement.linear(1))
     for seed in range(20):
@@ -183,7 +183,7 @@ def test_three_actions_together_are_added_as_the_library_adds_them(page: Page) -
         check(simulate(table, chosen), asked(page, document(table, source=SOURCE), chosen))
 
 
-def test_collectives_that_wait_for_each_other_are_on_the_path(page: Page) -> None:
+def test_collectives_that_wait_for_each_other_are_on_the_critical_path(page: Page) -> None:
     passes = ps.PassList.parse("shard{lookahead=3},reduce-grad,send-receive,buffers")
     table = passes.apply(ps.schedule("interleaved-1f1b", 2, 4))
     timeline = simulate(table, Costs(reduce=[10.0, 11.0, 12.0, 13.0], unshard=100.0))
@@ -196,7 +196,7 @@ def test_a_document_without_its_costs_has_the_default_ones(page: Page) -> None:
     check(simulate(table), asked(page, document(table, source=SOURCE), Costs()))
 
 
-def test_forward_alone_holds_no_activations(page: Page) -> None:
+def test_forwards_only_hold_no_activations(page: Page) -> None:
     table = ps.Schedule.from_actions([["0F0", "0F1"], ["1F0", "1F1"]], ps.Placement.linear(2))
     timeline = simulate(table, Costs(output=2.0, latency=0.5))
     assert Flat(table).num_nodes == 4

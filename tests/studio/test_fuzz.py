@@ -1,4 +1,4 @@
-"""Anything at all as a request: an answer that the page can read, or a refusal in words; never a failure of the server."""
+"""Random requests: each gets an answer that the page can read or a refusal with a message, never a server error."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ anything = st.recursive(
 
 
 def settled(response: Any) -> Any:
-    """The answer, or None where it was refused as it should be."""
+    """The answer, or None if the request was properly refused."""
     assert response.headers["content-type"] == "application/json"
     if response.status_code == 200:
         return response.json()
@@ -46,7 +46,7 @@ def settled(response: Any) -> Any:
 
 
 def readable(page: Page, made: Any) -> None:
-    """The page reads and times what it was given."""
+    """Check that the page can read and time the document."""
     said = page.ask(made, made["costs"] if made["timed"] else None)
     assert "error" not in said, said
 
@@ -69,13 +69,13 @@ randoms = st.randoms(use_true_random=False)
 
 @fuzzed
 @given(path=st.sampled_from(["/api/view", "/api/open", "/api/plan"]), body=anything)
-def test_any_json_is_settled(client: TestClient, path: str, body: Any) -> None:
+def test_any_json_is_answered_or_refused(client: TestClient, path: str, body: Any) -> None:
     assert settled(client.post(path, json=body)) is None
 
 
 @fuzzed
 @given(path=st.sampled_from(["/api/view", "/api/open", "/api/plan"]), body=st.binary(max_size=50))
-def test_any_bytes_are_settled(client: TestClient, path: str, body: bytes) -> None:
+def test_any_bytes_are_answered_or_refused(client: TestClient, path: str, body: bytes) -> None:
     assert settled(client.post(path, content=body, headers={"content-type": "application/json"})) is None
 
 
@@ -84,7 +84,7 @@ def test_any_bytes_are_settled(client: TestClient, path: str, body: bytes) -> No
     path=st.text(st.characters(codec="utf-8", exclude_categories=["Cc"], exclude_characters="?#\\"), max_size=20),
     method=st.sampled_from(["GET", "POST", "DELETE", "PUT"]),
 )
-def test_any_address_is_settled(client: TestClient, path: str, method: str) -> None:
+def test_any_address_is_answered_or_refused(client: TestClient, path: str, method: str) -> None:
     response = client.request(method, f"http://127.0.0.1:8765/api/{path}")
     if response.url.path not in ("/", "/api/schedules"):
         assert settled(response) is None
@@ -93,7 +93,7 @@ def test_any_address_is_settled(client: TestClient, path: str, method: str) -> N
 @pytest.mark.slow
 @settings(fuzzed, max_examples=200)
 @given(name=st.sampled_from(sorted(algorithms())), random=randoms, new=anything, changes=st.integers(1, 2))
-def test_changed_views_are_settled(client: TestClient, page: Page, name: str, random: Random, new: Any, changes: int) -> None:
+def test_mutated_views_are_answered_or_refused(client: TestClient, page: Page, name: str, random: Random, new: Any, changes: int) -> None:
     costs = {"f": 1.0, "b": [[1.0] * 6] * 4, "latency": 0.5, "output": 2.0, "bandwidth": 1.0, "contention": "pair", "optimizer": [1.0] * 4}
     options = {option: 4 for option in algorithms()[name].options if option != "costs"}
     body: Any = {"schedule": name, "ranks": 4, "microbatches": 6, "chunks": None, "options": options, "costs": costs, "lower": True}
@@ -106,7 +106,7 @@ def test_changed_views_are_settled(client: TestClient, page: Page, name: str, ra
 
 @cache
 def files() -> list[Any]:
-    """One of each kind that can be opened."""
+    """One file of each kind that can be opened."""
     schedule = ps.schedule("zbv", 2, 3)
     program = ps.lower(ps.schedule("1f1b", 2, 3), fsdp=True)
     timeline = simulate(program, ps.Costs(latency=0.5, contention="rank", output=[1.0, 2.0], bandwidth=2.0))
@@ -117,7 +117,9 @@ def files() -> list[Any]:
 @pytest.mark.slow
 @settings(fuzzed, max_examples=300)
 @given(number=st.integers(0, 4), random=randoms, new=anything, changes=st.integers(0, 2))
-def test_changed_json_files_are_settled(client: TestClient, page: Page, number: int, random: Random, new: Any, changes: int) -> None:
+def test_mutated_json_files_are_answered_or_refused(
+    client: TestClient, page: Page, number: int, random: Random, new: Any, changes: int
+) -> None:
     data = files()[number]
     for _ in range(changes):
         data = mutated(data, random, new)
@@ -135,7 +137,9 @@ def test_changed_json_files_are_settled(client: TestClient, page: Page, number: 
     inserted=st.text('0123456789FBIWSENDRCV_;(),\r\n" \0', max_size=4),
     changes=st.integers(0, 3),
 )
-def test_changed_csv_files_are_settled(client: TestClient, page: Page, table: Any, random: Random, inserted: str, changes: int) -> None:
+def test_mutated_csv_files_are_answered_or_refused(
+    client: TestClient, page: Page, table: Any, random: Random, inserted: str, changes: int
+) -> None:
     text = csv_text(table)
     for _ in range(changes):
         at = random.randrange(len(text))
@@ -149,7 +153,7 @@ def test_changed_csv_files_are_settled(client: TestClient, page: Page, table: An
 @pytest.mark.slow
 @settings(fuzzed, max_examples=200)
 @given(random=randoms, new=anything, changes=st.integers(1, 3), transformer=st.booleans())
-def test_changed_plans_are_settled(client: TestClient, random: Random, new: Any, changes: int, transformer: bool) -> None:
+def test_mutated_plans_are_answered_or_refused(client: TestClient, random: Random, new: Any, changes: int, transformer: bool) -> None:
     model = {"layers": 6, "hidden": 64, "heads": 4, "sequence": 32, "vocabulary": 100, "flops": 1e9, "microbatch": [1, 2]}
     body: Any = {**BODY, "batch": None, "schedules": ["1f1b"], "recompute": True, "split": False, "seed": 1}
     body |= {"profile": None, "transformer": model} if transformer else {}

@@ -1,4 +1,4 @@
-"""Who may ask the server."""
+"""Which requests the server accepts: hosts and origins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ASKED = [("GET", "/api/schedules"), ("POST", "/api/view"), ("DELETE", "/api/plan
 
 
 @pytest.mark.parametrize("host", ["localhost", "localhost:8765", "LOCALHOST:1", "127.0.0.1:80", "[::1]:8765", "[::1]"])
-def test_this_machine_s_names_are_known(host):
+def test_this_machine_s_names_are_accepted(host):
     assert LOCAL.knows(host)
     assert OPEN.knows(host)
 
@@ -34,19 +34,19 @@ def test_this_machine_s_names_are_known(host):
         "::",
     ],
 )
-def test_names_of_others_are_not(host):
+def test_other_names_are_refused(host):
     assert not LOCAL.knows(host)
     assert not OPEN.knows(host)
 
 
-def test_a_server_that_is_open_to_others_answers_to_addresses_and_its_own_name():
+def test_a_server_open_to_others_answers_to_addresses_and_its_own_name():
     assert OPEN.knows("192.168.1.7:8765")
     assert not LOCAL.knows("192.168.1.7:8765")
     assert OPEN.knows(f"{socket.gethostname()}:8765")
     assert Hosts("studio.example").knows("studio.example:80")
 
 
-def test_local_addresses_are_told_from_others():
+def test_local_addresses_are_recognised():
     assert [Hosts(host).is_local for host in ("localhost", "127.0.0.1", "127.1.2.3", "::1", "0.0.0.0", "10.0.0.1", "studio.example")] == [
         *[True] * 4,
         *[False] * 3,
@@ -74,7 +74,7 @@ def test_other_hosts_and_origins_are_refused_everywhere(client: TestClient, meth
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "anything"])
 @pytest.mark.parametrize(("method", "path"), ASKED)
-def test_requests_from_other_sites_are_refused_where_there_is_no_origin(client: TestClient, method, path, site):
+def test_requests_from_other_sites_without_an_origin_are_refused(client: TestClient, method, path, site):
     assert client.request(method, path, headers={"sec-fetch-site": site}).status_code == 403
 
 
@@ -91,6 +91,6 @@ def test_the_page_s_own_requests_are_answered(client: TestClient):
     assert client.get("/", headers={"host": "localhost:8765"}).status_code == 200
 
 
-def test_two_host_headers_are_no_host(client: TestClient):
+def test_two_host_headers_are_refused(client: TestClient):
     response = client.get("/", headers=[("host", "127.0.0.1:8765"), ("host", "evil.example")])
     assert response.status_code == 403

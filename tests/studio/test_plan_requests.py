@@ -1,4 +1,4 @@
-"""Plans over the server: candidates as they come, one at a time, ended when asked to."""
+"""Plans made by the server: candidates as they appear, one plan at a time, cancelled on request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LAYER = {"f": 5, "i": 7, "w": 3, "activation": 1, "weight_stash": 0.5, "paramete
 BODY = {"profile": {"layers": [{**LAYER, "count": 8}], "latency": 0.5}, "ranks": 2, "microbatches": 4, "memory_limit": 40, "seconds": 0}
 ENDLESS = {**BODY, "profile": {"layers": [{**LAYER, "count": 64}]}, "ranks": 16, "microbatches": 1024, "seconds": 600}
 LONG = 300.0
-"""Seconds that nothing here takes unless it hangs."""
+"""Timeout in seconds: only a hang takes this long."""
 
 
 def started(client: TestClient, body: dict) -> str:
@@ -44,7 +44,7 @@ def of(name: str, told: list[tuple[str, dict]]) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def own() -> Iterator[TestClient]:
-    """A server of which nobody asks for another plan: it keeps the last alone."""
+    """A server of its own, because a server keeps only its last plan."""
     with TestClient(application(), base_url="http://127.0.0.1:8765") as found:
         found.app.state.studio.worker.seconds = LONG  # type: ignore[attr-defined]
         yield found
@@ -61,7 +61,7 @@ def wanted() -> ps.Plan:
     return ps.plan(ps.Profile.from_json(BODY["profile"]), ranks=2, microbatches=4, memory_limit=40, seconds=0)
 
 
-def test_every_candidate_is_told_as_the_plan_reports_it(finished, wanted: ps.Plan):
+def test_candidate_events_equal_the_plan_s_candidates(finished, wanted: ps.Plan):
     told = of("candidate", finished[1])
     assert [each["index"] for each in told] == list(range(len(told)))
     tried = [each for each in wanted.alternatives if each.placement]
@@ -70,7 +70,7 @@ def test_every_candidate_is_told_as_the_plan_reports_it(finished, wanted: ps.Pla
     ]
 
 
-def test_the_end_names_the_best(finished, wanted: ps.Plan):
+def test_the_last_event_names_the_best_candidate(finished, wanted: ps.Plan):
     name, last = finished[1][-1]
     assert (name, last["name"], last["makespan"], last["report"]) == ("done", wanted.name, wanted.objective, wanted.report())
     assert of("candidate", finished[1])[last["best"]]["makespan"] == wanted.objective
@@ -80,7 +80,7 @@ def test_the_plan_can_be_saved(own: TestClient, finished, wanted: ps.Plan):
     assert decode(own.get(f"/api/plan/{finished[0]}").json()) == wanted
 
 
-def test_every_candidate_that_was_timed_opens_with_its_makespan(own: TestClient, page: Page, finished):
+def test_every_timed_candidate_opens_with_its_makespan(own: TestClient, page: Page, finished):
     for each in of("candidate", finished[1]):
         response = own.get(f"/api/plan/{finished[0]}/candidates/{each['index']}")
         assert response.status_code == (200 if each["document"] else 404)
@@ -91,14 +91,14 @@ def test_every_candidate_that_was_timed_opens_with_its_makespan(own: TestClient,
             assert made["memory_limit"] == 40
 
 
-def test_what_is_not_there_is_not_found(own: TestClient, finished):
+def test_unknown_jobs_and_candidates_are_not_found(own: TestClient, finished):
     for path in ("/api/plan/other", "/api/plan/other/events", "/api/plan/other/candidates/0", f"/api/plan/{finished[0]}/candidates/999999"):
         response = own.get(path)
         assert response.status_code == 404
         assert "there is no" in response.json()["error"]
 
 
-def test_every_argument_of_a_plan_can_be_asked_for():
+def test_every_argument_of_plan_can_be_requested():
     more = {"headroom": 0.25, "rounds": 10, "jitter": 0.1, "near": 0.01, "seed": 3, "microbatch_sizes": [1, 2], "batch": 4}
     body = {**{name: value for name, value in BODY.items() if name != "microbatches"}, **more}
     profile, arguments = read_plan_request(body)
@@ -108,7 +108,7 @@ def test_every_argument_of_a_plan_can_be_asked_for():
     assert {candidate.microbatch for candidate in plan.alternatives if candidate.placement} == {1, 2}
 
 
-def test_a_limit_that_nothing_fits_fails_in_words(client: TestClient):
+def test_a_limit_that_nothing_fits_fails_with_an_explanation(client: TestClient):
     job = started(client, {**BODY, "memory_limit": 1})
     name, last = events(client, job)[-1]
     assert name == "failed"
@@ -155,7 +155,7 @@ def test_a_plan_ends_with_the_last_page_that_follows_it():
     jobs.close()
 
 
-def test_closing_ends_what_runs():
+def test_closing_ends_running_work():
     jobs = Jobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
     with pytest.raises(BusyError):
@@ -194,7 +194,7 @@ def test_a_bad_plan_is_refused_before_it_is_started(client: TestClient, change, 
     assert said in response.json()["error"]
 
 
-def test_a_plan_file_opens_as_what_it_predicts(client: TestClient, page: Page, wanted: ps.Plan):
+def test_a_plan_file_opens_with_its_prediction(client: TestClient, page: Page, wanted: ps.Plan):
     made = client.post("/api/open", json={"name": "plan.json", "content": json.dumps(wanted.to_json())}).json()
     predicted: Timeline = wanted.predicted
     assert made["source"] == {"kind": "plan", "name": wanted.name, "file": "plan.json"}

@@ -1,4 +1,4 @@
-"""The server's answers, and how it refuses."""
+"""The server's answers and refusals."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def as_sent(made: dict) -> dict:
 # The page and the schedules -------------------------------------------------------------------------------------------
 
 
-def test_the_page_says_that_there_is_a_server(client):
+def test_the_page_is_marked_as_served(client):
     response = client.get("/")
     assert response.headers["content-type"].startswith("text/html")
     assert '<script type="application/json" id="penstock-documents" data-server>null</script>' in response.text
@@ -56,7 +56,7 @@ def test_every_schedule_is_listed_with_its_options(client):
 
 
 @pytest.mark.parametrize("name", sorted(algorithms()))
-def test_every_schedule_can_be_seen_and_timed(client, page: Page, name):
+def test_every_schedule_can_be_viewed_and_timed(client, page: Page, name):
     ranks = 1 if name == "data-parallel" else 4
     response = client.post("/api/view", json={"schedule": name, "ranks": ranks, "microbatches": 6})
     assert response.status_code == 200
@@ -67,7 +67,7 @@ def test_every_schedule_can_be_seen_and_timed(client, page: Page, name):
 # Schedules by name ----------------------------------------------------------------------------------------------------
 
 
-def test_a_view_is_the_document_of_the_schedule(client):
+def test_a_view_equals_the_document_of_the_schedule(client):
     costs = {"f": 2.0, "latency": 0.5, "activation": [1.0] * 8}
     got = client.post("/api/view", json={**VIEW, "costs": costs, "memory_limit": 9}).json()
     source = {"kind": "schedule", "name": "zbv", "ranks": 4, "microbatches": 8, "chunks": 2, "options": {}, "lower": False, "fsdp": False}
@@ -80,7 +80,7 @@ def test_lowered_views_have_sends_and_receives(client):
     assert got["entries"] == as_sent(document(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True), source={}))["entries"]
 
 
-def test_orders_that_are_made_for_costs_and_memory_are_told_them(client):
+def test_costs_and_memory_limit_reach_schedules_that_depend_on_them(client):
     body = {"schedule": "zb-auto", "ranks": 4, "microbatches": 8, "costs": {"f": 2.0, "i": 2.0}, "memory_limit": 6}
     got = client.post("/api/view", json=body).json()
     wanted = ps.schedule("zb-auto", 4, 8, costs=ps.Costs(f=2, i=2), memory_limit=6)
@@ -119,11 +119,11 @@ def test_options_reach_the_schedule(client):
         ({"rank": 4}, "there is no field 'rank'"),
     ],
 )
-def test_a_bad_view_is_refused_in_words(client, change, said):
+def test_a_bad_view_is_refused_with_a_message(client, change, said):
     assert said in refusal(client.post("/api/view", json={**VIEW, **change}))
 
 
-def test_what_is_missing_is_named(client):
+def test_missing_fields_are_named(client):
     assert "'ranks' is missing" in refusal(client.post("/api/view", json={"schedule": "zbv", "microbatches": 2}))
 
 
@@ -143,7 +143,7 @@ def test_a_lowered_csv_file_is_a_program(client):
     assert (got["timed"], got["lowered"]) == (True, True)
 
 
-def test_a_bad_file_has_its_findings_in_their_places(client, page: Page):
+def test_a_bad_file_has_its_findings_at_their_places(client, page: Page):
     rows = [line.split(",") for line in csv_text(ps.lower(ps.schedule("1f1b", 2, 2))).splitlines()]
     rows[1].remove("1RECV_F0")
     got = opened(client, "bad.csv", "\n".join(map(",".join, rows))).json()
@@ -166,7 +166,7 @@ def test_timelines_schedules_and_programs_are_opened(client, page: Page):
         assert said["json"] == as_sent(table.to_json())
 
 
-def test_a_measured_timeline_brings_its_times(client, page: Page):
+def test_a_measured_timeline_keeps_its_times(client, page: Page):
     data = simulate(ps.lower(ps.schedule("1f1b", 2, 2))).to_json() | {"source": "measured"}
     got = opened(client, "run.json", json.dumps(data)).json()
     assert (got["source"], got["units"]) == ({"kind": "measured", "name": "run.json"}, {"time": "s", "size": ""})
@@ -187,11 +187,11 @@ def test_a_measured_timeline_brings_its_times(client, page: Page):
         ("65000F0\n", "cannot belong to a file of only 1 compute actions"),
     ],
 )
-def test_what_is_no_file_of_ours_is_refused(client, content, said):
+def test_files_of_other_programs_are_refused(client, content, said):
     assert said in refusal(opened(client, "x", content))
 
 
-def test_counts_in_files_are_limited_before_anything_is_made_of_them(client):
+def test_counts_in_files_are_limited_before_anything_is_built(client):
     made = ps.schedule("gpipe", 2, 2).to_json()
     huge = {**made, "placement": {"kind": "linear", "ranks": 10**12, "copies": [[0, 1]]}}
     assert "1,000,000,000,000 ranks are more than the studio takes" in refusal(opened(client, "x.json", json.dumps(huge)))
@@ -202,14 +202,14 @@ def test_counts_in_files_are_limited_before_anything_is_made_of_them(client):
 # Requests -------------------------------------------------------------------------------------------------------------
 
 
-def test_addresses_and_methods_that_are_none(client):
+def test_unknown_addresses_and_methods_are_refused(client):
     assert "nothing at this address" in refusal(client.get("/etc/passwd"))
     assert "nothing at this address" in refusal(client.get("/api/plan/x/candidates/-1"))
     assert "does not take such a request" in refusal(client.get("/api/view"))
     assert client.get("/api/view").headers["allow"] == "POST"
 
 
-def test_bodies_that_are_no_json(client):
+def test_bodies_that_are_not_json_are_refused(client):
     headers = {"content-type": "application/json"}
     assert "not a JSON file" in refusal(client.post("/api/view", content=b"{", headers=headers))
     assert "not UTF-8" in refusal(client.post("/api/view", content=b"\xff", headers=headers))
@@ -218,7 +218,7 @@ def test_bodies_that_are_no_json(client):
     assert (other.status_code, "application/json" in refusal(other)) == (415, True)
 
 
-def test_a_body_is_read_no_further_than_it_may_be_long(client, monkeypatch):
+def test_a_body_is_not_read_beyond_its_limit(client, monkeypatch):
     monkeypatch.setattr(server, "MOST_BYTES", 1 << 20)
 
     response = client.post("/api/view", json={**VIEW, "schedule": "x" * (2 << 20)})
@@ -226,7 +226,7 @@ def test_a_body_is_read_no_further_than_it_may_be_long(client, monkeypatch):
 
 
 class Waiting(Worker):
-    """Answers nothing until it is told that nobody waits."""
+    """A worker that answers only after the client has left."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Waiting(Worker):
         self.dropped.set()
 
 
-def test_a_question_of_somebody_who_has_left_is_dropped():
+def test_a_question_is_dropped_when_its_client_leaves():
     worker = Waiting()
     messages = [{"type": "http.request", "body": json.dumps(VIEW).encode()}, {"type": "http.disconnect"}]
     sent = []
@@ -259,7 +259,7 @@ def test_a_question_of_somebody_who_has_left_is_dropped():
     assert worker._process is None  # nothing was begun
 
 
-def test_answers_may_not_be_framed_cached_or_run_as_something_else(client):
+def test_answers_forbid_framing_caching_and_content_sniffing(client):
     for response in (
         client.get("/"),
         client.get("/api/schedules"),

@@ -1,4 +1,4 @@
-"""The process that answers: what it does with trouble."""
+"""The worker process, and how it handles trouble."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def test_what_takes_too_long_is_ended_and_the_next_question_answered(worker: Worker):
+def test_a_slow_question_is_ended_and_the_next_one_answered(worker: Worker):
     worker.seconds = 0.0  # less than a process takes to start
     with pytest.raises(TooLongError, match="took longer than 0 seconds"):
         worker.ask("view", VIEW)
@@ -53,20 +53,20 @@ def test_a_process_that_dies_is_replaced(worker: Worker):
     assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
 
 
-def test_a_process_that_dies_at_work_is_an_error_of_the_request(worker: Worker):
+def test_a_process_that_dies_while_working_fails_the_request(worker: Worker):
     worker.ask("view", VIEW)
     with pytest.raises(UsageError, match="the process that worked on this has ended"):
         worker.ask("view", Ending())
     assert json.loads(worker.ask("view", VIEW))["ranks"] == 2
 
 
-def test_who_waits_too_long_for_others_is_told(worker: Worker):
+def test_a_question_that_waits_too_long_is_refused(worker: Worker):
     worker.seconds = 0.01
     with worker._turn_of(Question("other"), None), pytest.raises(BusyError, match="try again"):
         worker.ask("view", VIEW)
 
 
-def test_what_nobody_waits_for_is_not_begun(worker: Worker):
+def test_an_abandoned_question_is_not_started(worker: Worker):
     question = Question("view", Endless())
     with ThreadPoolExecutor() as pool:
         with worker._turn_of(Question("other"), None):
@@ -77,7 +77,7 @@ def test_what_nobody_waits_for_is_not_begun(worker: Worker):
         assert worker._process is None
 
 
-def test_work_that_nobody_waits_for_is_ended_and_the_next_question_answered(worker: Worker):
+def test_abandoned_work_is_ended_and_the_next_question_answered(worker: Worker):
     worker.ask("view", VIEW)
     question, first = Question("view", Endless()), worker._process.pid
     with ThreadPoolExecutor() as pool:
@@ -91,7 +91,7 @@ def test_work_that_nobody_waits_for_is_ended_and_the_next_question_answered(work
     assert worker._process.pid != first
 
 
-def test_only_the_question_itself_is_ended(worker: Worker):
+def test_dropping_a_question_ends_no_other(worker: Worker):
     worker.ask("view", VIEW)
     before = worker._process.pid
     worker.drop(Question("view", VIEW))
@@ -99,13 +99,13 @@ def test_only_the_question_itself_is_ended(worker: Worker):
     assert worker._process.pid == before
 
 
-def test_errors_come_back_as_messages(worker: Worker):
+def test_errors_are_returned_as_messages(worker: Worker):
     with pytest.raises(UsageError, match="did you mean '1f1b'"):
         worker.ask("view", {**VIEW, "schedule": "1f1"})
 
 
 @pytest.mark.parametrize(("error", "said"), [(MemoryError(), "needs more memory"), (ZeroDivisionError("by 0"), "ZeroDivisionError: by 0")])
-def test_whatever_goes_wrong_is_a_message(error, said):
+def test_unexpected_errors_are_returned_as_messages(error, said):
     def broken(body: object) -> object:
         raise error
 

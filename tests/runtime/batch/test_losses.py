@@ -78,7 +78,7 @@ def test_weight_counts_valid_targets(name: str, microbatches: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_microbatch_without_weight_has_no_part_in_the_gradients(name: str) -> None:
+def test_microbatch_with_zero_weight_does_not_change_the_gradients(name: str) -> None:
     """Its own gradient would be no number either: nothing over nothing."""
 
     def masked_mean(out: Tensor, target: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def test_microbatch_without_weight_has_no_part_in_the_gradients(name: str) -> No
     assert_close(found, whole(model, x, lambda out: masked_mean(out, target)), 1e-12)
 
 
-def test_weights_that_cannot_be() -> None:
+def test_invalid_weights_are_refused() -> None:
     x, target = padded(4)
     pipe = Pipeline(blocks(1).double(), schedule="1f1b", microbatches=2, loss_fn=scores_loss, weight=lambda target: (target > 99).sum())
     with pytest.raises(ScheduleError, match=r"the weights of the microbatches are \[0.0, 0.0\]"):
@@ -172,7 +172,7 @@ def test_loss_that_needs_a_target() -> None:
         pipe.step(torch.randn(4, 6))
 
 
-def test_last_stage_that_gives_the_loss_itself() -> None:
+def test_last_stage_that_returns_the_loss() -> None:
     """Without a loss function the output is the loss, weighted as any other."""
 
     class WithLoss(nn.Module):
@@ -200,7 +200,7 @@ def test_last_stage_that_gives_the_loss_itself() -> None:
         (lambda out: float(out.detach().mean()), "the loss function returned a float"),
     ],
 )
-def test_what_is_no_loss(loss_fn: Any, message: str) -> None:
+def test_values_that_are_not_a_loss_are_refused(loss_fn: Any, message: str) -> None:
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=2, loss_fn=loss_fn)
     with pytest.raises(PenstockError, match=message):
         pipe.step(torch.randn(4, 6))
@@ -276,7 +276,7 @@ def test_metrics_of_the_loss_function() -> None:
         assert_all_equal(result.metrics["count"], [torch.tensor(2)] * 3)
 
 
-def test_side_loss_alone_reaches_a_stage_without_other_gradient() -> None:
+def test_side_loss_reaches_a_stage_without_other_gradients() -> None:
     class Detached(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -68,7 +68,7 @@ def test_keep_none_keeps_all(tmp_path: Path) -> None:
 
 
 def test_latest_is_by_time_of_save_not_by_step(two: Path) -> None:
-    """A run that was set back goes on from where it was set back to."""
+    """A run that went back to an earlier checkpoint continues from there."""
     checkpoints, made = Checkpoints(two), holding(0)
     assert checkpoints.load("step-00000001", made).step == 1
     assert float(made.weight[0, 0].detach()) == 1.0
@@ -116,7 +116,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint_is_rejected_by_name(damage: str, two: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """One that is asked for is refused; where the last is, the one before it is loaded, and a warning says so."""
+    """A damaged checkpoint that is requested by name is refused; if the latest is damaged, the one before it is loaded with a warning."""
     act, said = DAMAGE[damage]
     act(two / "step-00000002")
     made = holding(-1.0)
@@ -131,7 +131,7 @@ def test_damaged_checkpoint_is_rejected_by_name(damage: str, two: Path, caplog: 
 
 
 def test_verify_false_compares_sizes_only(two: Path) -> None:
-    """Where reading everything twice takes too long: what is missing is still seen."""
+    """For checkpoints that take too long to read twice: missing files are still detected."""
     flip(two / "step-00000002", "manifest.json")
     flip(two / "step-00000001", "__0_0.distcp")
     checkpoints = Checkpoints(two, verify=False)

@@ -129,7 +129,7 @@ def updated(optimizer: type[torch.optim.Optimizer], seed: int, **options: Any) -
 )
 @pytest.mark.parametrize("used", [False, True])
 def test_optimizer_of_another_kind(tmp_path: Path, one: str, other: str, why: str, used: bool) -> None:
-    """Refused before anything has changed, whether or not the optimizer has state of its own."""
+    """Refused before anything has changed, whether or not the optimizer already has state."""
     model, optimizer = updated(getattr(torch.optim, one), 0, lr=0.1)
     Checkpoints(tmp_path).save(model, optimizer, step=1)
     model, optimizer = updated(getattr(torch.optim, other), 1, lr=0.2)

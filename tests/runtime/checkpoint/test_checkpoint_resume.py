@@ -81,7 +81,7 @@ def test_into_the_unpipelined_model_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_plain_torch_loads_a_checkpoint(tmp_path: Path, tied: bool) -> None:
-    """The model and the optimizer, by nothing but torch."""
+    """The model and the optimizer, with torch alone."""
     make = partial(model, tied=tied)
     start(make, "1f1b", 4, tmp_path, 3)
     folder = next(tmp_path.iterdir())
@@ -285,7 +285,7 @@ def test_compiled_and_wrapped_layers_keep_their_names(tmp_path: Path) -> None:
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    """Each finds the state of its own parameters, also where they are dealt out differently."""
+    """Each finds the state of its own parameters, also if they are distributed differently."""
     plain = blocks(2)
     ours = [torch.optim.SGD(plain[k].parameters(), lr=0.5 + k, momentum=0.9) for k in range(2)]
     plain(torch.randn(4, 6)).sum().backward()
@@ -324,7 +324,7 @@ def test_optimizer_state_in_higher_precision(tmp_path: Path) -> None:
 
 
 def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written is the state of the call, though it is written after the next steps."""
+    """The saved state is that of the call, although it is written after the next steps."""
     import threading
 
     from penstock.runtime.checkpoint.writing import RankLayout

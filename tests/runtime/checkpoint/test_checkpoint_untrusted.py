@@ -24,7 +24,7 @@ from runtime.models import blocks
 
 
 class Hostile:
-    """Runs a command where it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,7 +34,7 @@ class Hostile:
 
 
 class State:
-    """State of data, or whatever else is saved beside the model."""
+    """State of the data, or of anything else saved with the model."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -79,7 +79,7 @@ def test_metadata_cannot_name_files_outside(tmp_path: Path) -> None:
 
 
 def test_values_run_no_code(tmp_path: Path) -> None:
-    """A value beside the model is unpickled too."""
+    """Values other than the model are unpickled too."""
     folder, data = tmp_path / "run", State({"place": 3})
     path = Checkpoints(folder).save(blocks(1), step=1, data=data)
     metadata = pickle.loads((path / ".metadata").read_bytes())

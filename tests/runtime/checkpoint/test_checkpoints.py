@@ -103,7 +103,7 @@ def test_a_checkpoint_on_an_input_without_gradient(reentrant: bool) -> None:
 
 
 @REENTRANT
-def test_what_a_checkpoint_recomputes_is_not_held(reentrant: bool) -> None:
+def test_recomputed_values_are_not_held(reentrant: bool) -> None:
     block = Counted()
     model = nn.Sequential(nn.Linear(5, 5), Checkpointed(block, use_reentrant=reentrant), nn.Linear(5, 5))
     half = Half(model)

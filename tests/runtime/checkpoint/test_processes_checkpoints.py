@@ -120,7 +120,7 @@ def test_two_pipelines_save_together_and_apart(workers: Workers, tmp_path: Path)
 
 
 def test_folder_that_is_not_shared(workers: Workers, tmp_path: Path) -> None:
-    """Every rank has a folder of its own, as on machines without a common disk."""
+    """Every rank has its own folder, as on machines without a shared disk."""
 
     def save() -> str:
         pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)

@@ -1,4 +1,4 @@
-"""Virtual ranks on streams: who waits for whom, and when work was done, on a device that is pretended."""
+"""Virtual ranks on streams of a fake device: which stream waits for which, and when work was done."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("pretended")
-def test_each_rank_has_a_stream_that_waits_for_what_it_is_sent() -> None:
+def test_each_rank_has_a_stream_that_waits_for_its_messages() -> None:
     """Each after the caller's, and the caller's after all of theirs; a rank after its neighbours, who send to it."""
     schedule = ps.schedule("1f1b", ranks=3, microbatches=4)
     model, x = blocks(3), torch.randn(8, 6)
@@ -137,7 +137,7 @@ def test_ranks_that_share_a_parameter_share_a_stream() -> None:
 
 @pytest.mark.usefixtures("pretended")
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
-def test_a_recorded_step_has_the_devices_times(name: str) -> None:
+def test_a_recorded_step_has_times_of_the_device(name: str) -> None:
     """On the host's clock, every action once and in order, and a message after it was sent and before it is used."""
     schedule = ps.schedule(name, ranks=2, microbatches=6)
     model, x = blocks(schedule.stages), torch.randn(12, 6)
@@ -183,8 +183,8 @@ def test_numbers_do_not_change() -> None:
     assert_same(by_pipeline(model, schedule, x, y, record=True), by_loop(model, x, y, 4))
 
 
-def test_waiting_is_no_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An action begins where its wait ends, unless it has done something before that."""
+def test_waiting_does_not_count_as_part_of_an_action(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An action begins when its wait ends, unless it has done something before that."""
     monkeypatch.setattr(timing, "cuda", Cuda)
     watch = timing.ActionTimer(1)
     watch.begin(0)
@@ -244,7 +244,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 @pytest.mark.usefixtures("driver")
-def test_multiprocessors_are_shared_out() -> None:
+def test_multiprocessors_are_divided_among_ranks() -> None:
     assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)
     assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)  # once for all
     with pytest.raises(ScheduleError, match="5 parts of 32 multiprocessors, but the device has 132"):
@@ -253,7 +253,7 @@ def test_multiprocessors_are_shared_out() -> None:
         multiprocessors.split_multiprocessors(2, 30, 0)
 
 
-def test_a_driver_that_cannot_says_so(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsuitable_driver_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 801)
     with pytest.raises(ScheduleError, match="answered cuGreenCtxCreate with error 801"):
         multiprocessors.split_multiprocessors(2, 8, 0)
@@ -263,8 +263,8 @@ def test_a_driver_that_cannot_says_so(driver: Driver, monkeypatch: pytest.Monkey
         multiprocessors.split_multiprocessors(2, 8, 0)
 
 
-def test_backwards_run_on_the_ranks_own_thread() -> None:
-    """torch would hand a device's to a thread of its own; what was set before is set again afterwards."""
+def test_backwards_run_on_the_thread_of_their_rank() -> None:
+    """torch would run a device's backward on another thread; the previous setting is restored afterwards."""
     model, x = blocks(2), torch.randn(4, 6)
     seen: list[bool] = []
     model[1].register_full_backward_hook(lambda *_: seen.append(torch._C._is_multithreading_enabled()))

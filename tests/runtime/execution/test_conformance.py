@@ -1,4 +1,4 @@
-"""Every schedule of the zoo against both references."""
+"""Every schedule, compared with both references."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def _schedule(name: str, ranks: int, microbatches: int) -> Schedule | None:
 CASES = [(name, ranks) for name in algorithms() for ranks in (1, 2, 4) if _schedule(name, ranks, 5)]
 
 
-def test_the_zoo_is_there() -> None:
+def test_every_schedule_is_tested() -> None:
     assert len({name for name, _ in CASES}) >= 19
     assert {ranks for _, ranks in CASES} == {1, 2, 4}
 
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param(*case, marks=[pytest.mark.slow] if case[1] == 4 else []) for case in CASES])
 @pytest.mark.parametrize("microbatches", COUNTS)
-def test_schedule_against_both_references(name: str, ranks: int, microbatches: int) -> None:
+def test_schedule_equals_both_references(name: str, ranks: int, microbatches: int) -> None:
     schedule = _schedule(name, ranks, microbatches)
     assert schedule is not None
     model, x, y = blocks(schedule.stages + 1), torch.randn(BATCH, 6), torch.randn(BATCH, 6)
@@ -47,6 +47,6 @@ def test_schedule_against_both_references(name: str, ranks: int, microbatches: i
 
 
 def test_most_schedules_sum_in_order() -> None:
-    """The bitwise comparison above is not an empty promise."""
+    """The bitwise comparison above applies to most schedules."""
     bitwise = {name for name, ranks in CASES if ranks == 4 and sums_in_order(ps.schedule(name, ranks=4, microbatches=8))}
     assert {"gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v"} <= bitwise

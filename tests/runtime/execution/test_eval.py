@@ -42,7 +42,7 @@ def test_eval_and_infer_equal_the_model(name: str, microbatches: int) -> None:
 
 
 def test_every_schedule_can_evaluate() -> None:
-    """Any order of training, any placement: forwards alone are made anew, for any count."""
+    """For any training order and placement, a forward-only program is built for any microbatch count."""
     for name in algorithms():
         if name == "data-parallel":
             continue
@@ -54,7 +54,7 @@ def test_every_schedule_can_evaluate() -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "hanayo"])
 def test_forwards_run_in_waves(name: str) -> None:
-    """No rank waits but to fill and to drain the pipe: each stage's forward costs one."""
+    """Ranks wait only while the pipeline fills and drains; each stage's forward takes 1."""
     schedule = ps.schedule(name, ranks=4, microbatches=4)
 
     def program() -> ps.Program:
@@ -83,7 +83,7 @@ def test_gradients_are_untouched() -> None:
 
 
 class Watch(nn.Module):
-    """Notes how it is called."""
+    """Records how it is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_eval_between_steps_changes_nothing(name: str) -> None:
             assert_equal(value, again, key)
 
 
-def test_outputs_are_freed_and_two_are_under_way_at_most() -> None:
+def test_outputs_are_freed_and_at_most_two_are_in_flight() -> None:
     """No rank runs ahead: of 12 microbatches only a few activations are alive at once."""
     alive: list[weakref.ref[Tensor]] = []
     most = 0

@@ -1,4 +1,4 @@
-"""Schedules from files, from other people, and for placements of one's own."""
+"""Schedules from files, from other programs, and for custom placements."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_custom_placement_with_uneven_ranks() -> None:
 
 
 def test_rank_without_a_stage() -> None:
-    """It takes part in everything and has the same result."""
+    """It takes part in every collective step and gets the same result."""
     schedule = ps.Schedule.from_actions([["0F0", "1F0", "1B0", "0B0"], []], ps.Placement.custom([0, 0], ranks=2))
     model, x, y = blocks(2), torch.randn(3, 6), torch.randn(3, 6)
     assert_same(by_pipeline(model, schedule, x, y), by_loop(model, x, y, 1))
@@ -96,7 +96,7 @@ def test_rank_without_a_stage() -> None:
     assert one == other
 
 
-def test_order_of_sums_is_that_of_the_schedule() -> None:
+def test_sums_are_made_in_the_schedule_s_order() -> None:
     """Microbatches backwards: the sum differs from the loop's in its rounding, and equals the loop run in that order."""
     schedule = ps.Schedule.from_actions([["0F0", "0F1", "0F2", "0B2", "0B1", "0B0"]], ps.Placement.linear(1))
     model, x, y = blocks(1), torch.randn(9, 6), torch.randn(9, 6)
@@ -109,7 +109,7 @@ def test_order_of_sums_is_that_of_the_schedule() -> None:
     assert any(not torch.equal(found.grads[name], grad) for name, grad in by_loop(model, x, y, 3).grads.items())
 
 
-def test_file_has_one_count(tmp_path: Path) -> None:
+def test_a_file_is_fixed_to_one_microbatch_count(tmp_path: Path) -> None:
     ps.schedule("1f1b", ranks=2, microbatches=4).to_csv(tmp_path / "order.csv")
     table = ps.load(tmp_path / "order.csv")
     model, x, y = blocks(2), torch.randn(8, 6), torch.randn(8, 6)
@@ -127,7 +127,7 @@ def test_file_has_one_count(tmp_path: Path) -> None:
 
 
 def test_program_that_hangs_is_refused() -> None:
-    """The gradient's receive stands before the activation's send: nobody can begin."""
+    """The receive of the gradient comes before the send of the activation, so no rank can start."""
     rows = [["0F0", "0RECV_B0", "0B0", "0SEND_F0"], ["1RECV_F0", "1F0", "1B0", "1SEND_B0"]]
     program = ps.Program.from_actions(rows, ps.Placement.linear(2))
 
@@ -156,7 +156,7 @@ def test_order_that_cannot_run_is_refused_with_the_place() -> None:
 
 @pytest.mark.parametrize("slots", [1, 2])
 def test_channels_with_few_slots(slots: int) -> None:
-    """A sender waits for room, and the numbers are the same."""
+    """A sender waits for a free slot, and the numbers are the same."""
     program = ps.PassList.parse(f"reduce-grad,send-receive,buffers{{slots={slots}}}").apply(ps.schedule("gpipe", ranks=3, microbatches=7))
     ps.verify(program)
     _check(program)

@@ -21,7 +21,7 @@ NAMES = ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zbv", "interleaved-zb", 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_same_number_workspaces(name: str) -> None:
+def test_recorded_steps_equal_the_loop(name: str) -> None:
     schedule = ps.schedule(name, ranks=2, microbatches=6)
     assert sums_in_order(schedule)
     model, x, y = blocks(schedule.stages), torch.randn(12, 6), torch.randn(12, 6)
@@ -29,8 +29,8 @@ def test_same_number_workspaces(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_no_place_is_used_twice_at_a_time(name: str) -> None:
-    """And no more places are there than microbatches are ever under way."""
+def test_no_workspace_is_used_twice_at_a_time(name: str) -> None:
+    """And there are no more workspaces than microbatches in flight."""
     program = ps.lower(ps.schedule(name, ranks=2, microbatches=8))
     for row in program:
         parts = [part for action in row for part in action.parts if part.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
@@ -70,7 +70,7 @@ def step_twice(schedule: ps.Schedule, model: nn.Module, x: Tensor, **options: An
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_training_goes_on_from_step_to_step(name: str) -> None:
+def test_training_continues_from_step_to_step(name: str) -> None:
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model, x = blocks(schedule.stages), torch.randn(8, 6)
     found = step_twice(schedule, copy.deepcopy(model), x, graphs=True)
@@ -80,7 +80,7 @@ def test_training_goes_on_from_step_to_step(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_microbatches_of_another_shape_run_without() -> None:
+def test_microbatches_of_another_shape_run_without_graphs() -> None:
     schedule = ps.schedule("1f1b", ranks=1, microbatches=3)
     model = blocks(1)
     inputs = [torch.randn(2, 6), torch.randn(3, 6), torch.randn(2, 6)]
@@ -105,7 +105,7 @@ def test_recorded_work_runs_in_the_same_workspaces(monkeypatch: pytest.MonkeyPat
     assert [id(each) for each in made[:8]] == [id(each) for each in made[8:]]
 
 
-def test_a_microbatch_that_counts_for_nothing() -> None:
+def test_a_microbatch_with_zero_weight() -> None:
     schedule = ps.schedule("zb-h1", ranks=2, microbatches=3)
     model, x = blocks(2), torch.randn(6, 6)
     given = {"weight": lambda target: float(target[0, 0] < 100)}
@@ -139,7 +139,7 @@ def test_ranks_that_share_parameters_are_refused() -> None:
         launch(lambda: Pipeline(model, schedule, graphs=True), 2)
 
 
-def test_parameters_that_are_replaced_are_recorded_anew() -> None:
+def test_replaced_parameters_are_recorded_again() -> None:
     schedule = ps.schedule("gpipe", ranks=1, microbatches=2)
     model, x = blocks(1), torch.randn(4, 6)
     pipe = Pipeline([model], schedule, loss_fn=functional.mse_loss, graphs=True)
@@ -157,8 +157,8 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb"])
-def test_what_is_tried_first_leaves_no_trace(name: str) -> None:
-    """Running means, counts of batches and random numbers are those of a run without."""
+def test_the_trial_run_leaves_no_trace(name: str) -> None:
+    """Running means, batch counts and random numbers equal those of a run without graphs."""
     x, model, found = torch.randn(16, 6), normed(), []
     for graphs in (False, True):
         own = copy.deepcopy(model)
@@ -171,8 +171,8 @@ def test_what_is_tried_first_leaves_no_trace(name: str) -> None:
 
 
 @pytest.mark.parametrize("change", ["data", "buffer", "mode", "frozen"])
-def test_what_changes_between_steps_is_recorded_anew(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recorded work has the memory and the modes that it was recorded with: other ones want other work."""
+def test_changes_between_steps_are_recorded_again(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorded work is tied to the memory and the modes it was recorded with, so others need another recording."""
     made: list[Any] = []
     place = Graphs.find_workspace
     monkeypatch.setattr(Graphs, "find_workspace", lambda *args: made.append(place(*args)) or made[-1])
@@ -207,7 +207,7 @@ class Replacing(nn.Module):
         return self.block(x)
 
 
-def test_a_buffer_that_is_replaced_is_refused_and_put_back() -> None:
+def test_a_replaced_buffer_is_refused_and_restored() -> None:
     module, x = Replacing(), torch.randn(4, 6)
     pipe = Pipeline([module], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
     with pytest.raises(ps.PenstockError, match="stage 0 replaces its buffer count"):
@@ -224,7 +224,7 @@ class Sided(nn.Module):
         return StageOutput(self.block(x), side_loss=x.sum())
 
 
-def test_what_cannot_be_recorded_is_refused() -> None:
+def test_stages_that_cannot_be_recorded_are_refused() -> None:
     x = torch.randn(4, 6)
     sided = Pipeline([Sided()], schedule="gpipe", microbatches=2, loss_fn=functional.mse_loss, graphs=True)
     with pytest.raises(ps.PenstockError, match="stage 0 returns side losses or metrics"):
@@ -260,7 +260,7 @@ class Asking(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zbv", "dualpipe-v"])
-def test_a_stage_that_needs_its_backward_whole(name: str) -> None:
+def test_a_stage_that_needs_a_whole_backward(name: str) -> None:
     schedule = ps.schedule(name, ranks=2, microbatches=6)
     model, x, y = nn.Sequential(*(Asking() for _ in range(schedule.stages))), torch.randn(12, 6), torch.randn(12, 6)
     assert_same(by_pipeline(model, schedule, x, y, graphs=True), by_loop(model, x, y, 6))

@@ -1,4 +1,4 @@
-"""What a rank holds while it runs: exactly what the simulator counts, and nothing past its last use."""
+"""The memory of a rank while it runs: exactly what the simulator counts, and nothing after its last use."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def layers(count: int) -> nn.Sequential:
 
 
 def observe(pipe: Pipeline, watch_with: Callable[[Any], Observe], training: bool = True) -> None:
-    """Have the pipeline's next steps look at themselves after every action."""
+    """Make the pipeline's next steps record what they hold after every action."""
     executor = pipe._executor(pipe.microbatches, training)
     run = executor.run
     executor.run = lambda feed: run(feed, watch_with(executor))  # type: ignore[method-assign]
@@ -78,7 +78,7 @@ def run_observed(name: str, watch_with: Callable[[Any], Observe], microbatches: 
 
 
 def counts_by_order(program: Program, of: int) -> list[dict[str, int]]:
-    """What a rank holds after each action, from nothing but the order of its actions."""
+    """What a rank holds after each action, computed only from the order of its actions."""
     contexts = stashes = received = 0
     expected = []
     for action in program[of]:
@@ -91,7 +91,7 @@ def counts_by_order(program: Program, of: int) -> list[dict[str, int]]:
 
 
 def _remote_inputs(program: Program, of: int, action: Action) -> int:
-    """How many messages an action uses up."""
+    """How many messages an action consumes."""
     if action.kind not in (Kind.F, Kind.B, Kind.I):
         return 0
     graph, microbatch = program.graph, action.microbatch or 0
@@ -100,7 +100,7 @@ def _remote_inputs(program: Program, of: int, action: Action) -> int:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_held_is_what_the_order_says_at_every_point(name: str) -> None:
+def test_held_memory_follows_the_order_at_every_point(name: str) -> None:
     found: dict[int, list[dict[str, int]]] = {0: [], 1: []}
     programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.count_held()))
     for of, program in enumerate(programs):
@@ -109,7 +109,7 @@ def test_what_is_held_is_what_the_order_says_at_every_point(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_held_is_what_the_simulator_counts_at_every_point(name: str) -> None:
+def test_held_memory_equals_the_simulator_s_count_at_every_point(name: str) -> None:
     found: dict[int, list[dict[str, int]]] = {0: [], 1: []}
     programs = run_observed(name, lambda executor: lambda at: found[rank()].append(executor.count_held()))
     timeline = ps.simulate(programs[0], ps.Costs(activation=1.0, weight_stash=1.0, output=1.0))
@@ -127,7 +127,7 @@ def test_what_is_held_is_what_the_simulator_counts_at_every_point(name: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_peaks_are_the_verifiers(name: str) -> None:
+def test_peaks_equal_the_verifier_s(name: str) -> None:
     """Of contexts, where no forward shares its place with a backward: a group that holds both counts its forward first."""
     found: Counter[int] = Counter()
 
@@ -144,7 +144,7 @@ def test_peaks_are_the_verifiers(name: str) -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_messages_under_way_stay_under_the_proved_bound(name: str, parallel: bool) -> None:
+def test_messages_in_flight_stay_within_the_proved_bound(name: str, parallel: bool) -> None:
     schedule = ps.schedule(name, ranks=2, microbatches=5)
     model, x = layers(schedule.stages), torch.randn(10, WIDE)
     over: list[str] = []
@@ -202,7 +202,7 @@ def _forwards(program: Program, stage: int) -> list[int]:
 
 @pytest.mark.usefixtures("no_collector")
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "interleaved-1f1b", *SPLIT])
-def test_activations_go_with_their_backward(name: str) -> None:
+def test_activations_are_freed_by_their_backward(name: str) -> None:
     """What a full backward needs goes with it; of a split one, what the weights need stays until theirs."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     parts = [Traced(stage) for stage in range(schedule.stages)]
@@ -260,7 +260,7 @@ def test_nothing_is_alive_after_a_step(name: str) -> None:
     assert launch(train, 2) == [[[]] * 3] * 2
 
 
-def test_nothing_is_alive_of_a_step_that_failed() -> None:
+def test_nothing_is_alive_after_a_failed_step() -> None:
     """Once the exception is gone, whose frames hold what they were at, and torch's engine has run again, which drops its queue then."""
     schedule = ps.schedule("zbv", ranks=2, microbatches=4)
     model, x = layers(schedule.stages), torch.randn(8, WIDE)
@@ -310,7 +310,7 @@ def test_row_18_no_receive_buffers_for_all_microbatches() -> None:
 
 
 @pytest.mark.usefixtures("no_collector")
-def test_row_18_what_was_sent_is_not_held_to_the_end_of_the_step() -> None:
+def test_row_18_sent_values_are_not_held_to_the_end_of_the_step() -> None:
     """The activation that the first rank sent for microbatch 0 goes with its backward, while others are yet to be sent."""
     parts = [Traced(0), Traced(1)]
     alive: list[int] = []
@@ -369,7 +369,7 @@ def test_row_19_evaluation_builds_no_graph_and_keeps_no_outputs() -> None:
     assert all(output.expired() for part in parts for output in part.outputs)
 
 
-def test_row_19_outputs_are_there_when_asked_for() -> None:
+def test_row_19_outputs_are_kept_on_request() -> None:
     parts = [Graphless() for _ in range(4)]
     x = torch.randn(8, WIDE)
     outputs = launch(lambda: Pipeline(parts, schedule="zbv", microbatches=8, loss_fn=functional.mse_loss).infer(x), 2)
@@ -379,7 +379,7 @@ def test_row_19_outputs_are_there_when_asked_for() -> None:
         torch.testing.assert_close(output, wanted.detach())
 
 
-def test_a_loss_keeps_no_more_than_its_number() -> None:
+def test_a_loss_keeps_only_its_value() -> None:
     """Whatever the loss function had room for when it made it."""
     model, x = layers(1), torch.randn(8, WIDE)
     losses = Pipeline([model], schedule="gpipe", microbatches=4, loss_fn=functional.mse_loss).step(x, target=x).losses

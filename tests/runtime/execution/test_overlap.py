@@ -1,4 +1,4 @@
-"""Actions that run together, by whatever runs them."""
+"""Overlapped actions, in every way of running them."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_failure_of_the_overlap_executor_itself() -> None:
 
 
 class Together(nn.Module):
-    """A stage that runs its forward together with a backward, in its own way."""
+    """A stage with its own way to run a forward together with a backward."""
 
     def __init__(self, layers: nn.Module, way: str, seen: list[str]) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_a_stage_runs_its_forward_and_a_backward_together(name: str, way: str) -
 
 
 @pytest.mark.parametrize("why", ["autocast", "precision"])
-def test_a_hook_is_passed_over_where_it_would_change_the_numbers(why: str) -> None:
+def test_a_hook_that_would_change_the_numbers_is_not_used(why: str) -> None:
     """A backward runs outside of autocast, and sums in another precision come after each backward: a hook does neither."""
     schedule, x, seen = ps.schedule("dualpipe-v", ranks=2, microbatches=8), torch.randn(9, 6), list[str]()
     options: dict[str, Any] = {"accumulate_dtype": torch.float64} if why == "precision" else {"autocast": True}
@@ -136,7 +136,7 @@ def test_a_hook_is_passed_over_where_it_would_change_the_numbers(why: str) -> No
         ({"accumulate_dtype": torch.float64}, "precision"),
     ],
 )
-def test_a_hook_that_is_passed_over_is_told_of_once(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unused_hook_is_warned_about_once(options: dict[str, Any], why: str, caplog: pytest.LogCaptureFixture) -> None:
     schedule, x, seen = ps.schedule("dualpipe-v", ranks=2, microbatches=8), torch.randn(9, 6), list[str]()
     overlapped = {a.sub_actions[0].stage for row in schedule for a in row if a.kind is Kind.OVERLAP_F_B}
     with caplog.at_level("WARNING", logger="penstock"):
@@ -165,7 +165,7 @@ def test_hooks_of_parameters_run_after_the_weights_with_a_hooked_stage() -> None
     assert torch.equal(calls[-1], weight.grad)
 
 
-def test_a_hook_that_forgets_the_backward_is_told() -> None:
+def test_a_hook_that_forgets_the_backward_is_an_error() -> None:
     schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=8)
     with pytest.raises(ps.PenstockError, match="without running its backward"):
         step_of(hooked("never", schedule, []), schedule, torch.randn(8, 6))
@@ -185,7 +185,7 @@ def test_three_actions_on_two_streams() -> None:
     assert_same(by_pipeline(model, schedule, x, y, overlap="streams"), by_loop(model, x, y, 2))
 
 
-def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forward_takes_the_stream_that_the_backward_next_to_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every backward runs on its forward's stream, whether alone or not, and streams wait for each other around all of it."""
     ran: list[tuple[str, int]] = []
 
@@ -216,7 +216,7 @@ def test_a_forward_takes_the_stream_that_its_backward_partner_does_not(monkeypat
     assert done == [("0F1", 1), ("0B0", 0), ("0F2", 0), ("0B1", 1), ("0F3", 1), ("0I2", 0), ("0B3", 1)]
 
 
-def test_parts_of_one_microbatch_are_no_pair() -> None:
+def test_actions_of_one_microbatch_are_not_a_pair() -> None:
     assert find_pair(Action.parse("(1F1;1B1)OVERLAP_F_B")) is None
     assert find_pair(Action.parse("(1B1;1F2)OVERLAP_F_B")) == (1, 0)
 

@@ -1,4 +1,4 @@
-"""Cases that torch.distributed.pipelining gets wrong, one test each: what must happen here."""
+"""Cases that torch.distributed.pipelining gets wrong, one test per case, and what must happen here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.runtime import Pipeline, StepResult, launch
 from runtime.models import assert_all_equal, assert_equal, blocks, gradients, loop_step
 
 SPLIT = ["zb-h1", "zb-h2", "interleaved-zb", "zbv", "v-half", "v-min", "zb-auto"]
-"""Schedules that run the backward for the weights apart."""
+"""Schedules that split the backward."""
 
 
 def _loop(model: nn.Module, x: Tensor, y: Tensor, count: int) -> Any:
@@ -33,7 +33,7 @@ def _compare(model: nn.Module, again: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", SPLIT)
 def test_row_1_frozen_first_stage_with_a_zero_bubble_schedule(name: str) -> None:
-    """There every gradient of the stage after a frozen one is None."""
+    """In torch, every gradient of the stage after a frozen one is None."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model = blocks(schedule.stages)
     model[0].requires_grad_(False)
@@ -65,7 +65,7 @@ class TwoInputs(nn.Module):
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-auto"])
 def test_row_1_parameter_that_feeds_only_a_second_output(name: str) -> None:
-    """There it loses its gradient under I and W."""
+    """In torch, it loses its gradient under I and W."""
     stages = nn.ModuleList([TwoOutputs(), TwoInputs()])
     again = copy.deepcopy(stages)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -77,7 +77,7 @@ def test_row_1_parameter_that_feeds_only_a_second_output(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv"])
 def test_row_3_evaluation_after_a_step(name: str) -> None:
-    """There the gradients are divided by the number of microbatches once more."""
+    """In torch, the gradients are divided by the number of microbatches once more."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model = blocks(schedule.stages)
     again = copy.deepcopy(model)
@@ -95,7 +95,7 @@ def test_row_3_evaluation_after_a_step(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_row_4_two_steps_before_the_optimizer(name: str) -> None:
-    """There the gradient is 1.25 times the one of a step, with 4 microbatches, and not twice."""
+    """In torch, with 4 microbatches, the gradient is 1.25 times that of one step instead of twice."""
     model = blocks(2)
     again = copy.deepcopy(model)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -113,7 +113,7 @@ def test_row_4_two_steps_before_the_optimizer(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
 def test_row_5_first_step_of_a_model_with_batch_statistics(name: str) -> None:
-    """There an extra forward on memory that holds anything counts as a batch, and can leave the mean not a number."""
+    """In torch, an extra forward on uninitialized memory counts as a batch, and can make the mean NaN."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(2)))
     again = copy.deepcopy(model)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -127,7 +127,7 @@ def test_row_5_first_step_of_a_model_with_batch_statistics(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["looped-bfs", "zbv", "dualpipe-v", "dualpipe", "chimera"])
 def test_row_6_order_of_outputs_and_losses(name: str) -> None:
-    """There they come in the order of execution."""
+    """In torch, they come in the order of execution."""
     schedule = ps.schedule(name, ranks=2, microbatches=6)
     model, x, y = blocks(schedule.stages), torch.randn(12, 6), torch.randn(12, 6)
 
@@ -141,8 +141,8 @@ def test_row_6_order_of_outputs_and_losses(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["zbv", "dualpipe-v", "1f1b-v"])
-def test_row_7_evaluation_where_a_rank_holds_adjacent_stages(name: str) -> None:
-    """There it fails, and the other rank hangs."""
+def test_row_7_evaluation_if_a_rank_holds_adjacent_stages(name: str) -> None:
+    """In torch, it fails, and the other rank hangs."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model, x = blocks(4), torch.randn(8, 6)
     found = launch(lambda: Pipeline(model, schedule, loss_fn=functional.mse_loss).eval_step(x, target=x).loss, 2)
@@ -152,7 +152,7 @@ def test_row_7_evaluation_where_a_rank_holds_adjacent_stages(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv", "dualpipe-v"])
 def test_row_8_step_after_an_exception(name: str) -> None:
-    """There later steps fail too."""
+    """In torch, later steps fail too."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     calls = 0
 
@@ -180,7 +180,7 @@ def test_row_8_step_after_an_exception(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_row_9_batch_of_10_in_4_microbatches_and_a_batch_that_changes(name: str) -> None:
-    """There it crashes."""
+    """In torch, it crashes."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model = blocks(schedule.stages)
     again = copy.deepcopy(model)
@@ -198,8 +198,8 @@ def test_row_9_batch_of_10_in_4_microbatches_and_a_batch_that_changes(name: str)
 
 
 @pytest.mark.parametrize("kind", ["tuple", "dict", "none"])
-def test_row_10_targets_that_are_no_tensor(kind: str) -> None:
-    """There it fails."""
+def test_row_10_targets_that_are_not_tensors(kind: str) -> None:
+    """In torch, it fails."""
     model = blocks(2)
     again = copy.deepcopy(model)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -229,7 +229,7 @@ class Reshapes(nn.Module):
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-h2", "zb-auto"])
 def test_row_13_view_as_the_output_of_a_stage(name: str) -> None:
-    """There the split backward crashes."""
+    """In torch, the split backward crashes."""
     model = nn.Sequential(Reshapes(back=False), Reshapes(back=True))
     again = copy.deepcopy(model)
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -240,7 +240,7 @@ def test_row_13_view_as_the_output_of_a_stage(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_row_19_evaluation_builds_no_graph(name: str) -> None:
-    """There graphs are built, and every output is kept."""
+    """In torch, graphs are built, and every output is kept."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     graphs: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""What comes back from a step on processes beside gradients, and what goes in beside a batch."""
+"""Results of a step on processes other than gradients, and inputs other than the batch."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_keyword_arguments_of_a_stage(workers: Workers) -> None:
         assert_equal(grad, stages.get_parameter(name).grad, name)
 
 
-def test_map_with_only_the_own_stages(workers: Workers) -> None:
-    """A rank that builds nothing but its stage, as for a model that fits on no one rank."""
+def test_mapping_with_only_this_rank_s_stages(workers: Workers) -> None:
+    """A rank that builds only its own stage, as for a model that does not fit on one rank."""
     x = torch.randn(6, 6)
 
     def stage(number: int) -> nn.Module:
@@ -133,7 +133,7 @@ def test_map_with_only_the_own_stages(workers: Workers) -> None:
         assert_equal(grad, whole.get_parameter(name).grad, name)
 
 
-def test_what_is_missing_is_said_on_every_rank(workers: Workers) -> None:
+def test_a_missing_stage_is_reported_on_every_rank(workers: Workers) -> None:
     def train() -> None:
         Pipeline({0: nn.Linear(6, 6)}, schedule="1f1b", microbatches=1, deadline=20.0)
 

@@ -1,4 +1,4 @@
-"""What is carried from step to step, where each rank is a process with a model of its own."""
+"""State carried from step to step, if each rank is a process with its own model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Counter(nn.Module):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_parity_knows_the_state_of_all_ranks(workers: Workers, recompute: bool) -> None:
+def test_parity_compares_the_state_of_all_ranks(workers: Workers, recompute: bool) -> None:
     """After steps, each rank's copies of the others' stages are out of date."""
     model = nn.Sequential(*(nn.Sequential(Counter(), nn.BatchNorm1d(6)) for _ in range(2)))
     x, y = torch.randn(12, 6), torch.randn(12, 6)

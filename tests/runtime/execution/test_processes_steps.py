@@ -1,4 +1,4 @@
-"""What processes do around a step: evaluation in between, no work at the start, no waiting for sends, clear words for wrong calls."""
+"""Processes around a step: evaluation in between, no work at the start, no waiting for sends, clear errors for wrong calls."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("1f1b", 4), ("zbv", 2)])
-def test_rows_5_and_20_no_forward_but_the_steps_own(workers: Workers, name: str, ranks: int) -> None:
+def test_rows_5_and_20_no_forward_except_the_step_s_own(workers: Workers, name: str, ranks: int) -> None:
     """Shapes are told by the first messages themselves: a forward a stage and microbatch, from the first step on."""
     model, x = nn.Sequential(*(Counted() for _ in range(4))), torch.randn(8, 6)
 
@@ -244,7 +244,7 @@ def test_ranks_that_call_different_methods(workers: Workers, odd: int, known: bo
         torch.testing.assert_close(loss, functional.mse_loss(model(x), x).detach())
 
 
-def test_rank_that_calls_something_else_altogether(workers: Workers) -> None:
+def test_rank_that_calls_something_else(workers: Workers) -> None:
     """One clips while the other makes a pipeline: both are named."""
     model = blocks(2)
 
@@ -374,7 +374,7 @@ def test_gather(workers: Workers, ranks: int) -> None:
                 assert_equal(each["tensor"], torch.full((3,), mine))
 
 
-def test_many_gathers_hold_on_to_nothing(workers: Workers) -> None:
+def test_many_gathers_keep_nothing_alive(workers: Workers) -> None:
     def gather() -> tuple[int, list[int]]:
         group, mine = get_group()
         for turn in range(300):
@@ -386,7 +386,7 @@ def test_many_gathers_hold_on_to_nothing(workers: Workers) -> None:
         assert found == [299 * 4 + mine for mine in range(4)]
 
 
-def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
+def test_frames_of_changing_sizes_are_freed(workers: Workers) -> None:
     """Messages of several lengths in turn: what is kept to send from again does not grow with the steps."""
     model = blocks(2)
 
@@ -411,7 +411,7 @@ def test_frames_of_changing_sizes_are_not_hoarded(workers: Workers) -> None:
         assert max(never_again) <= 40
 
 
-def test_ends_of_pipelines_that_are_gone_are_not_kept(workers: Workers) -> None:
+def test_channel_ends_of_deleted_pipelines_are_freed(workers: Workers) -> None:
     """Of pipelines, and of programs for other counts of microbatches: after collection the group knows as many ends as before."""
     model = blocks(2)
 
@@ -438,8 +438,8 @@ def test_ends_of_pipelines_that_are_gone_are_not_kept(workers: Workers) -> None:
         assert losses == pytest.approx([losses[0]] * len(losses))
 
 
-def test_two_pipelines_in_another_order_on_two_ranks(workers: Workers) -> None:
-    """Their programs are the same; their messages are not taken for each other's."""
+def test_two_pipelines_in_different_orders_on_two_ranks(workers: Workers) -> None:
+    """Their programs are the same, but their messages are kept apart."""
 
     def run() -> str:
         torch.manual_seed(0)

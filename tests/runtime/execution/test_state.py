@@ -1,4 +1,4 @@
-"""What is carried from step to step: gradients, statistics, random numbers."""
+"""State carried from step to step: gradients, statistics, random numbers."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_two_steps_are_twice_the_gradient(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "interleaved-1f1b", "zbv", "dualpipe-v"])
 def test_batch_statistics_count_each_microbatch_once(name: str) -> None:
-    """From the first step on: no forward but those of the microbatches, in their order."""
+    """From the first step on, the only forwards are those of the microbatches, in their order."""
     schedule = ps.schedule(name, ranks=2, microbatches=3)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(schedule.stages)))
     again = copy.deepcopy(model)
@@ -142,7 +142,7 @@ def test_random_numbers_do_not_depend_on_ranks_or_schedule() -> None:
     assert _noisy(*WAYS[0], seed=6)[0] != losses
 
 
-def test_streams_are_those_of_stage_and_microbatch() -> None:
+def test_streams_depend_on_stage_and_microbatch() -> None:
     """The unpipelined model over the same slices, told to draw the same numbers, gives the same losses."""
     losses: dict[int, list[Tensor]] = {}
     draws: dict[int, dict[int, Tensor]] = {}
@@ -175,7 +175,7 @@ def test_streams_are_those_of_stage_and_microbatch() -> None:
 
 
 def test_failed_step_does_not_use_up_a_stream() -> None:
-    """The step that is tried again draws what it would have drawn."""
+    """A repeated step draws the numbers that the failed one would have drawn."""
     broken = True
 
     class Breaks(Noisy):
@@ -272,7 +272,7 @@ def test_grad_mode_and_autocast_belong_to_the_rank() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_gpt_with_dropout_against_itself_on_one_rank(name: str) -> None:
+def test_gpt_with_dropout_equals_itself_on_one_rank(name: str) -> None:
     layers = Layers("blocks", head=["embed"], tail=["norm", "head"])
     tokens = torch.randint(11, (6, 8))
     results = []

@@ -1,4 +1,4 @@
-"""What a step takes and gives back."""
+"""Inputs and results of a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_losses_and_outputs_are_in_microbatch_order_on_every_rank(name: str) -> 
         assert not result.outputs.requires_grad
 
 
-def test_outputs_are_kept_only_when_asked_for() -> None:
+def test_outputs_are_kept_only_on_request() -> None:
     model, x = blocks(2), torch.randn(4, 6)
     assert Pipeline(model, schedule="1f1b-v", microbatches=2, loss_fn=functional.mse_loss).step(x, target=x).outputs is None
 
@@ -129,7 +129,7 @@ def test_sizes_that_differ_are_refused() -> None:
 
 
 class Pooled(nn.Module):
-    """Any length in, one row for each element out."""
+    """Takes any length and returns one row per element."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ def test_step_list_with_different_shapes(name: str) -> None:
         assert_equal(parameter.grad, other.grad)
 
 
-def test_step_list_refuses_what_does_not_match() -> None:
+def test_step_list_refuses_lists_that_do_not_match() -> None:
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
     x = torch.randn(2, 6)
     with pytest.raises(ScheduleError, match="as many of each"):
@@ -212,7 +212,7 @@ def test_batch_in_dimension_one() -> None:
 
 
 class Block1(nn.Module):
-    """Batch in dimension 1; mixes along dimension 0, so that a wrong split is seen."""
+    """Batch in dimension 1; mixes along dimension 0, so that a wrong split changes the numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def test_target_trees(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
-def test_input_that_wants_a_gradient_gets_it(name: str) -> None:
+def test_input_that_requires_a_gradient_gets_it(name: str) -> None:
     model, x, y = blocks(2).double(), torch.randn(7, 6).double().requires_grad_(), torch.randn(7, 6).double()
     launch(lambda: Pipeline(model, schedule=name, microbatches=3, loss_fn=functional.mse_loss).step(x, target=y), 2)
     found, x.grad = x.grad, None
@@ -337,7 +337,7 @@ def test_keyword_arguments_by_microbatch() -> None:
     assert_all_equal(found.losses, [stage(x, gate=gate).square().mean().detach() for x, gate in zip(xs, gates, strict=True)])
 
 
-def test_keyword_arguments_of_no_stage() -> None:
+def test_keyword_arguments_of_an_unknown_stage() -> None:
     pipe = Pipeline([Gated()], schedule="1f1b", microbatches=1, loss_fn=functional.mse_loss)
     x = torch.randn(2, 6)
     with pytest.raises(ScheduleError, match="stage_kwargs for stage 4: there are stages 0 to 0"):
@@ -349,7 +349,7 @@ def test_keyword_arguments_of_no_stage() -> None:
 # Building -------------------------------------------------------------------------------------------------------------
 
 
-def test_what_a_pipeline_refuses() -> None:
+def test_arguments_that_a_pipeline_refuses() -> None:
     model = blocks(1)
     with pytest.raises(ScheduleError, match="needs microbatches="):
         Pipeline(model, schedule="1f1b")

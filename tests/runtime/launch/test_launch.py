@@ -23,7 +23,7 @@ def test_results_by_rank(parallel: bool) -> None:
     assert rank() == 0
 
 
-def test_arguments_that_cannot_be() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ScheduleError, match="0 ranks: at least 1"):
         launch(rank, 0)
     with pytest.raises(ScheduleError, match="backend 'mpi'"):
@@ -31,7 +31,7 @@ def test_arguments_that_cannot_be() -> None:
 
 
 def test_one_rank_at_a_time() -> None:
-    """Nobody else runs between two waits."""
+    """No other rank runs between two waits."""
     running = 0
 
     def work() -> None:
@@ -58,7 +58,7 @@ def test_gather_is_by_rank(parallel: bool) -> None:
         assert found == [[0 + k, 10 + k, 20 + k] for k in range(5)]
 
 
-def test_gathers_leave_nothing_behind() -> None:
+def test_gathers_keep_nothing_alive() -> None:
     groups: list[VirtualGroup] = []
 
     def work() -> None:
@@ -73,7 +73,7 @@ def test_gathers_leave_nothing_behind() -> None:
 
 @pytest.mark.parametrize("parallel", [False, True])
 def test_first_error_is_raised(parallel: bool) -> None:
-    """The rank's own error rather than the reports that others made of it."""
+    """The rank's own error is raised rather than the reports of the other ranks."""
 
     def work() -> None:
         group, mine = get_group()
@@ -97,7 +97,7 @@ def test_all_waiting_is_a_deadlock(parallel: bool) -> None:
     assert "  rank 1 waits for what never comes to 1" in str(caught.value)
 
 
-def test_failure_that_was_got_over_does_not_come_back() -> None:
+def test_a_past_failure_is_not_raised_again() -> None:
     """A rank is told of a failure; while it is still on its way out, the others have begun again. Its report of it is old news."""
     group = VirtualGroup(2, parallel=True)
     group.fail(0, PipelineError("the first"))
@@ -178,7 +178,7 @@ def test_launch_inside_a_launch() -> None:
     assert launch(outer, 2) == [[(0, 0), (0, 1)], [(1, 0), (1, 1)]]
 
 
-def test_multiprocessors_are_a_gpus() -> None:
+def test_multiprocessors_need_a_gpu() -> None:
     with pytest.raises(ScheduleError, match="no GPU to split"):
         launch(lambda: None, 2, sms=32)
     with pytest.raises(ScheduleError, match="virtual ranks, but backend 'gloo' has none"):

@@ -1,4 +1,4 @@
-"""Training under torchrun: killed processes are started again, and the run goes on from the last whole checkpoint."""
+"""Training under torchrun: killed processes are restarted, and the run continues from the last complete checkpoint."""
 
 from __future__ import annotations
 

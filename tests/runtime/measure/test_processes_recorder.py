@@ -334,7 +334,7 @@ def test_one_clock_for_all_ranks(name: str) -> None:
     assert found.bubble == pytest.approx(wanted.bubble, rel=1e-5)
 
 
-def test_message_without_a_wait_takes_as_long_as_the_quickest() -> None:
+def test_message_without_a_wait_takes_as_long_as_the_fastest() -> None:
     """When it came nobody saw; it is known to have been there when it was asked for."""
     program = ps.lower(ps.schedule("1f1b", ranks=2, microbatches=2))
     simulated = ps.simulate(program, ps.Costs(latency=0.25))

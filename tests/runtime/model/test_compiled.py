@@ -1,4 +1,4 @@
-"""Compiled stages: every schedule, the numbers of the eager model, and what a backward in one piece costs."""
+"""Compiled stages: every schedule, the numbers of the eager model, and the cost of a whole backward."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def nothing_compiled_yet() -> Iterator[None]:
 
 
 class Counted:
-    """A backend of the compiler's, and how many graphs it was given."""
+    """A compiler backend that counts its graphs."""
 
     def __init__(self, name: str) -> None:
         self.compile, self.graphs = lookup_backend(name), 0
@@ -98,7 +98,7 @@ def test_stages_are_compiled_one_by_one():
     assert kinds == {(0, Kind.I), (1, Kind.B), (2, Kind.I), (3, Kind.B)}
 
 
-def test_what_it_costs_is_said(caplog):
+def test_the_cost_is_reported(caplog):
     """zb-h1 with every backward merged is 1f1b: (p-1)(F+I-W) of idle time become (p-1)(F+B)."""
     ranks, count = 2, 4
     schedule = ps.schedule("zb-h1", ranks=ranks, microbatches=count)
@@ -115,7 +115,7 @@ def test_what_it_costs_is_said(caplog):
     assert "With F = I = W = 1 a step takes 15 in place of 13 (+15.4%)" in str(lost)
 
 
-def test_a_plan_is_timed_anew_on_its_own_costs():
+def test_a_plan_is_timed_again_on_its_own_costs():
     profile = ps.Profile([ps.Layer(f=2, i=3, w=2, activation=1, output=1)] * 4, input=1)
     plan = ps.plan(profile, ranks=2, microbatches=4, schedules="zb-h1", seconds=0)
     _, pipes = step(blocks(4), plan, torch.randn(8, 6), compile=EAGER)
@@ -126,7 +126,7 @@ def test_a_plan_is_timed_anew_on_its_own_costs():
     assert "the plan's costs" in str(lost)
 
 
-def test_nothing_is_lost_where_nothing_is_split(caplog):
+def test_nothing_is_lost_if_nothing_is_split(caplog):
     with caplog.at_level(logging.WARNING, "penstock"):
         _, pipes = step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=EAGER)
     assert pipes[0].merged is None
@@ -151,8 +151,8 @@ class InPlace(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler's own, of what it is then given
-def test_a_compiled_stage_that_changes_its_input_is_found_out():
-    """By its first step, which fails and leaves nothing behind; the next ones allow it."""
+def test_a_compiled_stage_that_changes_its_input_is_detected():
+    """The first step fails and leaves nothing behind; later steps allow it."""
     parts, x = [nn.Linear(6, 6), InPlace()], torch.randn(8, 6)
     model = nn.ModuleList(copy.deepcopy(parts))
 
@@ -170,7 +170,7 @@ def test_a_compiled_stage_that_changes_its_input_is_found_out():
     )
 
 
-def test_the_user_s_modules_stay_as_they_are():
+def test_the_user_s_modules_are_not_changed():
     model = blocks(2)
     names = [name for name, _ in model.named_parameters()]
 
@@ -184,7 +184,7 @@ def test_the_user_s_modules_stay_as_they_are():
 
 
 @pytest.mark.parametrize("wrong", ["inductor", [True], [True, "eager"], 3])
-def test_wrong_words_are_refused(wrong):
+def test_invalid_options_are_refused(wrong):
     with pytest.raises((ScheduleError, PipelineError), match="for 2 stages: give True, options"):
         step(blocks(2), ps.schedule("1f1b", 2, 4), torch.randn(8, 6), compile=wrong)
     with pytest.raises((ScheduleError, PipelineError), match="it must return a module"):

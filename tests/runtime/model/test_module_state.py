@@ -1,4 +1,4 @@
-"""The state of a module outside its parameters: captured, compared and put back."""
+"""The state of a module outside its parameters: captured, compared and restored."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from penstock.runtime.model.module_state import ModuleState, ModuleVersions
 
 
 class Inner(nn.Module):
-    """State of every sort."""
+    """State of every kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ OTHERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("name", [*CHANGES, *OTHERS])
-def test_a_change_is_named_and_put_back(name: str) -> None:
+def test_a_change_is_named_and_restored(name: str) -> None:
     changed, change = OTHERS.get(name) or (name, CHANGES[name])
     module: Any = nested()
     part = module[1]["part"]
@@ -95,7 +95,7 @@ def test_a_change_is_named_and_put_back(name: str) -> None:
     assert (part.runs, part.name, part.training) == (0, "first", True)
 
 
-def test_a_state_can_be_put_back_more_than_once() -> None:
+def test_a_state_can_be_restored_more_than_once() -> None:
     module: Any = nested()[1]["part"]
     state = ModuleState.capture(module)
     for _ in range(2):
@@ -106,7 +106,7 @@ def test_a_state_can_be_put_back_more_than_once() -> None:
         assert state.changed() == []
 
 
-def test_parameters_are_no_part_of_it() -> None:
+def test_parameters_are_not_part_of_the_state() -> None:
     module: Any = nested()[1]["part"]
     state = ModuleState.capture(module)
     with torch.no_grad():
@@ -147,7 +147,7 @@ def test_a_forward_run_twice_leaves_the_state_of_one() -> None:
         assert torch.equal(buffer, twice.get_buffer(name)), name
 
 
-def test_a_module_on_the_meta_device_has_a_state_too() -> None:
+def test_a_module_on_the_meta_device_has_a_state() -> None:
     with torch.device("meta"):
         module: Any = nested()
     state = ModuleState.capture(module)
@@ -157,7 +157,7 @@ def test_a_module_on_the_meta_device_has_a_state_too() -> None:
     assert state.changed() == []
 
 
-def test_a_tensor_with_a_history_is_put_back_by_reference() -> None:
+def test_a_tensor_with_a_history_is_restored_by_reference() -> None:
     """Its graph must go on working."""
     module = nn.Module()
     weight = torch.ones(3, requires_grad=True)
@@ -170,8 +170,8 @@ def test_a_tensor_with_a_history_is_put_back_by_reference() -> None:
     assert weight.grad is not None
 
 
-def test_copies_stand_in_for_a_while() -> None:
-    """What runs meanwhile starts from what was captured, and may do what it likes: the present objects are as they were."""
+def test_copies_replace_the_state_temporarily() -> None:
+    """Code that runs meanwhile starts from the captured state and may change it: the present objects stay as they were."""
     module = nested()
     captured = ModuleState.capture(module)
     part: Any = module[1].part
@@ -192,7 +192,7 @@ def test_copies_stand_in_for_a_while() -> None:
         assert float(part.total.sum()) == 0
 
 
-def test_some_names_are_captured_alone() -> None:
+def test_only_some_names_can_be_captured() -> None:
     module = nested()
     captured = ModuleState.capture_only(module, ["1.part.total", "1.part.later"])
     part: Any = module[1].part

@@ -83,7 +83,7 @@ def test_tied_parameters_count_once(name: str, separate: bool) -> None:
             torch.testing.assert_close(grad, again.get_parameter(key).grad, rtol=1e-10, atol=1e-13)
 
 
-def test_names_are_the_model_s_own() -> None:
+def test_names_are_those_of_the_model() -> None:
     model = GPT(depth=4)
     schedule = ps.schedule("interleaved-1f1b", ranks=2, microbatches=1)
 

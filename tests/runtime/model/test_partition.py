@@ -32,7 +32,7 @@ def test_sequential_is_balanced_by_parameters() -> None:
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=8), st.integers(1, 8))
-def test_balance_is_the_best_there_is(weights: list[int], stages: int) -> None:
+def test_balance_is_optimal(weights: list[int], stages: int) -> None:
     if stages > len(weights):
         with pytest.raises(PlacementError, match="too few"):
             balance_layers(weights, stages, "model")
@@ -95,7 +95,7 @@ def test_buffer_in_no_stage_is_named() -> None:
 
 
 def test_layer_without_parameters_is_not_dropped() -> None:
-    """An activation that nobody named would change the numbers without a word."""
+    """An activation that is not named would silently change the numbers."""
     model = GPT(depth=2)
     model.act = nn.GELU()
     with pytest.raises(PlacementError, match=r"'act' of the model is in no stage"):
@@ -226,7 +226,7 @@ class _Masked(nn.Module):
         return out if mask is None else out * mask
 
 
-def test_keyword_argument_goes_to_every_layer_that_has_it() -> None:
+def test_keyword_argument_goes_to_every_layer_that_takes_it() -> None:
     model = nn.Sequential(_Masked(), nn.Tanh(), _Masked())
     x, y, mask = torch.randn(5, 6), torch.randn(5, 6), (torch.rand(5, 6) > 0.5).float()
     pipe = Pipeline(model, ps.schedule("1f1b", ranks=1, microbatches=2), loss_fn=nn.MSELoss())

@@ -1,4 +1,4 @@
-"""A plan runs: the model is cut where it says, and stages are recomputed."""
+"""Running a plan: the model is cut and recomputed as planned."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def made(**given: Any) -> ps.Plan:
 
 
 def run(model: Any, plan: Any, **given: Any) -> list[tuple[list[int], bool, Any]]:
-    """Each rank's count of layers a stage, and whether the numbers are the unpipelined model's."""
+    """Each rank's layers per stage, and whether the numbers equal the unpipelined model's."""
     x, y = torch.randn(8, 6), torch.randn(8, 6)
 
     def train() -> tuple[list[int], bool, Any]:
@@ -54,14 +54,14 @@ def test_a_plan_from_a_file(tmp_path):
     assert [cut for cut, *_ in run(blocks(7), ps.Plan.load(tmp_path / "plan.json"))] == [list(plan.partition)] * 2
 
 
-def test_a_split_of_one_s_own_goes_first():
+def test_a_given_split_overrides_the_plan():
     plan = made(schedules="1f1b")
     for cut, ok, said in run(blocks(7), plan, split=[6, 1]):
         assert cut == [6, 1] != list(plan.partition)
         assert ok, said
 
 
-def test_modules_that_are_stages_already_stay_as_they_are():
+def test_modules_given_as_stages_are_not_cut_again():
     plan = made(schedules="1f1b")
     for cut, ok, said in run([blocks(2), blocks(3)], plan):
         assert cut == [1, 1]

@@ -1,4 +1,4 @@
-"""Recomputed stages: as often as the simulator counts them, holding what it says, with the same numbers."""
+"""Recomputed stages: as many forwards and as much memory as the simulator counts, with the same numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNT = 4
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_forwards_are_as_many_as_the_simulator_counts(name):
-    """With a forward that takes 1 and backwards that take nothing, what a rank is busy for is how many it runs."""
+    """If a forward takes 1 and backwards nothing, a rank's busy time is its number of forwards."""
     schedule, flags = ps.schedule(name, ranks=2, microbatches=COUNT), FLAGS[name]
     per_stage = 2
     profiled = ps.Profile([ps.Layer(f=1, i=0, w=0)] * (per_stage * schedule.stages))
@@ -51,7 +51,7 @@ def test_forwards_are_as_many_as_the_simulator_counts(name):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_the_numbers_are_those_without(name):
+def test_numbers_equal_those_without_recompute(name):
     schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(8, 6)
     model = nn.Sequential(*(nn.Sequential(Block(6), nn.Dropout(0.4)) for _ in range(2 * schedule.stages)))
     found = [step(model, schedule, x, seed=7, recompute=flags) for flags in (False, FLAGS[name], True)]
@@ -66,7 +66,7 @@ def step(model: nn.Module, schedule: Any, x: Tensor, **options: Any) -> Numbers:
 
 
 class Aside(nn.Module):
-    """A layer that gives a loss and a figure on the side."""
+    """A layer with a side loss and a metric."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Aside(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
-def test_what_is_made_on_the_side_counts_once(name):
+def test_side_losses_and_metrics_count_once(name):
     schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(8, 6)
     parts = [Aside(), Aside()]
 
@@ -95,7 +95,7 @@ def test_what_is_made_on_the_side_counts_once(name):
     assert len(metrics["largest"]) == 2 * COUNT
 
 
-def test_outputs_and_evaluation_are_those_without():
+def test_outputs_and_evaluation_equal_those_without_recompute():
     model, x = blocks(4), torch.randn(8, 6)
 
     def run() -> Any:
@@ -119,7 +119,7 @@ def product(output: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("flags", [(False, False, False), (True, True, True), (True, False, True), (False, True, False)])
-def test_what_a_forward_keeps_is_what_the_plan_says(flags):
+def test_a_forward_keeps_what_the_plan_predicts(flags):
     """Measured by watching every tensor: the profile's activations, or of a recomputed stage its input and output."""
     wide, rows = 64, 16
     model = nn.Sequential(*(nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide)) for _ in range(6)))
@@ -224,7 +224,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
 @pytest.mark.parametrize("kind", STATEFUL)
-def test_state_is_that_of_one_forward(kind, name):
+def test_state_equals_that_of_one_forward(kind, name):
     """Two steps with recomputed stages against the loop of the plain model: the numbers, and what is left in the modules."""
     schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(16, 6).double()
     model = nn.Sequential(*(STATEFUL[kind]() for _ in range(schedule.stages))).double()
@@ -259,7 +259,7 @@ class Late(nn.Module):
         return made
 
 
-def test_state_that_changes_late_is_put_back_if_it_was_replaced():
+def test_state_that_is_replaced_late_is_restored():
     model, x = Late(in_place=False), torch.randn(8, 6)
     wanted = step(nn.ModuleList([model]), ps.schedule("gpipe", 1, COUNT), x)
     assert_same(step(nn.ModuleList([model]), ps.schedule("gpipe", 1, COUNT), x, recompute=True), wanted)

@@ -1,4 +1,4 @@
-"""Running statistics under schedules that run microbatches on two copies of a stage, or in another order: those of the plain loop."""
+"""Running statistics equal the plain loop's, also with two copies of a stage or microbatches in another order."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_same_buffers(found: dict[str, Tensor], wanted: nn.Module) -> None:
 @pytest.mark.parametrize("one_object", [True, False])
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 @pytest.mark.parametrize("kind", LAYERS)
-def test_statistics_are_those_of_the_loop(kind: str, name: str, one_object: bool, recompute: bool) -> None:
+def test_statistics_equal_the_loop_s(kind: str, name: str, one_object: bool, recompute: bool) -> None:
     """Steps of several counts; then each rank evaluates as the plain model does."""
     model, (x, y) = nn.Sequential(*(LAYERS[kind]() for _ in range(2))).double(), data()
     again = loop(model, x, y)
@@ -121,7 +121,7 @@ def test_another_order_of_microbatches() -> None:
 
 
 @pytest.mark.parametrize("one_object", [True, False])
-def test_failed_step_leaves_the_statistics(one_object: bool) -> None:
+def test_failed_step_leaves_the_statistics_unchanged(one_object: bool) -> None:
     model, (x, y) = nn.Sequential(*(LAYERS["batch norm"]() for _ in range(2))).double(), data()
     broken = False
 
@@ -193,7 +193,7 @@ class Total(nn.Module):
 
 
 class Cached(nn.Module):
-    """Keeps what it has worked out in its first forward."""
+    """Caches a value that it computes in its first forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ OTHER = {
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_state_is_refused(kind: str, name: str, recompute: bool) -> None:
-    """In the first step, which leaves it as it was."""
+    """Refused in the first step, which restores it."""
     model, (x, y) = nn.Sequential(nn.Linear(6, 6), OTHER[kind]()).double(), data()
     before = copy.deepcopy(model)
 
@@ -231,7 +231,7 @@ def test_other_state_is_refused(kind: str, name: str, recompute: bool) -> None:
         torch.testing.assert_close(value, other, rtol=0, atol=0, msg=key)
 
 
-def test_other_state_that_changes_later_is_refused_then() -> None:
+def test_other_state_that_changes_later_is_refused_in_that_step() -> None:
     model, (x, y) = nn.Sequential(nn.Linear(6, 6), Total(late=True)).double(), data()
     with torch.no_grad():
         model[0].weight.copy_(torch.eye(6))
@@ -245,7 +245,7 @@ def test_other_state_that_changes_later_is_refused_then() -> None:
     launch(train, 2)
 
 
-def test_what_is_worked_out_once_is_no_state() -> None:
+def test_a_value_that_is_computed_once_is_not_state() -> None:
     model, (x, y) = nn.Sequential(Cached(), Cached()).double(), data()
 
     def train() -> None:

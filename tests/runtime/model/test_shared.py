@@ -30,7 +30,7 @@ def test_tied_embedding_of_one_model(name: str, microbatches: int) -> None:
 
 
 def _train(model: nn.Module, schedule: ps.Schedule, spoilt: Sequence[str]) -> dict[str, Tensor]:
-    """Some steps with clipping and an optimizer on a copy of one's own; this rank's parameters afterwards."""
+    """Some steps with clipping and an optimizer on a separate copy; returns this rank's parameters."""
     mine = copy.deepcopy(model)
     if rank():
         with torch.no_grad():
@@ -62,7 +62,7 @@ def _unpipelined(model: nn.Module, microbatches: int, steps: int = 3) -> nn.Modu
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe", "chimera"])
-def test_copies_of_one_s_own_stay_equal(name: str, tied: bool) -> None:
+def test_separate_copies_stay_equal(name: str, tied: bool) -> None:
     """A model built on each rank, as in processes of their own: after three steps every copy is the same to the last bit.
 
     Copies start from the values of the first, whatever they were made with.
@@ -109,7 +109,7 @@ def test_bidirectional_copies_have_the_whole_gradient(name: str, microbatches: i
             assert_equal(halves[key], grad * 0.5)
 
 
-def test_copies_of_which_some_are_one_object() -> None:
+def test_copies_that_partly_share_objects() -> None:
     """Ranks 0 and 1 share a model, and ranks 2 and 3 another: a parameter tied over two stages is on all four, as two objects."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
     model[1].weight = model[0].weight
@@ -210,7 +210,7 @@ def test_declared_ties(name: str) -> None:
             torch.testing.assert_close(grad, wanted.grads["0.weight" if key == f"{last}.weight" else key], rtol=1e-11, atol=1e-13)
 
 
-def test_declared_ties_that_cannot_be() -> None:
+def test_invalid_declared_ties_are_refused() -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
     with pytest.raises(
         PlacementError, match=r"ties name '2.weight', which is no parameter of the model: did you mean '1.weight' or '0.weight'"
@@ -238,7 +238,7 @@ def test_tied_gradients_accumulate_over_steps() -> None:
             torch.testing.assert_close(grad, 3 * wanted.grads[name], rtol=1e-11, atol=1e-13)
 
 
-def test_failure_puts_tied_gradients_back() -> None:
+def test_failure_restores_tied_gradients() -> None:
     """Also those of parameters whose copies were set aside for the step."""
     broken = False
 

@@ -1,4 +1,4 @@
-"""Random streams that belong to layers: where the model is cut, and what is recomputed, changes nothing."""
+"""Random streams per layer: neither the cuts nor recompute change the numbers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WAYS = [("1f1b", 1, 1), ("1f1b", 4, 4), ("zbv", 2, 4), ("interleaved-1f1b", 3, 6
 
 
 class Recomputing(GPTBlock):
-    """A block that keeps nothing but its input, by torch's own means."""
+    """A block that keeps only its input, by torch's own checkpoint."""
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -78,7 +78,7 @@ def test_recomputed_stages_draw_the_same(way: tuple[str, int, int]) -> None:
 
 
 def test_modules_that_were_given_as_stages_have_a_stream_each() -> None:
-    """A list has no layers but its stages, so that the streams are those of the stages."""
+    """In a list of modules the stages are the layers, so there is one stream per stage."""
 
     def train() -> Tensor:
         pipe = Pipeline([torch.nn.Dropout(0.5)], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, seed=3)

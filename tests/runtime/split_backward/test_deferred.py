@@ -1,4 +1,4 @@
-"""The split backward: gradients that wait, hooks, and what is refused."""
+"""The split backward: deferred gradients, hooks, and refusals."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def test_tied_weights_in_one_stage() -> None:
     assert check(model, *((torch.randint(0, 9, (3, 4)),) for _ in range(3))) == names(model)
 
 
-def test_one_use_waits_and_another_does_not() -> None:
+def test_one_use_is_deferred_and_another_is_not() -> None:
     model = Applied(nn.Linear(5, 5), lambda inner, x: inner(x) + x @ inner.weight.t())
     assert check(model, *((wants(4, 5),) for _ in range(2)), exact=False) == {"inner.bias"}
 
 
-def test_an_output_that_nothing_is_asked_of_gives_no_gradient() -> None:
+def test_an_unused_output_gives_no_gradient() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -163,8 +163,8 @@ def test_module_hooks_see_what_they_would() -> None:
         assert_bitwise(one, two)
 
 
-def test_hooks_for_a_gradient_that_is_there_run_once_after_the_weights() -> None:
-    """Whether it waited, was left to autograd, or both: the hook sees all of it."""
+def test_post_accumulate_hooks_run_once_after_the_weights() -> None:
+    """The hook sees the whole gradient, whether it was deferred, left to autograd, or both."""
     model = Applied(
         nn.ModuleDict({"map": nn.Linear(5, 5), "norm": nn.LayerNorm(5)}), lambda m, x: m["norm"](m["map"](x) + x @ m["map"].weight)
     )
@@ -186,7 +186,7 @@ def test_hooks_for_a_gradient_that_is_there_run_once_after_the_weights() -> None
             torch.testing.assert_close(seen[name][-1], step * grads[name])
 
 
-def test_hooks_are_put_back_after_a_failure() -> None:
+def test_hooks_are_restored_after_a_failure() -> None:
     def fail(grad: Tensor) -> None:
         raise ValueError("no")
 
@@ -284,7 +284,7 @@ def test_an_input_changed_in_place_is_refused_as_autograd_does(shape: tuple[int,
 
 
 class Again(torch.autograd.Function):
-    """A checkpoint of one's own, that asks for the gradients of its parameters by name."""
+    """A custom checkpoint that requests the gradients of its parameters explicitly."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, inner: nn.Module, unused: bool, *parameters: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ON_ITS_SIDE)
-def test_strides_are_those_of_autograd(name: str, layout: str) -> None:
+def test_strides_equal_autograd_s(name: str, layout: str) -> None:
     function, shape, data = ON_ITS_SIDE[name]
     model = Using(function, shape)
     model.weights[0] = nn.Parameter(LAYOUTS[layout](model.weights[0].detach()))

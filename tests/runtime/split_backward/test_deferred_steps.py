@@ -1,4 +1,4 @@
-"""The split backward in a step: what it must leave as it was, gradients added in place, compiled parts, failures."""
+"""The split backward in a step: no side effects, gradients added in place, compiled parts, failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _state() -> tuple[Any, ...]:
     return functional.linear, functional.embedding, functional.conv1d, functional.conv2d, functional.conv3d
 
 
-def test_an_exception_in_a_forward_puts_everything_back() -> None:
+def test_an_exception_in_a_forward_restores_everything() -> None:
     before = _state()
 
     def fail(inner: nn.ParameterList, x: Tensor) -> Tensor:
@@ -94,8 +94,8 @@ def test_threads_do_not_disturb_each_other() -> None:
         assert run.waited == (names(models[number]) if number % 2 else set())
 
 
-def test_a_backward_on_a_thread_of_its_own_records_where_the_weight_belongs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a device's does: what a checkpoint computes again there belongs to the backward that its weights are in, and to no other."""
+def test_a_backward_on_another_thread_records_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device: what a checkpoint recomputes there belongs to the backward of its own weights, and to no other."""
     mine, other = nn.Linear(5, 5), nn.Linear(5, 5)
     halves = [Half(mine), Half(other)]
     for half in halves:
@@ -169,7 +169,7 @@ def test_fused_accumulation_adds_to_the_gradient_in_place() -> None:
     torch.testing.assert_close(total, before + torch.ones(4, 5).t() @ x.detach())
 
 
-def test_fused_accumulation_only_where_it_is_safe() -> None:
+def test_fused_accumulation_only_if_it_is_safe() -> None:
     """A weight that is used twice, and a gradient of another type, are added as ever."""
     twice = Applied(nn.Linear(5, 5), lambda inner, x: inner(torch.tanh(inner(x))))
     microbatches = [(wants(4, 5),) for _ in range(3)]
@@ -252,7 +252,7 @@ def test_errors_of_a_split_stage_name_stage_and_microbatch() -> None:
 
 
 def test_row_16_the_weight_pass_is_linear_in_depth() -> None:
-    """Python calls of both backwards for twice the layers: twice as many, where torch's weight pass takes four times."""
+    """Python calls of both backwards for twice the layers: twice as many, while torch's weight pass takes four times as many."""
 
     def calls(layers: int) -> int:
         model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True) for _ in range(layers)))

@@ -67,7 +67,7 @@ def test_optimizer_in_a_hook_is_refused(name: str, hook: Callable[[Tensor], Any]
         assert_equal(value, other)
 
 
-def test_hook_that_begins_to_update_later_is_refused_then() -> None:
+def test_hook_that_starts_to_update_later_is_refused_in_that_step() -> None:
     updating = False
     model, x = hooked(blocks(2), lambda parameter: update(parameter) if updating else None), torch.randn(4, 6)
     pipe = Pipeline(list(model), schedule=ps.schedule("interleaved-1f1b", 1, 2, chunks=2), loss_fn=functional.mse_loss)

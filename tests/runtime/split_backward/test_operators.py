@@ -1,4 +1,4 @@
-"""Operators whose weight gradients wait: the numbers of autograd's own backward, to the last bit, and what is left to autograd."""
+"""Operators whose weight gradients are deferred: bitwise the numbers of autograd's backward, and what is left to autograd."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_linear(shape: str, bias: bool) -> None:
 
 
 def waits_not(value: Tensor, *biases: str) -> set[str]:
-    """A bias that torch adds apart from the product, as where the input has gaps, does not wait."""
+    """A bias that torch adds separately from the product, as for an input with gaps, is not deferred."""
     return set(biases) if value.dim() > 2 and not value.is_contiguous() else set()
 
 
@@ -95,7 +95,7 @@ def test_linear_on_a_vector(name: str, bias: bool) -> None:
     assert check(model, *twice(vector)) == names(model) - (set() if vector().is_contiguous() else {"0.bias"})
 
 
-def test_linear_with_a_bias_that_is_no_parameter() -> None:
+def test_linear_with_a_bias_that_is_not_a_parameter() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -143,7 +143,7 @@ def test_a_negative_padding_index_of_the_function() -> None:
     assert check(model, *twice(lambda: torch.randint(0, 9, (5, 6)))) == names(model)
 
 
-def test_an_embedding_with_a_greatest_norm_is_left_to_autograd() -> None:
+def test_an_embedding_with_max_norm_is_left_to_autograd() -> None:
     assert check(nn.Embedding(9, 4, max_norm=0.5), *twice(lambda: torch.randint(0, 9, (5, 6)))) == set()
 
 
@@ -156,7 +156,7 @@ def test_a_sparse_embedding_is_left_to_autograd() -> None:
     assert_bitwise(one.grads["weight"].to_dense(), two.grads["weight"].to_dense())
 
 
-def test_a_sparse_gradient_and_one_that_waits_add_up() -> None:
+def test_a_sparse_and_a_deferred_gradient_are_added() -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -368,7 +368,7 @@ def test_normalisations_between_others_and_used_twice() -> None:
 
 
 @pytest.mark.usefixtures("any_size")
-def test_a_normalisation_with_a_weight_or_bias_that_is_no_parameter() -> None:
+def test_a_normalisation_with_a_weight_or_bias_that_is_not_a_parameter() -> None:
     def scaled(inner: nn.LayerNorm, x: Tensor) -> Tensor:
         first = functional.layer_norm(x, (6,), inner.weight, inner.bias * 2)
         return functional.layer_norm(first, (6,), inner.weight * 2, inner.bias)
@@ -457,7 +457,7 @@ LEFT: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], tuple[tuple[int, .
 
 
 @pytest.mark.parametrize("name", LEFT)
-def test_what_else_is_done_with_a_parameter_is_left_to_autograd(name: str) -> None:
+def test_other_uses_of_a_parameter_are_left_to_autograd(name: str) -> None:
     function, shape, weights = LEFT[name]
     assert check(Using(function, *weights), *twice(lambda: wants(*shape))) == set()
 
@@ -508,8 +508,8 @@ def test_attention(options: dict[str, Any]) -> None:
     assert {"out_proj.weight", *(() if same else ("q_proj_weight", "k_proj_weight", "v_proj_weight"))} <= waited
 
 
-def test_a_module_that_does_not_know_its_size_yet() -> None:
-    """Its parameters are left to autograd where they come to be, and wait from the next look on."""
+def test_a_lazy_module() -> None:
+    """Its parameters are left to autograd in the forward that creates them, and deferred after the next refresh."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.Linear(4, 2))
     deferrable = Deferrable(model)

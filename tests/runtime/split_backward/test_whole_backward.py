@@ -44,7 +44,7 @@ def split_schedules() -> list[str]:
 SCHEDULES = split_schedules()
 
 
-def test_there_are_schedules_to_test_with() -> None:
+def test_schedules_with_a_split_backward_are_tested() -> None:
     assert {"zb-h1", "zb-h2", "zbv", "interleaved-zb", "dualpipe-v", "dualpipe"} <= set(SCHEDULES)
 
 
@@ -124,7 +124,7 @@ class Handling(WeightSlope):
 
 
 class Stateful(WeightSlope):
-    """State of all sorts that is changed before the weight's gradient is asked for."""
+    """State of all kinds that changes before the weight's gradient is requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ class Later(Plain):
 
 
 @pytest.mark.parametrize("start", [2, 4, 7])
-def test_a_later_forward_fails_its_step_and_the_next_one_is_right(start: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_later_forward_fails_its_step_and_the_next_step_is_correct(start: int, caplog: pytest.LogCaptureFixture) -> None:
     schedule = ps.schedule("zb-h1", ranks=2, microbatches=4)
     model, plain = (build(2, 1, lambda: Later(start)) for _ in range(2))
     x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
@@ -337,7 +337,7 @@ def test_a_later_forward_fails_its_step_and_the_next_one_is_right(start: int, ca
     assert said == [str(results[0][1].merged)]
 
 
-def test_what_it_costs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cost_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     """zb-h1 with the last stage's backward merged."""
     with caplog.at_level(logging.WARNING, "penstock"):
         pipes = compare("zb-h1", 1, WeightSlope)
@@ -443,13 +443,13 @@ def ask(create_graph: bool = False, of: str = "weight") -> Callable[[nn.Module, 
     return forward  # type: ignore[return-value]
 
 
-def test_a_gradient_of_the_input_alone_leaves_the_split_as_it_is() -> None:
+def test_a_gradient_of_only_the_input_keeps_the_split() -> None:
     model = nn.Linear(5, 5)
     assert check(model, (wants(4, 5),), forward=ask(of="input")) == {"weight", "bias"}
 
 
 @pytest.mark.parametrize("function", ["grad", "backward"])
-def test_a_torch_without_the_function_that_all_calls_go_through(function: str) -> None:
+def test_a_torch_version_without_the_common_engine_function(function: str) -> None:
     """Each of the two functions that call the engine is checked by itself."""
     seen: list[Any] = []
 

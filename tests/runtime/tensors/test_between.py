@@ -122,7 +122,7 @@ def test_output_that_reaches_no_loss(name: str) -> None:
     assert found.grads["2.map.weight"] is not None
 
 
-def test_parameter_that_a_second_output_alone_uses() -> None:
+def test_parameter_that_only_a_second_output_uses() -> None:
     """Under split backwards too its gradient comes through."""
 
     class Two(nn.Module):
@@ -159,7 +159,7 @@ def test_frozen_stages(name: str, which: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("name", ["zbv", "interleaved-zb", "v-half", "dualpipe-v"])
-def test_frozen_stages_with_several_stages_a_rank(name: str) -> None:
+def test_frozen_stages_with_several_stages_per_rank(name: str) -> None:
     stages = [frozen(Map()) if k in (0, 3) else Map() for k in range(4)]
     check(stages, *data(), schedule=ps.schedule(name, ranks=2, microbatches=3))
 

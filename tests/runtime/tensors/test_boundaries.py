@@ -1,4 +1,4 @@
-"""What stages hand to each other, on virtual ranks and inside one rank."""
+"""What stages pass to each other, on virtual ranks and within one rank."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_a_target_keeps_its_structure(target: Any) -> None:
     ],
 )
 @pytest.mark.parametrize("where", ["input", "target", "stage_kwargs", "step_list"])
-def test_a_batch_that_cannot_be_cut_is_refused(make: Any, message: str, where: str) -> None:
+def test_a_batch_that_cannot_be_split_is_refused(make: Any, message: str, where: str) -> None:
     x, y = torch.randn(6, 6), torch.randn(6, 6)
     pipe = Pipeline([Map()], schedule="1f1b", microbatches=2, loss_fn=lambda out, target: out.sum(), loss_reduction="sum")
     calls = {
@@ -136,14 +136,14 @@ def test_a_batch_that_cannot_be_cut_is_refused(make: Any, message: str, where: s
         calls[where]()
 
 
-def test_none_gives_every_microbatch_all_of_an_object() -> None:
+def test_none_gives_every_microbatch_the_whole_object() -> None:
     x, y, note = torch.randn(6, 6), torch.randn(6, 6), np.ones(6)
     stage = Takes()
     Pipeline([stage], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, batch_dims=(0, None)).step(x, note, target=y)
     assert [seen[1] is note for seen in stage.seen] == [True, True]
 
 
-def test_random_trees_are_cut_as_they_are() -> None:
+def test_random_trees_are_split_and_keep_their_structure() -> None:
     """Against plain slicing of every leaf, for trees of tuples, lists and dicts."""
     generator = np.random.default_rng(0)
 
@@ -181,7 +181,7 @@ class ChangesMask(Map):
         return super().forward(x) * mask.mul_(0.5)
 
 
-def test_what_every_microbatch_gets_whole_may_not_be_changed() -> None:
+def test_objects_shared_by_all_microbatches_may_not_be_changed() -> None:
     x, y = torch.randn(6, 6), torch.randn(6, 6)
     pipe = Pipeline([ChangesMask()], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, batch_dims=(0, None))
     with pytest.raises(PenstockError, match="stage 0 changes in place a tensor of the batch that other microbatches get too: clone it"):
@@ -189,7 +189,7 @@ def test_what_every_microbatch_gets_whole_may_not_be_changed() -> None:
     pipe.step(x, torch.ones(6), target=y, microbatches=1)
 
 
-def test_what_the_target_has_too_may_not_be_changed() -> None:
+def test_memory_shared_with_the_target_may_not_be_changed() -> None:
     class Changes(Map):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.mul_(2))
@@ -217,7 +217,7 @@ def test_pipelines_stepped_in_different_orders_are_refused() -> None:
         launch(train, 2)
 
 
-def test_retained_gradient_of_an_input_is_there() -> None:
+def test_retained_gradient_of_an_input() -> None:
     class Retains(Map):
         seen: list[Tensor]
 
@@ -281,7 +281,7 @@ def test_a_pipeline_is_not_copied() -> None:
             call(pipe)
 
 
-def test_no_parameters_to_update_is_said() -> None:
+def test_a_rank_without_parameters_to_update_is_warned() -> None:
     pipe = Pipeline([nn.Tanh()], schedule="1f1b", microbatches=2)
     with pytest.warns(UserWarning, match="rank 0 has no parameters to update"):
         assert list(pipe.parameters()) == []
@@ -289,6 +289,6 @@ def test_no_parameters_to_update_is_said() -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "memory" in (CASES[case].refused or "") or "buffer" in case])
-def test_recomputed_stages_are_held_to_the_same_rule(case: str) -> None:
+def test_recomputed_stages_follow_the_same_rule(case: str) -> None:
     ranks, stages = schedule_of(CASES[case], "1f1b").ranks, stages_of(CASES[case])
     assert_case(CASES[case], launch(step, ranks, args=(CASES[case], "1f1b", stages, True)))

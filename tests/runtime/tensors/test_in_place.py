@@ -77,7 +77,7 @@ def test_saved_value_may_be_changed_by_the_next_stage(name: str, ranks: int) -> 
         assert_equal(gradients(stages)[each], grad, each)
 
 
-def test_change_in_place_that_comes_late() -> None:
+def test_in_place_change_that_first_happens_late() -> None:
     """A stage that changes its input only at the third microbatch fails once, loudly, and works from then on."""
     again = 0
 
@@ -156,7 +156,7 @@ SHARING = StageGraph.chain(4, [(0, 2), (0, 3)])
 
 @pytest.mark.parametrize("kinds", [("B",), ("I", "W")])
 @pytest.mark.parametrize("backwards", [(1, 2, 3), (3, 2, 1), (2, 3, 1), (1, 3, 2)])
-def test_a_sum_has_one_order_whatever_the_order_of_backwards(backwards: tuple[int, ...], kinds: tuple[str, ...]) -> None:
+def test_the_order_of_a_sum_does_not_depend_on_the_order_of_backwards(backwards: tuple[int, ...], kinds: tuple[str, ...]) -> None:
     """Stages 1, 2 and 3 read stage 0 and nothing of each other. The farthest reader's gradient is the first, as in autograd."""
     graph = StageGraph(5, ((0, 1), (0, 2), (0, 3), (1, 4), (2, 4), (3, 4)))
     count = range(2)
@@ -247,7 +247,7 @@ def test_value_read_twice_may_not_be_changed() -> None:
             launch(run, 3, args=(training,))
 
 
-def test_losses_of_equal_value_are_listed_each() -> None:
+def test_losses_of_equal_value_are_all_listed() -> None:
     """Two microbatches with the same numbers stay two."""
     x = torch.ones(4, 6)
     found = check([Map(), Map()], x, x, microbatches=4)

@@ -1,4 +1,4 @@
-"""What stages hand to each other between processes: as on virtual ranks, equal or refused with the same words."""
+"""What stages pass to each other between processes: as on virtual ranks, equal or refused with the same message."""
 
 from __future__ import annotations
 

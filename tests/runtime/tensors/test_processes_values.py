@@ -1,4 +1,4 @@
-"""What stages in different processes pass on to each other: trees, tensors of every sort, and gradients that are not there."""
+"""What stages in different processes pass to each other: trees, tensors of every kind, and missing gradients."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_plain_values_that_change(workers: Workers) -> None:
     assert_parity(workers, nn.ModuleList([Stage(start), Stage(end)]))
 
 
-def test_tree_that_changes_its_looks(workers: Workers) -> None:
+def test_tree_that_changes_its_structure(workers: Workers) -> None:
     """Now a tensor, now a dict, now a longer list; with a gradient and without."""
     calls: Counter[str] = Counter()
 
@@ -297,7 +297,7 @@ def test_stage_that_is_frozen_later(workers: Workers) -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_outputs_that_nobody_uses(workers: Workers, schedule: str) -> None:
+def test_unused_outputs(workers: Workers, schedule: str) -> None:
     """Their gradients are None, sometimes of one and sometimes of the other; a parameter that feeds only one has none then."""
 
     class Two(nn.Module):
@@ -408,7 +408,7 @@ def test_a_shared_message_is_not_changed_for_its_other_reader(workers: Workers) 
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("interleaved-1f1b", 2), ("zbv", 3)])
-def test_a_program_with_a_message_for_each_reader(workers: Workers, name: str, ranks: int) -> None:
+def test_a_program_with_one_message_per_reader(workers: Workers, name: str, ranks: int) -> None:
     """Files of older versions run as they are: every gradient comes by itself, in autograd's order."""
     stages = nn.ModuleList(Stage(lambda linear, *given: torch.tanh(linear(sum(given)))) for _ in range(6))
     chunks = {"chunks": 6 // ranks} if name.startswith("interleaved") else {}

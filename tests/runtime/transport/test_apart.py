@@ -55,13 +55,13 @@ def test_call_that_was_left_out(run: Run) -> None:
             assert text.startswith("rank 0 is at batch ")
 
 
-def test_record_on_one_rank_alone(run: Run) -> None:
+def test_record_on_only_one_rank(run: Run) -> None:
     for first, second in run(apart.recorded):
         assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` to the same value on all ranks")
         assert second == pytest.approx(apart.alone(1))
 
 
-def test_failed_step_leaves_buffers_as_they_were(run: Run) -> None:
+def test_failed_step_restores_buffers(run: Run) -> None:
     assert run(apart.buffers) == [[True] * 3] * apart.RANKS
 
 

@@ -48,7 +48,7 @@ def make(name: str, ranks: int, transport: str, **options: Any) -> tuple[Pipelin
 @pytest.mark.parametrize(
     ("name", "ranks"), [("1f1b", 2), ("gpipe", 4), ("interleaved-zb", 2), ("zbv", 4), ("dualpipe-v", 2), ("chimera", 4)]
 )
-def test_numbers_are_those_of_the_loop(workers: Workers, name: str, ranks: int, transport: str) -> None:
+def test_numbers_equal_the_loop_s(workers: Workers, name: str, ranks: int, transport: str) -> None:
     """Also after the batch and the count have changed, and with evaluation in between."""
 
     def run() -> list[bool]:
@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_loop(workers: Workers, name: str, ranks: int, 
 
 
 @pytest.mark.parametrize("transport", ["direct", "edges"])
-def test_forms_are_told_only_when_inputs_change(workers: Workers, transport: str) -> None:
+def test_forms_are_sent_only_when_inputs_change(workers: Workers, transport: str) -> None:
     def run() -> list[bool]:
         pipe, x, y = make("1f1b", 2, transport)
         learned = []
@@ -118,7 +118,7 @@ def test_form_that_changes_by_itself_is_refused(workers: Workers, transport: str
 
 
 def test_programs_are_proved_under_rendezvous(workers: Workers) -> None:
-    """A program that hangs in one queue is refused before it runs, and runs where every channel has its own."""
+    """A program that hangs with one queue is refused before it runs, and runs if every channel has its own."""
 
     def run(transport: str) -> str:
         torch.manual_seed(0)

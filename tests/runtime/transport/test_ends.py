@@ -36,7 +36,7 @@ class End:
         self.flight.clear()
 
 
-def test_ends_go_with_whatever_uses_them() -> None:
+def test_channel_ends_are_freed_with_their_users() -> None:
     ends = ChannelEnds()
     for _ in range(5):
         kept = [End(ends), End(ends)]
@@ -48,7 +48,7 @@ def test_ends_go_with_whatever_uses_them() -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_sends_of_an_end_that_is_gone_are_waited_for_by_the_next(lost: bool) -> None:
+def test_sends_of_a_deleted_end_are_awaited_by_the_next(lost: bool) -> None:
     ends, works = ChannelEnds(), [Work(), Work(lost=lost), Work()]
     End(ends, *works)
     gc.collect()
@@ -78,7 +78,7 @@ def test_dropping_lets_go_of_all_sends() -> None:
 
 
 class Ranks:
-    """The agreements of several ranks that gather what each of them says."""
+    """The agreements of several ranks that all-gather their inputs."""
 
     def __init__(self, count: int) -> None:
         self.forms = [FormAgreements() for _ in range(count)]
@@ -87,7 +87,7 @@ class Ranks:
         return [self.forms[rank].join(program) for rank in ranks]
 
     def agree(self, program: int, inputs: list[Any]) -> None:
-        """Each rank on a thread of its own, as they wait for each other."""
+        """Run each rank on its own thread, because they wait for each other."""
         said: dict[int, bool] = {}
         met = threading.Barrier(len(self.forms))
 
@@ -125,7 +125,7 @@ def test_all_ranks_learn_forms_when_one_has_a_new_end() -> None:
     assert all(end.learning for end in ends)
 
 
-def test_agreements_go_with_the_ends_of_their_programs() -> None:
+def test_agreements_are_freed_with_the_ends_of_their_programs() -> None:
     ranks = Ranks(1)
     for program in range(20):
         ends = ranks.make_ends(program, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""When something goes wrong: every rank is told the same, nothing is changed, and the next step works."""
+"""Failures: every rank raises the same report, nothing is changed, and the next step works."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_nothing_of_a_failed_step_is_held() -> None:
 
 
 def test_gradients_may_be_clipped_after_a_failure() -> None:
-    """Whatever ranks do together next finds the group whole again, not only a step."""
+    """The group works again for any next call, not only for a step."""
     model, (x, y) = traps(2), batch(4)
 
     def train() -> Tensor:
@@ -225,7 +225,7 @@ def test_interrupt_in_a_step_stays_an_interrupt() -> None:
 
 
 def test_failure_outside_a_step() -> None:
-    """One rank fails in the user's own code: the others are told, and its error is raised."""
+    """One rank fails in the user's own code: the others raise a report, and its error is raised."""
     model, (x, y) = traps(3), batch(4)
     seen: list[str] = []
 
@@ -351,7 +351,7 @@ def test_parallel_ranks_have_the_same_numbers(name: str) -> None:
         assert_equal(gradients(model)[key], grad, key)
 
 
-def test_parallel_copies_of_one_s_own() -> None:
+def test_parallel_ranks_with_separate_copies() -> None:
     """A bidirectional pipeline of ranks that run at the same time, each with its own model."""
     model, (x, y) = traps(4).double(), tuple(part.double() for part in batch(8))
     schedule = ps.schedule("dualpipe", ranks=4, microbatches=8)
@@ -388,7 +388,7 @@ def test_parallel_failure_and_recovery() -> None:
         assert_equal(gradients(model)[key], grad, key)
 
 
-def test_parallel_rank_that_stops_early_is_known_at_once() -> None:
+def test_parallel_rank_that_stops_early_is_noticed_at_once() -> None:
     model, (x, y) = traps(2), batch(4)
 
     def train() -> None:

@@ -124,7 +124,7 @@ def test_exception_in_a_stage(trio: Workers, where: str, victim: int) -> None:
         assert max(took for _, _, took in times) < SOON
 
 
-def test_report_says_who_waits_for_whom(trio: Workers) -> None:
+def test_report_says_which_rank_waits_for_which(trio: Workers) -> None:
     """The last rank fails in its third forward, so the first must be waiting for a gradient of the middle one."""
 
     def set_trap(trap: Trap) -> None:
@@ -216,8 +216,8 @@ def test_ranks_that_disagree_on_the_count(trio: Workers, counts: tuple[int, ...]
         assert max(took for _, _, took in times) < SOON
 
 
-def test_steps_go_on_after_many_failures(trio: Workers) -> None:
-    """Every failure has a generation of connections of its own; what they held is let go."""
+def test_steps_continue_after_many_failures(trio: Workers) -> None:
+    """Every failure starts a new generation of connections; the old ones are released."""
 
     def run() -> tuple[int, int]:
         pipe, model, x, y = make()
@@ -240,7 +240,7 @@ def test_steps_go_on_after_many_failures(trio: Workers) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_killed_rank(victim: int, tmp_path: Path) -> None:
-    """The others know, say who does not answer, and cannot go on; the launch names the rank and the signal."""
+    """The other ranks notice, name the rank that does not answer, and cannot continue; the launch names the rank and the signal."""
 
     def run() -> None:
         pipe, model, x, y = make()
@@ -342,7 +342,7 @@ def test_unknown_backend() -> None:
         launch(rank, 2, "glu")
 
 
-def test_processes_that_do_not_come_are_named() -> None:
+def test_processes_that_do_not_join_are_named() -> None:
     def run() -> str:
         from penstock.runtime.transport.processes import Processes
         from penstock.runtime.transport.store import TCPStore

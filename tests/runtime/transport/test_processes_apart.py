@@ -34,13 +34,13 @@ def test_call_that_was_left_out(workers: Workers) -> None:
             assert text.startswith("rank 0 is at batch ")
 
 
-def test_record_on_one_rank_alone(workers: Workers) -> None:
+def test_record_on_only_one_rank(workers: Workers) -> None:
     for first, second in workers.run(apart.recorded, ranks=apart.RANKS):
         assert first == ("PipelineError", "rank 0 does not record, but rank 1 records: set `record` to the same value on all ranks")
         assert second == pytest.approx(apart.alone(1))
 
 
-def test_failed_step_leaves_buffers_as_they_were(workers: Workers) -> None:
+def test_failed_step_restores_buffers(workers: Workers) -> None:
     assert workers.run(apart.buffers, ranks=apart.RANKS) == [[True] * 3] * apart.RANKS
 
 

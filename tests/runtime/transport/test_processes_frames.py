@@ -51,7 +51,7 @@ class Pair(NamedTuple):
 
 
 def laid(tensor: Tensor, layout: str) -> Tensor:
-    """The same sort of tensor, otherwise in memory."""
+    """A tensor of the same kind with another memory layout."""
     match layout:
         case "reversed":
             return tensor.permute(tuple(reversed(range(tensor.dim()))))
@@ -101,7 +101,7 @@ def through(form: Form, value: Any) -> Any:
 
 
 def assert_alike(found: Any, sent: Any) -> None:
-    """The same tree, the same plain values, and tensors that are the same in all but their memory."""
+    """The same tree, the same plain values, and tensors that are equal in everything except their memory."""
     leaves, spec = pytree.tree_flatten(sent)
     got, other = pytree.tree_flatten(found)
     assert other == spec
@@ -117,7 +117,7 @@ def assert_alike(found: Any, sent: Any) -> None:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Also where the values are not numbers, and where zeros differ in sign."""
+    """Also for NaN, and for zeros that differ in sign."""
     found, wanted = (torch.empty(each.numel(), dtype=each.dtype).copy_(each.detach().flatten()).view(torch.uint8) for each in (one, other))
     return torch.equal(found, wanted)
 
@@ -130,7 +130,7 @@ def fills_one_stretch(tensor: Tensor) -> bool:
 
 @settings(max_examples=150)
 @given(TREES)
-def test_new_value_comes_out_as_it_went_in(value: Any) -> None:
+def test_a_new_value_arrives_unchanged(value: Any) -> None:
     form, frame = pack_new(value)
     learnt, found = unpack_new(frame)
     assert_alike(found, value)
@@ -141,7 +141,7 @@ def test_new_value_comes_out_as_it_went_in(value: Any) -> None:
 
 @settings(max_examples=150)
 @given(st.data())
-def test_form_fits_what_it_can_carry(data: st.DataObject) -> None:
+def test_form_fits_the_values_it_can_carry(data: st.DataObject) -> None:
     """A value fits its own form; another fits only if it comes out right, with whatever numbers are in it."""
     value = data.draw(TREES)
     form = Form.of(value)
@@ -177,14 +177,14 @@ def _alike(one: Any, other: Any) -> bool:
 
 @settings(max_examples=200)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), max_size=3))
-def test_dense_is_what_fills_one_stretch(dimensions: list[tuple[int, int]]) -> None:
+def test_dense_tensors_fill_contiguous_memory(dimensions: list[tuple[int, int]]) -> None:
     shape, stride = [size for size, _ in dimensions], [step for _, step in dimensions]
     tensor = torch.as_strided(torch.arange(64), shape, stride)
     if tensor.numel():
         assert is_dense(tensor) == fills_one_stretch(tensor)
 
 
-def test_received_tensors_have_memory_of_their_own() -> None:
+def test_received_tensors_have_their_own_memory() -> None:
     """Changing one in place changes no other, not what was sent, and not what comes next."""
     sent = (torch.ones(3), torch.ones(2, 2), torch.ones(()))
     form = Form.of(sent)
@@ -209,7 +209,7 @@ def test_received_tensor_can_be_trained_through() -> None:
         assert torch.equal(leaf.grad, 2 * leaf.detach())
 
 
-def test_plain_value_that_was_changed_is_told_anew() -> None:
+def test_changed_plain_value_is_sent_again() -> None:
     """What stands is compared with what it was, not with itself."""
     seen = Counter(a=1)
     form = Form.of((seen, torch.ones(1)))
@@ -219,12 +219,12 @@ def test_plain_value_that_was_changed_is_told_anew() -> None:
 
 
 @pytest.mark.parametrize(("value", "other"), [(0.0, -0.0), (1, True), (1, 1.0), ("1", b"1"), (None, 0), (2, 3), ([], ()), ({}, [])])
-def test_values_that_are_alike_but_not_the_same(value: Any, other: Any) -> None:
+def test_values_that_are_similar_but_not_equal(value: Any, other: Any) -> None:
     assert Form.of(value).fits(value)
     assert not Form.of(value).fits(other)
 
 
-def test_value_that_cannot_be_compared_is_told_anew() -> None:
+def test_value_that_cannot_be_compared_is_sent_again() -> None:
     array = np.arange(3)
     assert not Form.of(array).fits(array)
     assert np.array_equal(unpack_new(pack_new(array)[1])[1], array)
@@ -238,7 +238,7 @@ def test_parameter_becomes_a_tensor() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*:UserWarning")
 @pytest.mark.parametrize("sort", ["sparse", "nested", "quantized"])
-def test_what_is_no_dense_tensor_is_refused(sort: str) -> None:
+def test_tensors_that_are_not_dense_are_refused(sort: str) -> None:
     value = {
         "sparse": lambda: torch.eye(2).to_sparse(),
         "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
@@ -270,7 +270,7 @@ def test_words_of_a_frame_do_not_touch_its_tensors() -> None:
 
 
 @given(TREES)
-def test_gathered_value_comes_out_as_it_went_in(value: Any) -> None:
+def test_a_gathered_value_arrives_unchanged(value: Any) -> None:
     found = loads(dumps(value))
     leaves, spec = pytree.tree_flatten(value)
     got, other = pytree.tree_flatten(found)
@@ -283,8 +283,8 @@ def test_gathered_value_comes_out_as_it_went_in(value: Any) -> None:
             assert repr(one) == repr(wanted)
 
 
-def test_class_of_a_function_can_be_gathered() -> None:
-    """As a script's or notebook's classes are to a worker: known, but not by any module's name."""
+def test_class_defined_in_a_function_can_be_gathered() -> None:
+    """Like classes of a script or notebook in a worker: known, but not under a module's name."""
 
     class Local(NamedTuple):
         x: Tensor

@@ -69,7 +69,7 @@ def test_250_steps(workers: Workers) -> None:
     assert_no_growth(workers.run(train), 8 * MEBIBYTE)
 
 
-def test_250_steps_of_all_sorts(workers: Workers) -> None:
+def test_250_steps_of_all_kinds(workers: Workers) -> None:
     """Sizes and counts that change, evaluation, inference, recording, clipping."""
     model = blocks(4, 32)
 
@@ -126,7 +126,7 @@ def test_many_failures(workers: Workers) -> None:
 
 
 def test_many_tasks(workers: Workers) -> None:
-    """Each connects anew, and lets go."""
+    """Each task connects again and releases its connections."""
     found = []
     for _ in range(2):
         for _ in range(15):

@@ -1,4 +1,4 @@
-"""Under `torchrun`, where the processes are there already."""
+"""Under `torchrun`, which has started the processes."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def assert_grads(found: list[dict[str, torch.Tensor]], expected: dict[str, torch
 
 
 def test_pipeline_and_launch(tmp_path: Path) -> None:
-    """A pipeline joins the processes that there are; `launch` calls the function where it is and gives everyone all results."""
+    """A pipeline joins the existing processes; `launch` calls the function in each and returns all results to all of them."""
     found = run(
         """
         before = rank()

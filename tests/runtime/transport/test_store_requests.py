@@ -155,7 +155,7 @@ def test_the_next_look_sees_it(ranks: int, what: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_ranks_that_meet_ask_for_one_key_each(ranks: int) -> None:
+def test_each_meeting_rank_requests_one_key(ranks: int) -> None:
     store = CountingStore()
     group, board = rank_of(ranks, store), Prefixed("penstock/1", store)
     looks, sleep = [0], time.sleep
@@ -197,7 +197,7 @@ def test_a_meeting_ends_when_a_rank_is_gone(what: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_a_rank_that_leaves_asks_for_three_keys(ranks: int) -> None:
+def test_a_leaving_rank_requests_three_keys(ranks: int) -> None:
     store = CountingStore()
     group, looks = rank_of(ranks, store), [0]
 
@@ -232,7 +232,7 @@ def test_a_notice_is_seen_once_by_each_reader_and_none_is_lost() -> None:
     assert [reader.have_come() for reader in readers] == [True, True]
 
 
-def test_a_return_after_fewer_exchanges_counts_whoever_came_first() -> None:
+def test_a_return_after_fewer_exchanges_counts_whichever_rank_arrived_first() -> None:
     store = PrefixStore("board", dist.HashStore())
     boards = [FailureBoard(store, rank, 4, Notices(store)) for rank in range(4)]
     assert boards[0].first_return() is None

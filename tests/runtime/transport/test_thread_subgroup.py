@@ -49,7 +49,7 @@ def test_sums_and_copies(parallel: bool) -> None:
     assert launch(compute, ranks=4, parallel=parallel) == [joined, joined, ([4.0, 1.0], [4.0, 1.0]), joined]
 
 
-def test_members_that_call_different_things() -> None:
+def test_members_that_call_different_methods() -> None:
     def gather() -> None:
         group = join([0, 1])
         group.gather(group.rank, f"call {rank()}", None, 20.0)
@@ -58,7 +58,7 @@ def test_members_that_call_different_things() -> None:
         launch(gather, ranks=2)
 
 
-def test_a_failure_outside_of_the_slice_is_raised_inside() -> None:
+def test_a_failure_outside_the_subgroup_is_raised_inside() -> None:
     messages = []
 
     def gather() -> None:

@@ -1,4 +1,4 @@
-"""Models built on the meta device: every rank has the values of its own stages, and they are those of the unpipelined model."""
+"""Models built on the meta device: every rank has values only for its own stages, equal to the unpipelined model's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def small(name: str, module: nn.Module) -> None:
-    """An initialisation of one's own, which does not look at the name."""
+    """A custom initialisation that ignores the name."""
     for parameter in module.parameters(recurse=False):
         nn.init.normal_(parameter, std=0.02)
 
@@ -132,7 +132,7 @@ def test_training_from_the_meta_device(workers: Workers) -> None:
 
 
 class Rotary(nn.Module):
-    """A buffer that is computed where the layer is built, and is not saved."""
+    """A buffer that the constructor computes and that is not saved."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Rotary(nn.Module):
 
 
 def test_buffers_computed_in_the_constructor() -> None:
-    """Such buffers are had by building the layer, and refused, not forgotten, elsewhere."""
+    """Building the layer gives such buffers; other sources refuse them instead of leaving them out."""
     make = partial(nn.Sequential, Rotary(), Rotary())
     model = on_meta(lambda: nn.Sequential(Rotary(), Rotary()))
     options = {"schedule": "1f1b", "microbatches": 1, "loss_fn": functional.mse_loss}
@@ -195,7 +195,7 @@ def test_module_that_initialises_its_submodules() -> None:
     assert made.out_proj.weight.any()
 
 
-def test_attributes_of_parameters_stay() -> None:
+def test_attributes_of_parameters_are_kept() -> None:
     """Optimizers, ties and whatever is noted on a parameter still refer to it."""
     model = on_meta(lambda: nn.Linear(2, 2))
     weight = model.weight

@@ -1,4 +1,4 @@
-"""Initial values that are those of the unpipelined model as torch draws them, with only a rank's own in memory."""
+"""Initial values equal to those that torch draws for the unpipelined model, with only a rank's own in memory."""
 
 from __future__ import annotations
 

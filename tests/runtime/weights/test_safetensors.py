@@ -41,7 +41,7 @@ def write(path: Path, tensors: Mapping[str, Tensor], pad: int = 0) -> None:
 
 
 def shards(folder: Path, tensors: Mapping[str, Tensor], count: int = 3) -> None:
-    """Several files, and an index that says what is where."""
+    """Several files, and an index that says which file holds which tensor."""
     names = list(tensors)
     files = {f"model-{k}.safetensors": names[k::count] for k in range(count)}
     for file, mine in files.items():

@@ -1,8 +1,7 @@
 """Profiles: what each layer of a model takes and holds.
 
-`profile.py` has `Layer` and `Profile` with their files, `transformer.py` estimates a profile from a transformer's size, and
-`units.py` writes times and sizes for reports. A profile comes from a file, an estimate or a measurement (`penstock.runtime`),
-and everything else in the planner reads its numbers from there.
+`profile.py` has `Layer` and `Profile` with their files, and `transformer.py` estimates a profile from a transformer's size. A profile
+comes from a file, an estimate or a measurement (`penstock.runtime`), and everything else in the planner reads its numbers from there.
 """
 
 from penstock.planner.profile.profile import Layer, Profile

@@ -1,0 +1,113 @@
+"""`docs/architecture.md` is true: its files exist, its picture shows every room, and its walks are what the code does."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import penstock as ps
+from docs.blocks import ROOT
+from docs.walks import (
+    PAGE,
+    PROCESSES_ONLY,
+    SOURCE,
+    SPLIT_ONLY,
+    STEP,
+    THREADS,
+    THREADS_ONLY,
+    check_step,
+    minor_files,
+    section,
+    trace,
+    trace_step,
+    walk,
+)
+from maker.rooms import PICTURE, ROOMS, picture
+from penstock.runtime import launch
+
+OUTSIDE = ("web/", "tests/", "docs/")
+MOST_FILES = 19
+"""The most files in the walk of a step: a longer one can no longer be read in one sitting."""
+
+
+def named_files() -> list[str]:
+    """Every path in the page's prose, list items and tables."""
+    return re.findall(r"`([\w./-]+\.(?:py|md|ts|tsx))`", PAGE)
+
+
+def named_folders() -> list[str]:
+    """Every path that ends with a slash, except the one that all others are relative to."""
+    return re.findall(r"`([\w-]+/(?:[\w./-]+/)?)`", PAGE.replace("`src/penstock/`", ""))
+
+
+@pytest.mark.parametrize("path", sorted(set(named_files())))
+def test_every_named_file_exists(path: str) -> None:
+    assert ((ROOT if path.startswith(OUTSIDE) else SOURCE) / path).is_file()
+
+
+@pytest.mark.parametrize("path", sorted(set(named_folders())))
+def test_every_named_folder_exists(path: str) -> None:
+    assert ((ROOT if path.startswith(OUTSIDE) else SOURCE) / path).is_dir()
+
+
+def test_the_page_names_files_of_every_room() -> None:
+    named = {path.split("/")[0] for path in named_files() if "/" in path}
+    folders = {path.name for path in SOURCE.iterdir() if (path / "__init__.py").exists()}
+    assert folders <= named
+
+
+def test_the_picture_is_drawn_by_the_script_and_shows_every_room() -> None:
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "run python docs/maker/rooms.py to draw it"
+    drawn = {room.name: {name for row in room.inside for name in row} for room in ROOMS if room.name not in ("web", "errors.py")}
+    assert drawn == {folder.name: set(rooms_in(folder)) for folder in SOURCE.iterdir() if (folder / "__init__.py").exists()}
+    for room in drawn["runtime"]:
+        assert f"\n| `{room}` |" in PAGE
+
+
+def rooms_in(folder: Path) -> Iterator[str]:
+    return (path.name for path in folder.iterdir() if (path / "__init__.py").exists())
+
+
+def test_higher_rooms_are_drawn_above_those_they_import() -> None:
+    from test_layering import ALLOWED
+    from test_layering import ROOMS as RUNTIME
+
+    tops = {room.name: room.y for room in ROOMS}
+    for room, lower in ALLOWED.items():
+        assert all(tops[room] <= tops[other] for other in lower if room in tops)
+    rows = {name: place for room in ROOMS if room.name == "runtime" for place, names in enumerate(room.inside) for name in names}
+    assert all(rows[room] <= rows[other] for room, lower in RUNTIME.items() for other in lower - {"pipeline"})
+
+
+# Tracing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_walk_of_a_step_on_virtual_ranks(schedule: str) -> None:
+    check_step(launch(trace_step, ranks=2, args=(schedule,)), "threads", schedule)
+
+
+def test_the_walk_of_a_step_can_be_read_in_one_sitting() -> None:
+    assert 15 <= len(walk(STEP)) <= MOST_FILES
+    assert THREADS in section(STEP)
+    assert (SPLIT_ONLY | PROCESSES_ONLY).issubset(walk(STEP))
+    assert THREADS_ONLY.issubset(minor_files(STEP))
+
+
+def test_walk_of_a_plan() -> None:
+    layers = [ps.Layer(f=1.0 + k / 4, i=1.0, w=1.0, activation=1.0, weight_stash=0.5, parameters=0.25) for k in range(8)]
+    profile = ps.Profile(layers=layers, latency=0.05)
+
+    def make_plan() -> ps.Plan:
+        options = {"schedules": ["1f1b", "zb-h1", "searched"], "rounds": 20, "seconds": 60}
+        return ps.plan(profile, ranks=2, microbatches=4, memory_limit=9.0, **options)
+
+    make_plan()  # a module that is imported counts as entered
+    plan, visited = trace(make_plan)
+    assert plan.proof
+    expected = walk("The walk of a plan")
+    assert len(expected) > 10
+    assert [path for path in visited if path in expected] == expected
