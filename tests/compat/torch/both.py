@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,6 +31,17 @@ class Package:
 
 VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 """The installed torch's."""
+
+
+def with_waits(row: str) -> str:
+    """Add to a row the waits for reductions that torch demands since 2.15."""
+    return re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD \1WAIT_REDUCE_GRAD", row) if VERSION >= (2, 15) else row
+
+
+def fill(info: Any, generator: torch.Generator | None = None) -> None:
+    """Fill the buffer of a received tensor, as a message would; since 2.15 it is there once the receive is posted."""
+    with torch.no_grad():
+        info.buffer.normal_(generator=generator)
 
 
 def forward_cache(stage: Any) -> dict[int, Any]:

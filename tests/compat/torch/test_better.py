@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, forward_cache, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, VERSION, forward_cache, parse
 from compat.torch.models import Outcome, assert_same, blocks, chunks_of, data, grads, loop, run, schedule, stages
 from penstock.errors import VerifyError
 
@@ -119,7 +119,8 @@ def test_no_forward_before_the_first_step(name: str) -> None:
         x, y = data()
         made.step(x, target=y)
         counts.append([int(module[1].num_batches_tracked) for module in modules])  # type: ignore[arg-type]
-    assert counts == [[5] * len(counts[0]), [4] * len(counts[0])]
+    ahead = 5 if (2, 12) <= VERSION < (2, 14) else 4  # torch 2.14 restores buffers, torch 2.11 runs ahead without gradients
+    assert counts == [[ahead] * len(counts[0]), [4] * len(counts[0])]
 
 
 def test_shape_inference_restores_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
