@@ -8,7 +8,7 @@ connected parts. Stages fall back on them when a split backward is requested tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -107,7 +107,7 @@ def _autograd_grad_for_inputs(
     grads: list[Tensor | None] = [None] * len(inputs)
     if requiring:
         computed = torch.autograd.grad(
-            outputs, [inputs[k] for k in requiring], grad_outputs, retain_graph=retain_graph, allow_unused=allow_unused
+            cast(Any, outputs), [inputs[k] for k in requiring], grad_outputs, retain_graph=retain_graph, allow_unused=allow_unused
         )
         for k, grad in zip(requiring, computed, strict=True):
             grads[k] = grad

@@ -36,11 +36,14 @@ class PipelineActivationLiveness:
 
     def slot_for(self, stage_index: int, microbatch_index: int) -> int:
         """Return the slot of a microbatch's activations on a stage."""
-        return self._look_up(self.slot_by_stage_and_microbatch, "slot", stage_index, microbatch_index)
+        slot: int = self._look_up(self.slot_by_stage_and_microbatch, "slot", stage_index, microbatch_index)
+        return slot
 
     def get_activation_lifetime(self, stage_index: int, microbatch_index: int) -> Interval:
         """Return the positions, in the order that was analyzed, of the first and last action in which the activations live."""
-        return self._look_up(self._activation_lifetime_by_stage_and_microbatch, "lifetime", stage_index, microbatch_index)
+        lifetimes = self._activation_lifetime_by_stage_and_microbatch
+        lifetime: Interval = self._look_up(lifetimes, "lifetime", stage_index, microbatch_index)
+        return lifetime
 
     def _look_up(self, values: Mapping[Key, Any], what: str, stage: int, microbatch: int) -> Any:
         if (stage, microbatch) not in values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -75,7 +75,7 @@ class LoweringOptions:
     """Post receives right before their use."""
 
     def __post_init__(self) -> None:
-        limit = self.max_outstanding_sends
+        limit: Any = self.max_outstanding_sends
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 0):
             raise ValueError(f"max_outstanding_sends must be a non-negative integer, got {limit!r}")
 

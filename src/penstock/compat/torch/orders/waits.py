@@ -264,16 +264,16 @@ def _add_wait_send_budget(comm_actions: Order, stage_to_rank: StageToRank, max_o
                 pending.remove(send)
             elif kind in _WAIT_FOR:
                 while len(pending) >= max_outstanding_sends:
-                    send = _choose_send(graph, pending, graph.numbers[rank, position])
-                    if send is None:
+                    chosen = _choose_send(graph, pending, graph.numbers[rank, position])
+                    if chosen is None:
                         raise ValueError(
                             f"Cannot satisfy max_outstanding_sends={max_outstanding_sends} on pipeline rank {rank} before {action}. "
                             f"Outstanding: {pending}. Increase the limit or change the schedule."
                         )
-                    pending.remove(send)
-                    moved.add(send)
-                    graph.place_wait(send, graph.numbers[rank, position])
-                    kept.append(_build_wait(send))
+                    pending.remove(chosen)
+                    moved.add(chosen)
+                    graph.place_wait(chosen, graph.numbers[rank, position])
+                    kept.append(_build_wait(chosen))
                 pending.append(action)
             kept.append(action)
         schedule_log.debug("Pipeline rank %d: %d waits moved to keep %d sends under way", rank, len(moved), max_outstanding_sends)

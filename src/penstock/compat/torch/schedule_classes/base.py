@@ -35,6 +35,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.batch.loss import Loss
 
 LossFunction = Callable[..., Any]
+_TORCH_SCHEDULE: Any = _torch_schedules._PipelineSchedule
 _TARGET_CHUNK_SPEC = ALONG_BATCH
 """How targets are split."""
 
@@ -390,9 +391,10 @@ class _PipelineSchedule(ABC):
                 self._warmup_p2p(stages, self._has_backward, p2p_done=False)
             self._prepare(stages, args, kwargs, target, loss_kwargs)
             return True, self._has_backward
-        setup = _torch_schedules._PipelineSchedule._initialize_pp_stages
+        setup = _TORCH_SCHEDULE._initialize_pp_stages
         more = (loss_kwargs,) if takes(setup, "loss_kwargs") else ()
-        return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, *more)  # type: ignore[arg-type]
+        initialized: tuple[bool, bool] = setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, *more)
+        return initialized
 
     def _prepare(self, stages: list[Any], args: Any, kwargs: dict[str, Any] | None, target: Any, loss_kwargs: Any) -> None:
         """Call the preparations of stages that use messages. Ours do nothing, but a program's subclasses may override them."""
@@ -410,14 +412,13 @@ class _PipelineSchedule(ABC):
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
         """Open the connections between ranks, on a torch before 2.15."""
         if HAS_METADATA:
-            _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[attr-defined]
+            _TORCH_SCHEDULE._warmup_p2p(self, stages, has_backward, p2p_done)
         else:
             wait_for_works(start_batch([op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]))
 
     def _initialize_pipeline_distributed_state(self, stages: list[Any], has_backward: bool, initialize_p2p: bool) -> None:
         """Open the connections between ranks, on torch 2.15 and later."""
-        initialize = _torch_schedules._PipelineSchedule._initialize_pipeline_distributed_state
-        initialize(self, stages, has_backward, initialize_p2p)  # type: ignore[arg-type]
+        _TORCH_SCHEDULE._initialize_pipeline_distributed_state(self, stages, has_backward, initialize_p2p)
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:

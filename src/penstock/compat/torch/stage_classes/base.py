@@ -12,7 +12,7 @@ from bisect import bisect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -39,7 +39,7 @@ from penstock.compat.torch.stage_classes.split_backward import StageBackward
 from penstock.errors import StageCallError
 from penstock.runtime.tensors.dtensor import wait_for_collective
 
-ForwardContextFactory = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
+ForwardContextFactory = Callable[[Any], AbstractContextManager[Any]]
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -56,6 +56,8 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     _split_chunks: frozenset[int] = frozenset()
     _earlier: EarlierGradients | None = None
     _output_chunk_ids: list[int] | None = None
+    _forward_chunk_states: dict[int, Any]
+    _make_forward_chunk_state: Any
     _reduction_started = False
     """Whether gradients are being reduced, on a torch that does not say so itself."""
     gradients_deferred = False
@@ -68,14 +70,13 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         _runtime_validate = False
         _inference_mode: Any = None
 
-        @property
-        def _stage_meta(self) -> _StageMeta:
-            return self.__dict__.setdefault("_described", _StageMeta())
-
-        @property
-        def _user_meta(self) -> _StageMeta:
-            outputs = getattr(self, "_outputs_meta", None)
-            return _StageMeta(getattr(self, "inputs_meta", None), outputs)
+        def __getattr__(self, name: str) -> Any:
+            """Look up the descriptions of tensors: those of this step, and those that the constructor was given as examples."""
+            if name == "_stage_meta":
+                return self.__dict__.setdefault(name, _StageMeta())
+            if name == "_user_meta":
+                return _StageMeta(self.__dict__.get("inputs_meta"), self.__dict__.get("_outputs_meta"))
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def _validate_inferred_metadata(self) -> None:
             """Check nothing: shapes that the constructor was given are examples here."""
@@ -91,7 +92,9 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if self.in_step:
             return
         self.in_step, self._split_chunks = True, frozenset()
-        if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module) and not self.gradients_deferred:
+        if self.gradients_deferred:  # what was there before is set aside since the step that deferred them
+            return
+        if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module):
             self._earlier = EarlierGradients(self.submod.parameters(), copy=isinstance(self.submod, DistributedDataParallel))
 
     def begin_step(self, split: frozenset[int], scale: int) -> None:
@@ -193,7 +196,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         Outputs stay on the last stage, in DDP, which reads them in the backward, and with a `dw_builder`, which may.
         """
         if HAS_FORWARD_STATES:
-            super().release_fwd_send_outputs(fwd_chunk_id)
+            cast(Any, super()).release_fwd_send_outputs(fwd_chunk_id)
             return
         if fwd_chunk_id not in self.fwd_cache or self.is_last:
             return
@@ -255,7 +258,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
             return self._run_in_context(fwd_chunk_id, forward)
 
         if FINALIZES_BACKWARD and self.has_backward and isinstance(self.submod, FSDPModule):
-            self.submod.set_manual_backward_finalization(True)
+            cast(Any, self.submod).set_manual_backward_finalization(True)
         try:
             split = self.has_backward and fwd_chunk_id in self._split_chunks and self.dw_builder is None
             output = self._get_backward().forward(fwd_chunk_id, run) if split else run()
@@ -380,7 +383,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     def start_gradient_reduction(self) -> None:
         """Start to reduce the gradients of an FSDP module. Before torch 2.15, FSDP has reduced them when this returns."""
         if FINALIZES_BACKWARD:
-            super().start_gradient_reduction()
+            cast(Any, super()).start_gradient_reduction()
             return
         self._refuse_without_fsdp()
         if self._reduction_started:
@@ -391,7 +394,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
         """Wait until the gradients of an FSDP module are reduced, then scale them."""
         if FINALIZES_BACKWARD:
-            super().wait_for_gradient_reduction(1)
+            cast(Any, super()).wait_for_gradient_reduction(1)
         else:
             self._refuse_without_fsdp()
             if not self._reduction_started:

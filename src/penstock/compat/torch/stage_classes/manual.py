@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -206,7 +206,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         activations = tuple(super()._retrieve_recv_activations(fwd_chunk_id))
         if not HAS_METADATA:
             for tensor, info in zip(activations, self.args_recv_info[fwd_chunk_id], strict=True):
-                tensor.requires_grad_(self.has_backward and info.tensor_meta.requires_grad)
+                tensor.requires_grad_(self.has_backward and cast(Any, info.tensor_meta).requires_grad)
         if self._received is not None and self.has_backward:
             self._received[fwd_chunk_id] = buffers
         return activations
