@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import re
 from types import SimpleNamespace
 from typing import Any, cast
+
+import torch
 
 MODULES = ("schedules", "stage", "microbatch", "_backward", "_utils", "_IR", "_schedule_visualizer")
 
@@ -24,6 +27,27 @@ class Package:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Package, (self.name,)
+
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The installed torch's."""
+
+
+def with_waits(row: str) -> str:
+    """Add to a row the waits for reductions that torch demands since 2.15."""
+    return re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD \1WAIT_REDUCE_GRAD", row) if VERSION >= (2, 15) else row
+
+
+def fill(info: Any, generator: torch.Generator | None = None) -> None:
+    """Fill the buffer of a received tensor, as a message would; since 2.15 it is there once the receive is posted."""
+    with torch.no_grad():
+        info.buffer.normal_(generator=generator)
+
+
+def forward_cache(stage: Any) -> dict[int, Any]:
+    """Return what a stage keeps between a microbatch's forward and its backward."""
+    cache: dict[int, Any] = stage._forward_chunk_states if VERSION >= (2, 15) else stage.fwd_cache
+    return cache
 
 
 TORCH, OURS = Package("torch.distributed.pipelining"), Package("penstock.compat.torch")

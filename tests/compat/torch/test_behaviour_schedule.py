@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, SINGLE, Package, made, mock_stages, parse, texts
+from compat.torch.both import BOTH, LOOPED, ON_A_V, SINGLE, Package, made, mock_stages, parse, texts, with_waits
 from compat.torch.models import assert_same, blocks, chunks_of, data, grads, loop, schedule, stages
 
 both = pytest.mark.parametrize("package", BOTH, ids=repr)
@@ -153,7 +153,7 @@ def test_gradients_of_handwritten_orders(package: Package, order: str) -> None:
     modules, (x, y) = blocks(2), data(8)
     held, losses = copy.deepcopy(modules), list[Tensor]()
     step = package.schedules._PipelineScheduleRuntime(stages(package, held), 2, loss_fn=functional.mse_loss, scale_grads=False)
-    step._prepare_schedule_with_comms(parse(package, BY_HAND[order]), format="compute_comms")
+    step._prepare_schedule_with_comms(parse(package, with_waits(BY_HAND[order])), format="compute_comms")
     out = step.step(x, target=y, losses=losses)
     wanted = loop(modules, x, y, 2, scale=False)
     assert_same([out, losses, grads(held)], [wanted.output, wanted.losses, wanted.grads])
@@ -168,7 +168,7 @@ def test_custom_functions_are_called(package: Package, kind: str) -> None:
     row = "0UNSHARD 1UNSHARD 0F0 1F0 0F1 1F1 1B0 0B0 1B1 0B1 0REDUCE_GRAD 1REDUCE_GRAD 0RESHARD 1RESHARD"
     row = "0F0 1F0 (0F1;1B0)OVERLAP_F_B 1F1 1B1 0B0 0B1" if kind == "OVERLAP_F_B" else row
     step = schedules._PipelineScheduleRuntime(stages(package, modules), 2, loss_fn=functional.mse_loss, scale_grads=False)
-    step._prepare_schedule_with_comms(parse(package, row), format="compute_comms")
+    step._prepare_schedule_with_comms(parse(package, with_waits(row)), format="compute_comms")
     held = {stage.stage_index: stage for stage in step._stages}
 
     def run(action: Any, ctx: Any) -> None:
@@ -429,7 +429,7 @@ def test_dry_run_of_lowered_orders(package: Package, name: str) -> None:
 def test_reduce_grad(package: Package, count: int) -> None:
     row = "0F0 0F1 0B0 0B1" if count == 2 else "0F0 0I0 0W0"
     found = [str(action) for action in package.schedules._add_reduce_grad(parse(package, row)[0], count)]
-    assert found == [*row.split(), "0REDUCE_GRAD"]
+    assert found == with_waits(f"{row} 0REDUCE_GRAD").split()
 
 
 @both

@@ -107,22 +107,23 @@ class TestOverrides:
 @both
 def test_messages_of_several_groups_in_one_batch(package: Package) -> None:
     """Batches of only sends or only receives start one by one in their groups; ours starts a mixed batch as one batch per group."""
-    sent = mock.Mock(side_effect=lambda tensor, **named: named["group"])
-    batch = mock.Mock(side_effect=lambda ops: [op.group for op in ops])
+    sent = mock.Mock(side_effect=lambda tensor, **named: named["group"].group_name)
+    batch = mock.Mock(side_effect=lambda ops: [op.group.group_name for op in ops])
+    groups = {name: SimpleNamespace(group_name=name) for name in "ab"}
     schedules = package.schedules
     with mock.patch.object(dist, "isend", sent), mock.patch.object(dist, "batch_isend_irecv", batch):
 
         def op(function: Any, group: str) -> Any:
-            return SimpleNamespace(op=function, tensor=torch.ones(1), group=group, group_peer=1, peer=1, tag=3)
+            return SimpleNamespace(op=function, tensor=torch.ones(1), group=groups[group], group_peer=1, peer=1, tag=3)
 
         assert schedules._batch_p2p([]) == []
         assert schedules._batch_p2p([op(dist.isend, "a"), op(dist.isend, "b")]) == ["a", "b"]
-        assert [call.kwargs for call in sent.call_args_list] == [{"group": group, "tag": 3, "group_dst": 1} for group in "ab"]
+        assert [call.kwargs for call in sent.call_args_list] == [{"group": groups[name], "tag": 3, "group_dst": 1} for name in "ab"]
         mixed = [op(dist.isend, "a"), op(dist.irecv, "b"), op(dist.irecv, "a")]
         works = schedules._batch_p2p(mixed)
         assert sorted(works) == ["a", "a", "b"]
         if package is OURS:
-            assert [[each.group for each in call.args[0]] for call in batch.call_args_list] == [["a", "a"], ["b"]]
+            assert [[each.group.group_name for each in call.args[0]] for call in batch.call_args_list] == [["a", "a"], ["b"]]
 
 
 # Orders ---------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compat.torch.both import BOTH, OURS, TORCH, Package
+from compat.torch.both import BOTH, OURS, TORCH, Package, fill, forward_cache
 from compat.torch.models import assert_same, blocks, data, grads, schedule, stages
 
 
@@ -49,14 +49,15 @@ def test_recv_info_and_send_info() -> None:
     found = []
     for package in BOTH:
         stage = last_of_two(package)
-        with torch.no_grad():
-            stage.args_recv_info[0][0].buffer.normal_(generator=torch.Generator().manual_seed(0))
         received = described(stage.get_fwd_recv_ops(0))
+        fill(stage.args_recv_info[0][0], torch.Generator().manual_seed(0))
         output = stage.forward_one_chunk(0, ())
         stage.backward_one_chunk(0, loss=output.square().sum())
-        found.append([received, described(stage.get_fwd_send_ops(0)) if 0 in stage.fwd_cache else [], described(stage.get_bwd_send_ops(0))])
+        found.append(
+            [received, described(stage.get_fwd_send_ops(0)) if 0 in forward_cache(stage) else [], described(stage.get_bwd_send_ops(0))]
+        )
         assert stage.get_bwd_recv_ops(0) == []
-        assert not stage.fwd_cache
+        assert not forward_cache(stage)
         assert not stage.bwd_cache
     assert found[1] == found[0]
     assert found[1][0] == [("irecv", (2, 6), torch.float32, 0, 0)]
@@ -107,15 +108,16 @@ def test_sends_only_and_receives_only_start_one_by_one() -> None:
             mock.patch.object(schedules.dist, "irecv") as irecv,
             mock.patch.object(schedules.dist, "batch_isend_irecv", return_value=["both"]) as batch,
         ):
-            send = SimpleNamespace(op=isend, tensor="t", group="g", tag=3, group_peer=1, peer=5)
-            receive = SimpleNamespace(op=irecv, tensor="u", group="g", tag=4, group_peer=2, peer=4)
+            group = SimpleNamespace(group_name="g")
+            send = SimpleNamespace(op=isend, tensor="t", group=group, tag=3, group_peer=1, peer=5)
+            receive = SimpleNamespace(op=irecv, tensor="u", group=group, tag=4, group_peer=2, peer=4)
             assert schedules._batch_p2p([]) == []
             assert schedules._batch_p2p([send, send]) == [isend.return_value] * 2
             assert schedules._batch_p2p([receive], desc="why") == [irecv.return_value]
             assert schedules._batch_p2p([send, receive]) == ["both"]
             works = schedules._sorted_batch_p2p([send, receive, send])
-        isend.assert_called_with("t", group="g", tag=3, group_dst=1)
-        irecv.assert_called_with("u", group="g", tag=4, group_src=2)
+        isend.assert_called_with("t", group=group, tag=3, group_dst=1)
+        irecv.assert_called_with("u", group=group, tag=4, group_src=2)
         batch.assert_called_once_with([send, receive])
         assert list(works.items()) == [(4, [irecv.return_value]), (5, [isend.return_value] * 2)]
         schedules._wait_batch_p2p([isend.return_value])

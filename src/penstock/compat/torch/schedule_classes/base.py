@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules as _torch_schedules
 
 from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.installed import HAS_METADATA
 from penstock.compat.torch.microbatch import (
     ALONG_BATCH,
     TensorChunkSpec,
@@ -25,6 +27,7 @@ from penstock.compat.torch.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from penstock.compat.torch.orders.actions import _Action, _ComputationType, _get_profiler_function_name
+from penstock.compat.torch.schedule_classes.p2p import start_batch, wait_for_works
 from penstock.compat.torch.schedule_classes.runner import OrderRunner, OrderSettings, StepInputs
 from penstock.compat.torch.stage import PipelineStage
 from penstock.compat.torch.stage_classes.messages import BatchShare
@@ -32,6 +35,7 @@ from penstock.errors import ScheduleError
 from penstock.runtime.batch.loss import Loss
 
 LossFunction = Callable[..., Any]
+_TORCH_SCHEDULE: Any = _torch_schedules._PipelineSchedule
 _TARGET_CHUNK_SPEC = ALONG_BATCH
 """How targets are split."""
 
@@ -74,6 +78,11 @@ class _PipelineSchedule(ABC):
         self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
         """Posted receives of gradients."""
         self.unsharded_stages: set[int] = set()
+        self._p2p_initialized = False
+        self._finalize_gradients = True
+        """Whether this step reduces the gradients of FSDP stages."""
+        self._deferred_stages: set[int] = set()
+        """FSDP stages whose gradients a later step will reduce; their parameters are still unsharded."""
         self._runners: dict[bool, OrderRunner] = {}
         """The runner of the order in training and in evaluation."""
         schedule_log.info("Using %s", type(self).__name__)
@@ -103,9 +112,17 @@ class _PipelineSchedule(ABC):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run one step on a whole batch; return the merged outputs on the rank of the last stage."""
+        """Run one step on a whole batch, or on microbatches as lists; return the merged outputs on the rank of the last stage.
+
+        With `finalize_gradients=False`, FSDP stages keep their gradients and their unsharded parameters: the next step that finalizes
+        reduces and scales the gradients of all these steps at once. It has no effect on other stages.
+        """
         if self._has_backward and self._needs_autograd and not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() requires gradients to be enabled for backward computation; "
@@ -116,8 +133,9 @@ class _PipelineSchedule(ABC):
         for stage in stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
-        args_split, kwargs_split = self._split_inputs(args, kwargs)
-        targets = None if target is None else self._split_target(target)
+        self._finalize_gradients = finalize_gradients
+        split = self._get_microbatch_inputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        args_split, kwargs_split, targets = split
         shares = self._share_batch(args_split, kwargs_split) if any(stage.is_first for stage in stages) else {}
         self._shares = ({} if targets is None else _share_rows(count_rows(targets))) or shares
         outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
@@ -135,12 +153,22 @@ class _PipelineSchedule(ABC):
         last = next((stage for stage in stages if stage.is_last), None)
         return None if last is None or not return_outputs or not last.output_chunks else self._merge_outputs(last.output_chunks)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run a whole batch forward without keeping a graph; compute the losses if there is a target, and return the outputs."""
         before, self._has_backward = self._has_backward, False
         try:
             with torch.no_grad():
-                return self.step(*args, target=target, losses=losses, **kwargs)
+                microbatches = unless_none(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
+                return self.step(*args, target=target, losses=losses, **microbatches, **kwargs)
         finally:
             self._has_backward = before
 
@@ -190,7 +218,45 @@ class _PipelineSchedule(ABC):
     def _assert_unsharded(self, stage: Any) -> None:  # noqa: B027 - optional
         """Wait for a stage's unsharded parameters, if the order has actions that unshard them."""
 
+    def start_reduction(self, stage: Any, waits: bool) -> None:
+        """Reduce and scale a stage's gradients; if the order waits for them, only start to. A later step may have been asked to."""
+        sharded = isinstance(stage.submod, FSDPModule)
+        if sharded and not self._finalize_gradients:
+            self._deferred_stages.add(stage.stage_index)
+            stage.gradients_deferred = True
+            return
+        self._deferred_stages.discard(stage.stage_index)
+        if sharded and waits:
+            stage.start_gradient_reduction()
+        else:
+            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+
+    def wait_for_reduction(self, stage: Any) -> None:
+        """Wait for a stage's gradients, if their reduction was only started."""
+        if isinstance(stage.submod, FSDPModule) and self._finalize_gradients:
+            stage.wait_for_gradient_reduction(self._n_microbatches if self.scale_grads else 1)
+
     # Batches ----------------------------------------------------------------------------------------------------------
+
+    def _get_microbatch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any
+    ) -> tuple[list[Any], list[Any], list[Any] | None]:
+        """Split a batch into microbatches, or check those that were passed as lists."""
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            args_split, kwargs_split = self._split_inputs(args, kwargs)
+            return args_split, kwargs_split, None if target is None else self._split_target(target)
+        if args:
+            raise ValueError("Got microbatches and positional arguments: pass pre-split positional inputs through arg_mbs=...")
+        if kwargs:
+            raise ValueError(f"Got microbatches and {', '.join(sorted(kwargs))}: pass pre-split keyword inputs through kwarg_mbs=...")
+        if target is not None:
+            raise ValueError("Got microbatches and a target: pass pre-split targets through target_mbs=...")
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        for name, values, kind in (("arg_mbs", arg_mbs, tuple), ("kwarg_mbs", kwarg_mbs, dict)):
+            for microbatch, value in enumerate(values):
+                if not isinstance(value, kind):
+                    raise TypeError(f"{name} must be a list of {kind.__name__}s, but {name}[{microbatch}] is a {type(value)}")
+        return arg_mbs, kwarg_mbs, target_mbs
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
         if not args and not kwargs:
@@ -320,8 +386,15 @@ class _PipelineSchedule(ABC):
         if all(isinstance(stage, PipelineStage) and stage.use_messages(self._n_microbatches, self._has_backward) for stage in stages):
             self._prepare(stages, args, kwargs, target, loss_kwargs)
             return True, self._has_backward
-        setup = _torch_schedules._PipelineSchedule._initialize_pp_stages
-        return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)  # type: ignore[arg-type]
+        if not HAS_METADATA:
+            if not fwd_initialized:
+                self._warmup_p2p(stages, self._has_backward, p2p_done=False)
+            self._prepare(stages, args, kwargs, target, loss_kwargs)
+            return True, self._has_backward
+        setup = _TORCH_SCHEDULE._initialize_pp_stages
+        more = (loss_kwargs,) if takes(setup, "loss_kwargs") else ()
+        initialized: tuple[bool, bool] = setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, *more)
+        return initialized
 
     def _prepare(self, stages: list[Any], args: Any, kwargs: dict[str, Any] | None, target: Any, loss_kwargs: Any) -> None:
         """Call the preparations of stages that use messages. Ours do nothing, but a program's subclasses may override them."""
@@ -337,7 +410,15 @@ class _PipelineSchedule(ABC):
             passed = prepare(count, **{name: value for name, value in options.items() if takes(prepare, name)})
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-        _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]
+        """Open the connections between ranks, on a torch before 2.15."""
+        if HAS_METADATA:
+            _TORCH_SCHEDULE._warmup_p2p(self, stages, has_backward, p2p_done)
+        else:
+            wait_for_works(start_batch([op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]))
+
+    def _initialize_pipeline_distributed_state(self, stages: list[Any], has_backward: bool, initialize_p2p: bool) -> None:
+        """Open the connections between ranks, on torch 2.15 and later."""
+        _TORCH_SCHEDULE._initialize_pipeline_distributed_state(self, stages, has_backward, initialize_p2p)
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:

@@ -23,10 +23,11 @@ def _batch_p2p(p2p_ops: Sequence[Any], desc: str | None = None) -> list[dist.Wor
     for function, peer in ((dist.isend, "group_dst"), (dist.irecv, "group_src")):
         if all(op.op == function for op in p2p_ops):
             return [op.op(op.tensor, group=op.group, tag=op.tag, **{peer: op.group_peer}) for op in p2p_ops]
-    by_group: dict[Any, list[Any]] = {}
+    by_group: dict[str, list[Any]] = {}
     for op in p2p_ops:
-        by_group.setdefault(op.group, []).append(op)
-    return [work for ops in by_group.values() for work in dist.batch_isend_irecv(ops)]
+        by_group.setdefault(getattr(op.group, "group_name", ""), []).append(op)
+    # By name, so that all ranks start the groups in the same order.
+    return [work for name in sorted(by_group) for work in dist.batch_isend_irecv(by_group[name])]
 
 
 def _sorted_batch_p2p(p2p_ops: Sequence[Any], desc: str | None = None) -> dict[int, list[dist.Work]]:

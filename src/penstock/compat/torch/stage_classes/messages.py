@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._utils import PipeliningMetadataError
 
+from penstock.compat.torch.installed import PipeliningMetadataError
 from penstock.runtime.transport.message_format import (
     LENGTH,
     NUMBER,
@@ -179,9 +179,10 @@ class StageMessages:
             )
         return int(words[_STEP])
 
-    def _build_error(self, microbatch: int, other: Neighbour, received: str) -> PipeliningMetadataError:
+    def _build_error(self, microbatch: int, other: Neighbour, received: str) -> Exception:
         expected = f"stage {self.stage} expected microbatch {microbatch} of stage {other.stage} in step {self.step}"
-        return PipeliningMetadataError(f"{expected}, but received {received}")
+        error: Exception = PipeliningMetadataError(f"{expected}, but received {received}")
+        return error
 
     def _unpack(self, frame: Tensor, kind: int, microbatch: int, other: Neighbour) -> Any:
         key, overflow = (other.stage, kind, microbatch), trailer(frame)[OVERFLOW]

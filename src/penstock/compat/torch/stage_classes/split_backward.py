@@ -84,7 +84,7 @@ class StageBackward:
 
     def _run(self, deferral: Deferral | None, outputs: Any, grads: Any, inputs: list[Any]) -> Grads:
         try:
-            pairs = list(pair_with_grads(outputs, grads)) if grads is not None else _start_from_loss(outputs)
+            pairs: list[tuple[Any, Any]] = list(pair_with_grads(outputs, grads)) if grads is not None else _start_from_loss(outputs)
             pairs = [(end, grad) for end, grad in pairs if grad is not None]
             if pairs:
                 ends, starts = [end for end, _ in pairs], [grad for _, grad in pairs]
@@ -97,7 +97,7 @@ class StageBackward:
             raise describe_failure("stage backward", outputs, grads, inputs) from error
 
 
-def _start_from_loss(loss: Any) -> list[tuple[Tensor, Tensor | None]]:
+def _start_from_loss(loss: Any) -> list[tuple[Any, Any]]:
     """Return the loss and its gradient, from which the last stage's backward starts."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
