@@ -14,7 +14,7 @@ from penstock.ir.action import unpack_actions
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import RECEIVES, SENDS, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows
 from penstock.ir.table import Table
@@ -32,6 +32,8 @@ class Context:
     """The memory limit of each rank."""
     in_bytes: bool = False
     """Whether a limit was given with a unit, so that sizes are bytes."""
+    max_outstanding_sends: int | None = None
+    """How many sends each rank may have outstanding: sent, and not yet waited for."""
 
     @property
     def rows(self) -> Rows:
@@ -92,17 +94,31 @@ class Context:
     @cached_property
     def edge(self) -> Ints:
         """The edge that a communication entry goes along; -1 for other entries and where there is no such edge."""
-        rows, found = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
+        found = np.full(len(self.rows.codes), -1, dtype=np.int64)
         entries = np.flatnonzero(self.communicates & self.inside)
-        stage, peer, up = rows.stage[entries], peer_stages(rows)[entries], rows.is_kind(Kind.SEND_F, Kind.RECV_B)[entries]
+        found[entries] = self._edges_of(entries)
+        return found
+
+    def _edges_of(self, entries: Ints) -> Ints:
+        rows = self.rows
+        up = rows.is_kind(Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F)[entries]
+        stage, peer = rows.stage[entries], peer_stages(rows)[entries]
         source, target = np.where(up, stage, peer), np.where(up, peer, stage)
         there = (source >= 0) & (source < target) & (target < self.table.stages)
         keys = self.edges[:, 0] * self.table.stages + self.edges[:, 1]
-        if len(keys):
-            wanted = source * self.table.stages + target
-            at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-            found[entries] = np.where(there & (keys[at] == wanted), at, -1)
-        return found
+        if not len(keys):
+            return np.full(len(entries), -1, dtype=np.int64)
+        wanted = source * self.table.stages + target
+        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        return np.where(there & (keys[at] == wanted), at, -1)
+
+    @cached_property
+    def along_edge(self) -> Flags:
+        """Whether a communication entry, or a wait for a send, goes along an edge of the graph."""
+        waits = np.flatnonzero(self.rows.is_kind(*SEND_WAITS) & self.inside)
+        along = self.edge >= 0
+        along[waits] = self._edges_of(waits) >= 0
+        return along
 
     @cached_property
     def message(self) -> Ints:

@@ -11,7 +11,7 @@ from penstock.ir.action import unpack_actions
 from penstock.ir.codes import JOIN
 from penstock.ir.dependencies import peer_stages
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement, recognise
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
@@ -151,7 +151,7 @@ def _graph(rows: Rows, stages: int) -> StageGraph:
 
 def _is_program(rows: Rows, placement: Placement, graph: StageGraph) -> bool:
     """Messages or sharding make a program; so do reductions alone where nothing has to cross ranks."""
-    if rows.is_kind(*SENDS, *RECEIVES, Kind.UNSHARD, Kind.RESHARD).any():
+    if rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS, Kind.UNSHARD, Kind.RESHARD).any():
         return True
     crosses = any(copy[a] != copy[b] for copy in placement.copies for a, b in graph.edges)
     return not crosses and bool(rows.is_kind(Kind.REDUCE_GRAD).any())

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import peer_stages
-from penstock.ir.kind import RECEIVES, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, Kind
 from penstock.ir.rows import Ints
 from penstock.ir.table import Table
 from penstock.verifier.context import Context
@@ -27,7 +27,7 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
 
     An activation is held from the start of F to the end of I or B, which leaves the weight stash until the end of W; a
     received message from its RECV to the end of what uses it last; a sum of gradients for another rank from the end of the first
-    backward that adds to it to the end of the last; gathered parameters from UNSHARD to RESHARD; and always the shards, or the
+    backward that adds to it to the end of the last; a sent message that is waited for, from its SEND to its WAIT_SEND; gathered parameters from UNSHARD to RESHARD; and always the shards, or the
     parameters where nothing is sharded. Without a backward no activation is held.
     """
     costs = costs or Costs()
@@ -97,6 +97,16 @@ class _Ledger:
         lower = deliveries.peer[sums]
         self._hold(gives, deliveries.begun[sums], lower, -1)
         self._hold(gives, deliveries.made[sums], lower)
+        self._sent(takes, gives)
+
+    def _sent(self, takes: Floats, gives: Floats) -> None:
+        """Messages that the sender keeps until its WAIT_SEND; without one a transport owns what it sends."""
+        rows, local = self.table.rows, self.table.links.local
+        waited = np.flatnonzero(rows.is_kind(*SEND_WAITS)[local.after])
+        send, wait = local.before[waited], local.after[waited]
+        lower = np.minimum(rows.stage[send], peer_stages(rows)[send])
+        self._hold(takes, send, lower)
+        self._hold(gives, wait, lower)
 
     def _hold(self, total: Floats, entries: Ints, stage: Ints, sign: int = 1) -> None:
         """Add the size of a stage's output at each entry."""
