@@ -12,9 +12,9 @@ import penstock as ps
 from penstock.errors import CostsError, ScheduleError, UnknownNameError
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
-from penstock.verifier.finding import Severity
 from penstock.passes.buffers import Buffers
 from penstock.passes.wait_send import WaitSend
+from penstock.verifier.finding import Severity
 from penstock.verifier.rules.table import RULES
 from penstock.verifier.verify import MOST_FINDINGS, check, verify
 from verifier.build import FIRST, SECOND, program, schedule

@@ -58,7 +58,8 @@ def curves(timeline: Timeline) -> list[Curve]:
 
     An activation is held from the start of F to the end of I or B, which leaves the weight stash that the end of W frees;
     a received message from its receive (in a schedule, its arrival) to the end of what uses it last; a sum of gradients for
-    another rank, among the receive buffers, from the end of the first backward that adds to it to the end of the last; parameters
+    another rank, among the receive buffers, from the end of the first backward that adds to it to the end of the last; there too what
+    is sent and waited for, from its send to the end of its WAIT_SEND, while what nobody waits for is the transport's; parameters
     from the start of UNSHARD to RESHARD. Ranks that never shard keep their parameters all the time.
     """
     made = [_activations(timeline), _stashes(timeline), _received(timeline), _unsharded(timeline)]
@@ -126,6 +127,18 @@ def _received(timeline: Timeline) -> _Changes:
         _at(timeline, messages.last, -sizes, timeline.end, after=True),
         _at(timeline, messages.begun[sums], sizes[sums], timeline.end, after=True),
         _at(timeline, messages.maker[sums], -sizes[sums], timeline.end, after=True),
+        *_sent(timeline, sizes),
+    )
+
+
+def _sent(timeline: Timeline, sizes: Floats) -> tuple[_Changes, _Changes]:
+    """Messages that the sender keeps until its WAIT_SEND."""
+    rows, messages, retire = timeline.table.rows, timeline.messages, timeline.flat.graph().retire
+    waits = np.flatnonzero(retire[rows.group] >= 0)
+    message = retire[rows.group[waits]]
+    return (
+        _at(timeline, messages.before[message], sizes[message], timeline.start, after=False),
+        _at(timeline, waits, -sizes[message], timeline.end, after=True),
     )
 
 

@@ -103,7 +103,7 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
         raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
-    if outstanding is not None and (not isinstance(outstanding, int) or isinstance(outstanding, bool) or outstanding < 0):
+    if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
         raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
     costs = costs or Costs()
     costs.check(table.stages, table.microbatches)

@@ -27,7 +27,8 @@ def peak_memory(table: Table, costs: Costs | None = None) -> list[float]:
 
     An activation is held from the start of F to the end of I or B, which leaves the weight stash until the end of W; a
     received message from its RECV to the end of what uses it last; a sum of gradients for another rank from the end of the first
-    backward that adds to it to the end of the last; a sent message that is waited for, from its SEND to its WAIT_SEND; gathered parameters from UNSHARD to RESHARD; and always the shards, or the
+    backward that adds to it to the end of the last; a sent message that is waited for, from its SEND to
+    its WAIT_SEND; gathered parameters from UNSHARD to RESHARD; and always the shards, or the
     parameters where nothing is sharded. Without a backward no activation is held.
     """
     costs = costs or Costs()
