@@ -11,7 +11,7 @@ import penstock as ps
 from penstock.passes.pass_list import PassList
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
-from runtime.models import blocks, by_batch
+from runtime.models import Numbers, assert_close, blocks, by_batch
 
 
 @pytest.mark.parametrize("limit", ["all", "1"])
