@@ -151,3 +151,10 @@ def test_the_parser_is_stricter_than_pytorchs() -> None:
     assert repr(_Action.from_str("1F0xyz")) == "1F0"
     with pytest.raises(ActionError, match="'1F0xyz' is not an action"):
         parse_action("1F0xyz")
+
+
+def test_the_pytorch_drop_in_refuses_waits_with_the_way_out() -> None:
+    from penstock.compat.torch.schedules import _Action as OurAction
+
+    with pytest.raises(RuntimeError, match=r"load such programs with penstock\.load"):
+        OurAction.from_str("0WAIT_SEND_F1")

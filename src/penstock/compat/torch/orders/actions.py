@@ -53,8 +53,9 @@ REDUCE_GRAD = _ComputationType.REDUCE_GRAD
 
 _action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
 """Matches an action's stage, kind and microbatch. `_Action.from_str` is stricter."""
-_TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
-_KINDS = {kind.name: int(kind) for kind in Kind}
+_TYPES = {Kind[kind.value]: kind for kind in _ComputationType}
+_KINDS = {kind.name: int(kind) for kind in _TYPES}
+"""The kinds of the drop-in; waits for sends and reductions (PyTorch 2.15) are not among them."""
 COMPUTE_TYPES = frozenset((F, B, I, W, OVERLAP_F_B))
 _WITHOUT_MICROBATCH = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
 
@@ -98,6 +99,8 @@ def _get_profiler_function_name(action: _Action) -> str:
 
 def _convert(action: Action) -> _Action:
     """Convert one of our actions to torch's."""
+    if action.kind not in _TYPES:
+        raise ActionError(f"{action}: the drop-in waits for its sends and reductions by itself; load such programs with penstock.load")
     parts = tuple(map(_convert, action.sub_actions)) or None
     return _Action(action.stage, _TYPES[action.kind], action.microbatch, parts)
 
