@@ -176,7 +176,13 @@ def test_no_private_name_crosses_a_module(path: Path) -> None:
             assert not private, f"{path.relative_to(SOURCE)} imports {private} from {node.module}"
 
 
-LATER_TORCH = {"_add_wait_send", "_add_wait_send_budget", "_assign_pipeline_activation_slots", "_resolve_unshard_lookahead"}
+LATER_TORCH = {
+    "_add_wait_send",
+    "_add_wait_send_budget",
+    "_assign_pipeline_activation_slots",
+    "_resolve_unshard_lookahead",
+    "_validate_send_waits",
+}
 """Private names of torch 2.15 that the default version does not have yet."""
 
 

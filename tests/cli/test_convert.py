@@ -10,7 +10,7 @@ import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.ir.formats.csv_form import refuse_for_torch
 from penstock.ir.formats.files import save
-from penstock.passes.deepspeed import stream
+from penstock.passes.deepspeed.instructions import stream
 
 SCHEDULE = ps.schedule("zbv", ranks=3, microbatches=6)
 PROGRAM = ps.lower(SCHEDULE)

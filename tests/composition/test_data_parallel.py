@@ -29,6 +29,7 @@ from composition.parallel import (
     split_over,
 )
 from penstock.errors import PipelineError, ScheduleError
+from penstock.passes.pass_list import PassList
 from penstock.runtime import Layers, Pipeline
 from penstock.runtime.launch.workers import Workers
 from runtime.models import GPT, Numbers, by_batch, gradients, token_loss
@@ -406,3 +407,20 @@ def test_a_group_alone_is_no_data_parallelism(workers: Workers) -> None:
     found = workers.run(train)
     for data in (0, 1):
         check([outcome for at, outcome in found if at == data], by_batch(model, x.split(6)[data], y.split(6)[data]))
+
+
+@KINDS
+@pytest.mark.parametrize("wait", ["now", "deferred"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_reductions_that_the_program_waits_for(workers: Workers, name: str, wait: str, shard: bool) -> None:
+    passes = f"{'shard,' if shard else ''}reduce-grad{{wait={wait}}},send-receive,wait-send,buffers"
+    program = PassList.parse(passes).apply(schedule(name, 2))
+    model, (x, y) = perceptrons(program.stages), batch(sum(SIZES))
+
+    def train() -> Outcome:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = Pipeline(model, program, mesh=mesh, shard=shard, loss_fn=functional.mse_loss)
+        mine, target = split_over(mesh, x, y, SIZES)
+        return Outcome.of(pipe, pipe.step(mine, target=target))
+
+    check(workers.run(train), by_batch(model, x, y))

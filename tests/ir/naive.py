@@ -15,6 +15,7 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.buffers import Buffers
 from penstock.passes.receive import Receive
 
+WAITS = {Kind.WAIT_SEND_F: Kind.SEND_F, Kind.WAIT_SEND_B: Kind.SEND_B}
 MESSAGE = {Kind.F: (Kind.SEND_F, Kind.RECV_F), Kind.I: (Kind.SEND_B, Kind.RECV_B)}
 
 
@@ -105,18 +106,23 @@ class NaiveLinks:
     local: Pairs = field(default_factory=set)
     data: Pairs = field(default_factory=set)
     messages: Pairs = field(default_factory=set)
+    retired: Pairs = field(default_factory=set)
     missing: set[tuple[int, str]] = field(default_factory=set)
 
 
 def naive_links(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph, microbatches: int, lowered: bool) -> NaiveLinks:
     """What the linker must find, by looking through all entries for each need."""
     entries = [part for row in rows for action in row for part in action.parts]
+    ranks = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
     search = _Search(entries, placement, graph, microbatches, lowered)
     for number, part in enumerate(entries):
         if search.inside(part):
             search.needs_of(number, part)
+        if part.kind is Kind.WAIT_REDUCE_GRAD and part.stage < graph.stages:
+            search.find_reduction(number, part, ranks)
     if lowered:
         search.pair_messages()
+        search.retire_sends()
     return search.links
 
 
@@ -172,6 +178,41 @@ class _Search:
                 makers += [each for each in together if self.carrier(kind, away, each, part.microbatch) == part.stage != each]
             for stage in makers:
                 self.note(self.links.local, Action(stage, kind, part.microbatch), number)
+
+    def find_reduction(self, number: int, wait: Action, ranks: list[int]) -> None:
+        wanted = Action(wait.stage, Kind.REDUCE_GRAD)
+        found = [n for n, part in enumerate(self.entries) if part == wanted and ranks[n] == ranks[number]]
+        if found:
+            self.links.local.add((found[0], number))
+        else:
+            self.links.missing.add((number, str(wanted)))
+
+    def retire_sends(self) -> None:
+        """Each wait for a send needs the send, and waits for the receive of its message."""
+        receive_of = dict(self.links.messages)
+        for number, part in enumerate(self.entries):
+            if part.kind in WAITS and self.inside(part):
+                assert part.microbatch is not None
+                kind = WAITS[part.kind]
+                away = part.stage + (1 if kind is Kind.SEND_F else -1) if part.peer is None else part.peer
+                sent = self.along_edge(kind, part.stage, away, part.microbatch)
+                if sent is None:
+                    self.links.missing.add(
+                        (
+                            number,
+                            str(message(kind, part.stage, away, part.microbatch))
+                            if away >= 0
+                            else f"{part.stage}{kind.name}{part.microbatch}",
+                        )
+                    )
+                else:
+                    self.links.local.add((sent, number))
+                    if sent in receive_of:
+                        self.links.retired.add((receive_of[sent], number))
+
+    def along_edge(self, kind: Kind, stage: int, away: int, microbatch: int) -> int | None:
+        ends = (stage, away) if kind is Kind.SEND_F else (away, stage)
+        return self.first(message(kind, stage, away, microbatch)) if ends in self.graph.edges else None
 
     def carrier(self, kind: Kind, low: int, high: int, microbatch: int) -> int:
         """The reader that names the message along an edge: itself if the table names such a message, else the farthest on its rank."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Rows
 
@@ -19,13 +19,17 @@ messages = st.builds(Action, stages, st.sampled_from((*SENDS, *RECEIVES)), micro
 peer_messages = st.builds(
     lambda ends, kind, microbatch: Action(ends[0], kind, microbatch, peer=ends[1]),
     st.lists(stages, min_size=2, max_size=2, unique=True),
-    st.sampled_from((*SENDS, *RECEIVES)),
+    st.sampled_from((*SENDS, *RECEIVES, *SEND_WAITS)),
     microbatches,
 )
 stage_actions = st.builds(Action, stages, st.sampled_from((Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD)))
+waits = st.one_of(
+    st.builds(Action, stages, st.sampled_from(SEND_WAITS), microbatches), st.builds(Action, stages, st.just(Kind.WAIT_REDUCE_GRAD))
+)
+"""Known to PyTorch since 2.15."""
 overlaps = st.lists(compute_actions, min_size=2, max_size=4).map(lambda parts: Action.overlap(*parts))
 torch_actions = st.one_of(compute_actions, messages, stage_actions, overlaps)
-actions = st.one_of(torch_actions, peer_messages)
+actions = st.one_of(torch_actions, waits, peer_messages)
 
 
 @st.composite
@@ -54,7 +58,7 @@ def small_actions(draw: st.DrawFn, num_stages: int, num_microbatches: int) -> Ac
     """An action of few stages and microbatches, sometimes one past the counts, so that draws meet each other."""
     stage, microbatch = draw(st.integers(0, num_stages)), draw(st.integers(0, num_microbatches))
     kind = draw(st.sampled_from([kind for kind in Kind if kind is not Kind.OVERLAP_F_B]))
-    peer = draw(st.integers(0, num_stages)) if kind.is_communication and draw(st.booleans()) else stage
+    peer = draw(st.integers(0, num_stages)) if (kind.is_communication or kind.is_send_wait) and draw(st.booleans()) else stage
     return Action(stage, kind, microbatch if kind.has_microbatch else None, peer=None if peer == stage else peer)
 
 

@@ -19,7 +19,7 @@ from ir.strategies import actions, compute_actions
 from penstock.errors import ActionError
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action, unpack_actions, unpack_row
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
 
 
 @given(actions)
@@ -122,7 +122,8 @@ def test_an_action_cannot_be_changed() -> None:
 def test_the_kinds_fall_into_classes() -> None:
     assert {kind for kind in Kind if kind.is_compute} == {*COMPUTE, Kind.OVERLAP_F_B}
     assert {kind for kind in Kind if kind.is_communication} == {*SENDS, *RECEIVES}
-    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES}
+    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES, *SEND_WAITS}
+    assert {kind for kind in Kind if kind.is_send_wait} == set(SEND_WAITS)
 
 
 @given(st.lists(compute_actions, min_size=2, max_size=4))

@@ -17,7 +17,8 @@ from penstock.ir.placement import Placement
 
 def as_sets(links: Links, rows: list[list[Action]]) -> NaiveLinks:
     """The library's links in the form of the search."""
-    found = NaiveLinks(*({(int(b), int(a)) for b, a in zip(*pairs, strict=True)} for pairs in (links.local, links.data, links.messages)))
+    columns = (links.local, links.data, links.messages, links.retired)
+    found = NaiveLinks(*({(int(b), int(a)) for b, a in zip(*pairs, strict=True)} for pairs in columns))
     for after, code in zip(*links.missing, strict=True):
         found.missing.add((int(after), name_of(code)))
     return found

@@ -8,8 +8,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import FileFormatError, PassError
-from penstock.passes.deepspeed import Instruction, stream, streams
-from penstock.passes.deepspeed_text import format_streams, parse_streams, schedule_of
+from penstock.passes.deepspeed.instructions import Instruction, stream, streams
+from penstock.passes.deepspeed.text import format_streams, parse_streams, schedule_of
 
 
 def _train(micro_batches: int, stages: int, stage: int) -> Iterator[list[str]]:

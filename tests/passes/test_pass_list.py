@@ -75,7 +75,7 @@ def test_a_program_remembers_what_made_it() -> None:
 
 
 def test_every_pass_is_listed_with_a_summary() -> None:
-    assert list(passes()) == ["split-backward", "merge-backward", "shard", "reduce-grad", "send-receive", "receive", "buffers"]
+    assert list(passes()) == ["split-backward", "merge-backward", "shard", "reduce-grad", "send-receive", "receive", "wait-send", "buffers"]
     assert all(passes().values())
 
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
+from hypothesis import reject
 from hypothesis import strategies as st
 
 import penstock as ps
 from ir.strategies import graphs, placements
+from penstock.errors import PassError
 from penstock.ir.action import Action
 from penstock.ir.costs import CONTENTION, Costs
 from penstock.ir.graph import StageGraph
@@ -98,8 +100,12 @@ def programs(draw: st.DrawFn, schedules: st.SearchStrategy[Schedule] | None = No
         passes.append(f"shard{{lookahead={draw(st.integers(0, 3))},residency={draw(st.sampled_from(('all', '2')))}}}")
     receive = draw(st.sampled_from(("paired", "just-in-time", "0", "1", "3")))
     slots = draw(st.sampled_from(("", "{slots=1}", "{slots=2}", "{slots=3}")))
-    passes += ["reduce-grad"] if draw(st.booleans()) else []
-    return PassList.parse(",".join([*passes, f"send-receive{{receive={receive}}}", f"buffers{slots}"])).apply(schedule)
+    passes += draw(st.sampled_from(([], ["reduce-grad"], ["reduce-grad{wait=now}"], ["reduce-grad{wait=deferred}"])))
+    waits = draw(st.sampled_from(([], ["wait-send"], ["wait-send{outstanding=2}"], ["wait-send{outstanding=4}"])))
+    try:
+        return PassList.parse(",".join([*passes, f"send-receive{{receive={receive}}}", *waits, f"buffers{slots}"])).apply(schedule)
+    except PassError:  # so few sends cannot be outstanding
+        reject()
 
 
 schedules_of_any_kind = st.one_of(zoo(), orders())

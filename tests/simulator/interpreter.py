@@ -112,6 +112,8 @@ class _Rank:
     """When its collectives so far are through."""
     whole: dict[int, float] = field(default_factory=dict)
     """When each stage's parameters are (or will be) gathered."""
+    summed: dict[int, float] = field(default_factory=dict)
+    """When each stage's gradients are (or will be) reduced."""
 
 
 class _Run:
@@ -122,6 +124,9 @@ class _Run:
         self.ticket = 0
         self.ranks = [_Rank(row) for row in table]
         self.named = {self._edge(action) for row in table for action in row if action.kind.is_communication}
+        waits = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
+        self.awaited = {self._edge(action) for row in table for action in row if action.kind in waits}
+        """The edges whose messages the sender waits for."""
         self.made: set[tuple[str, int, int]] = set()
         self.arrived: set[Edge] = set()
         self.posted: set[Edge] = set()
@@ -178,7 +183,15 @@ class _Run:
             return self._try_compute(rank, action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             return self._try_send(rank, action)
-        if action.kind in (Kind.RECV_F, Kind.RECV_B):
+        if action.kind in (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B):
+            edge = self._edge(action)
+            if not (edge in self.arrived and edge in self.posted):
+                return False
+            self._hold(rank, self._now_at(rank, 1), "receive buffers", -self._size(edge))
+        elif action.kind is Kind.WAIT_REDUCE_GRAD:
+            if self.now < self.ranks[rank].summed.get(action.stage, float("inf")):
+                return False
+        elif action.kind in (Kind.RECV_F, Kind.RECV_B):
             edge = self._edge(action)
             self.posted.add(edge)
             self._hold(rank, self._now_at(rank, 1), "receive buffers", self._size(edge))
@@ -330,9 +343,9 @@ class _Run:
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def _edge(self, action: Action) -> Edge:
-        """The edge that a send or receive stands for."""
-        up = action.kind in (Kind.SEND_F, Kind.RECV_F)
-        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        """The edge that a send, a receive or a wait for a send stands for."""
+        up = action.kind in (Kind.SEND_F, Kind.RECV_F, Kind.WAIT_SEND_F)
+        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F) else -1
         peer = action.stage + step if action.peer is None else action.peer
         return ("up" if up else "down", min(action.stage, peer), max(action.stage, peer), action.microbatch or 0)
 
@@ -350,6 +363,8 @@ class _Run:
             if not (taken_by in self.arrived and taken_by in self.posted):
                 return False
         before.append(edge)
+        if edge in self.awaited:
+            self._hold(rank, self._now_at(rank, 0), "receive buffers", self._size(edge))
         self._put(edge, rank, target, action.stage)
         self._instant(rank)
         return True
@@ -415,7 +430,9 @@ class _Run:
         if action.kind is Kind.UNSHARD:
             state.whole[action.stage] = state.lane
             self._hold(rank, (start, (state.at, 0)), "parameters", self._cost("parameters", action.stage))
-            self._at(state.lane, -1, lambda: None)
+        else:
+            state.summed[action.stage] = state.lane
+        self._at(state.lane, -1, lambda: None)
         self._instant(rank)
 
     def _finish(self) -> None:

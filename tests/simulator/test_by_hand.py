@@ -12,6 +12,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.table import Table
 from penstock.simulator.gaps import Gap
 from penstock.simulator.timeline import Timeline
+from penstock.verifier.rules.memory import peak_memory
 from simulator.interpreter import interpret
 from verifier.build import program, schedule
 
@@ -182,3 +183,32 @@ def test_what_one_action_sends_goes_to_the_lowest_stage_first() -> None:
             t for t in ps.simulate(each, Costs(latency=1, contention="rank")).transfers() if t.kind is Kind.SEND_B and t.source == 2
         ]
         assert [t.target for t in sorted(gradients, key=lambda t: t.start)] == [0, 1]
+
+
+def test_a_wait_for_a_send_lasts_until_the_message_is_taken() -> None:
+    """The first message is on its way until 2; the second is there at 4, but rank 1 posts its receive at 6."""
+    sends = "0F0 0SEND_F0 0WAIT_SEND_F0 0F1 0SEND_F1 0WAIT_SEND_F1"
+    table = program(sends, "1RECV_F0 1F0 1RECV_F1 1F1")
+    timeline = timed(table, Costs(f=[1, 4], latency=1, output=2), [0, 1, 2, 2, 3, 6], [0, 2, 6, 6])  # type: ignore[arg-type]
+    assert told(timeline, 0) == ["1-2 memory 0WAIT_SEND_F0 0", "3-6 memory 0WAIT_SEND_F1 0", "6-10 drain None None"]
+    assert str(timeline.gaps(0)[0]) == "1 to 2: waits in 0WAIT_SEND_F0"
+    curve = timeline.memory(0)
+    assert list(zip(curve.times.tolist(), curve.total.tolist(), strict=True)) == [(1, 2), (2, 0), (3, 2), (6, 0)]
+    assert timeline.peak_memory[0] == peak_memory(table, timeline.costs)[0] == 2
+
+
+def test_a_sender_holds_every_message_that_it_has_not_waited_for() -> None:
+    late = program("0F0 0SEND_F0 0F1 0SEND_F1 0WAIT_SEND_F0 0WAIT_SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1")
+    costs = Costs(f=[1, 4], latency=1, output=2)  # type: ignore[arg-type]
+    assert ps.simulate(late, costs).peak_memory[0] == peak_memory(late, costs)[0] == 4
+
+
+@pytest.mark.parametrize(("wait", "start", "end"), [("after", 4, 14), ("before", 9, 16)])
+def test_a_reduction_runs_beside_computation_until_it_is_waited_for(wait: str, start: float, end: float) -> None:
+    rest = "1WAIT_REDUCE_GRAD 0B0" if wait == "before" else "0B0 1WAIT_REDUCE_GRAD"
+    table = program(f"0F0 1F0 1B0 1REDUCE_GRAD {rest} 0REDUCE_GRAD 0WAIT_REDUCE_GRAD", placement=Placement.v(1))
+    starts = [0, 1, 2, 4, 4, 9, 9, 14] if wait == "after" else [0, 1, 2, 4, 9, 9, 11, 16]
+    timeline = timed(table, Costs(reduce=5), starts)
+    assert timeline.makespan == end
+    assert [span.start for span in timeline.spans(0) if str(span.action) == "0B0"] == [start]
+    assert told(timeline, 0)[0] == ("6-9 " if wait == "after" else "4-9 ") + "communication 1REDUCE_GRAD 0"

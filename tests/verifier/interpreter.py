@@ -48,6 +48,12 @@ def is_send(action: Action) -> bool:
     return action.kind in (Kind.SEND_F, Kind.SEND_B)
 
 
+def awaited_by(wait: Action) -> Message:
+    """The message of the send that a WAIT_SEND is for."""
+    kind = Kind.SEND_F if wait.kind is Kind.WAIT_SEND_F else Kind.SEND_B
+    return message_of(Action(wait.stage, kind, wait.microbatch, peer=wait.peer))
+
+
 class Channels:
     """First in, first out from rank to rank for each sort of data; a send waits while all slots are taken."""
 
@@ -129,6 +135,10 @@ class Machine:
         self.posted: set[Message] = set()
         self.unsharded: set[tuple[int, int]] = set()
         self.reduced: Counter[tuple[int, int]] = Counter()
+        self.retires = bool(kinds & {Kind.WAIT_SEND_F, Kind.WAIT_SEND_B})
+        self.retired: set[Message] = set()
+        self.awaits_sums = Kind.WAIT_REDUCE_GRAD in kinds
+        self.summed: set[tuple[int, int]] = set()
 
     # One step of one rank ---------------------------------------------------------------------------------------------
 
@@ -142,6 +152,8 @@ class Machine:
             ran = self._compute(rank, action)
         elif action.kind.is_communication:
             ran = self._communicate(rank, action)
+        elif action.kind in (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B):
+            ran = self._retire(rank, action)
         else:
             ran = self._whole_stage(rank, action)
         self.at[rank] += ran
@@ -268,6 +280,19 @@ class Machine:
         self.sent.add(message)
         return True
 
+    def _retire(self, rank: int, action: Action) -> bool:
+        """Wait until the rank's own message has left and been received."""
+        self._check_place(rank, action)
+        message = awaited_by(action)
+        if message in self.retired:
+            raise Wrong(f"{action} waits again")
+        if message not in self.sent:
+            raise Wrong(f"{action} waits for what was not sent")
+        if message not in self.wires.arrived:
+            return False
+        self.retired.add(message)
+        return True
+
     # Whole stages -----------------------------------------------------------------------------------------------------
 
     def _whole_stage(self, rank: int, action: Action) -> bool:
@@ -276,6 +301,10 @@ class Machine:
             raise Wrong(f"{action} on rank {rank}, which does not hold the stage")
         if action.kind is Kind.REDUCE_GRAD:
             self._reduce(action, held)
+        elif action.kind is Kind.WAIT_REDUCE_GRAD:
+            if not self.reduced[held] or held in self.summed:
+                raise Wrong(f"{action} waits for no reduction")
+            self.summed.add(held)
         elif (held in self.unsharded) == (action.kind is Kind.UNSHARD):
             raise Wrong(f"{action}: it already is")
         else:
@@ -308,6 +337,10 @@ class Machine:
                         raise Wrong(f"{product.name} of stage {stage}, microbatch {microbatch} was never made")
         if (left := self.wires.left_over()) is not None:
             raise Wrong(f"messages are left over: {left}")
+        if self.retires and self.sent != self.retired:
+            raise Wrong(f"never retired: {self.sent - self.retired}")
+        if self.awaits_sums and set(self.reduced) - self.summed:
+            raise Wrong(f"never waited for: {set(self.reduced) - self.summed}")
         if self.unsharded:
             raise Wrong(f"unsharded at the end: {sorted(self.unsharded)}")
         holders = {(rank, stage) for rank in range(len(self.rows)) for stage in self.placement.stages_of(rank)}

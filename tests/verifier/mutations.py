@@ -7,10 +7,10 @@ from dataclasses import replace
 from random import Random
 
 from penstock.ir.action import Action
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
 
 Rows = tuple[tuple[Action, ...], ...]
-FAMILIES = (COMPUTE, (*SENDS, *RECEIVES), (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD))
+FAMILIES = (COMPUTE, (*SENDS, *RECEIVES, *SEND_WAITS), (Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD))
 
 
 def _with_row(rows: Rows, rank: int, row: tuple[Action, ...]) -> Rows:
@@ -80,7 +80,7 @@ def _siblings(part: Action, stages: int, microbatches: int) -> Iterator[Action]:
         yield from (replace(part, microbatch=m) for m in range(microbatches + 1))
     yield from (replace(part, stage=s) for s in range(stages + 1) if s != part.peer)
     yield from (replace(part, kind=kind) for family in FAMILIES if part.kind in family for kind in family)
-    if part.kind.is_communication:
+    if part.kind.is_communication or part.kind.is_send_wait:
         yield from (replace(part, peer=s) for s in (None, *range(stages + 1)) if s != part.stage)
 
 

@@ -84,6 +84,15 @@ RIGHT = {
         placement=TWO,
         microbatches=2,
     ),
+    "waited for": made(f"{TRAIN[0]} 0WAIT_SEND_F0", f"{TRAIN[1]} 1WAIT_SEND_B0"),
+    "waited for at once": made("0F0 0SEND_F0 0WAIT_SEND_F0 0RECV_B0 0B0", f"{TRAIN[1]} 1WAIT_SEND_B0"),
+    "waited for along a skip edge": made(
+        "0F0 0SEND_F0 0SEND_F0>2 0WAIT_SEND_F0>2 0WAIT_SEND_F0",
+        "1RECV_F0 1F0 1SEND_F0 1WAIT_SEND_F0",
+        "2RECV_F0<0 2RECV_F0 2F0",
+        skips=((0, 2),),
+    ),
+    "reductions waited for": made("0F0 1F0 1B0 1REDUCE_GRAD 0B0 1WAIT_REDUCE_GRAD 0REDUCE_GRAD 0WAIT_REDUCE_GRAD", placement=V),
     "all slots taken for a while": made(
         "0F0 0SEND_F0 0F1 0SEND_F1", "1RECV_F0 1F0 1RECV_F1 1F1", microbatches=2, slots={(0, 1, Kind.SEND_F): 1}
     ),
@@ -138,6 +147,22 @@ WRONG = {
     "reduced too early": (made("0F0 0F1 0B0 0REDUCE_GRAD 0B1", microbatches=2), "before all weight gradients"),
     "reduced twice": (made("0F0 0B0 0REDUCE_GRAD 0REDUCE_GRAD"), "reduces again"),
     "one stage not reduced": (made("0F0 1F0 1B0 0B0 0REDUCE_GRAD", placement=V), "never reduced"),
+    "a send that is not waited for": (made(TRAIN[0], f"{TRAIN[1]} 1WAIT_SEND_B0"), "never retired"),
+    "waited for twice": (made(f"{TRAIN[0]} 0WAIT_SEND_F0 0WAIT_SEND_F0", f"{TRAIN[1]} 1WAIT_SEND_B0"), "waits again"),
+    "waited for before it is sent": (made("0F0 0WAIT_SEND_F0 0SEND_F0", "1RECV_F0 1F0"), "not sent"),
+    "waited for though never sent": (made("0F0 0SEND_F0 0WAIT_SEND_F0", "1RECV_F0 1F0 1WAIT_SEND_B0"), "not sent"),
+    "waited for the other kind": (made("0F0 0SEND_F0 0WAIT_SEND_F0 0WAIT_SEND_B0", "1RECV_F0 1F0"), "not sent"),
+    "waited for on another rank": (made("0F0 0SEND_F0", "1RECV_F0 1F0 0WAIT_SEND_F0"), "runs on rank 1"),
+    "a wait that the receive comes behind": (
+        made("0F0 0SEND_F0 0WAIT_SEND_F0 1RECV_F1 1F1", "0F1 0SEND_F1 0WAIT_SEND_F1 1RECV_F0 1F0", placement=TWO, microbatches=2),
+        "hangs at 0WAIT_SEND_F",
+    ),
+    "a reduction that is not waited for": (
+        made("0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD", placement=V),
+        "never waited for",
+    ),
+    "a reduction waited for twice": (made("0F0 0B0 0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0WAIT_REDUCE_GRAD"), "no reduction"),
+    "a reduction waited for before": (made("0F0 0B0 0WAIT_REDUCE_GRAD 0REDUCE_GRAD"), "no reduction"),
     "nothing to reduce": (made("0F0 0REDUCE_GRAD"), "reduces nothing"),
 }
 

@@ -12,6 +12,8 @@ import penstock as ps
 from penstock.errors import CostsError, ScheduleError, UnknownNameError
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
+from penstock.passes.buffers import Buffers
+from penstock.passes.wait_send import WaitSend
 from penstock.verifier.finding import Severity
 from penstock.verifier.rules.table import RULES
 from penstock.verifier.verify import MOST_FINDINGS, check, verify
@@ -97,8 +99,9 @@ def test_a_table_that_is_wrong_everywhere_is_bounded() -> None:
 
 
 def test_the_certificate_of_a_program() -> None:
-    table = ps.lower(ps.schedule("zbv", 4, 8), fsdp=True)
-    proof = verify(table, memory_limit=8, costs=ps.Costs())
+    table = WaitSend(outstanding=8).apply(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True))
+    table = Buffers().apply(table)
+    proof = verify(table, memory_limit=8, costs=ps.Costs(), max_outstanding_sends=8)
     assert list(proof.rules) == [rule.name for rule in RULES]
     assert proof.actions == sum(map(len, table))
     assert proof.messages == 2 * 6 * 8  # of the 7 edges of 8 stages one is within a rank

@@ -8,7 +8,7 @@ export interface Wanted {
   more?: Record<string, unknown>;
 }
 
-const KINDS = ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B"];
+const KINDS = ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B", "WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"];
 
 /** Node of F or B of a microbatch on a rank. */
 function node(microbatches: number, rank: number, kind: 0 | 1, microbatch: number): number {

@@ -28,7 +28,7 @@ BACKWARD = Tone("B", "full backward", "#d55e00", "#000000", "red")
 INPUT = Tone("I", "backward for the input", "#e69f00", "#000000", "yellow")
 WEIGHT = Tone("W", "backward for the weights", "#009e73", "#000000", "green")
 OVERLAP = Tone("&", "run together", "#cc79a7", "#000000", "magenta")
-SEND = Tone("SEND", "send", "#56b4e9", "#000000", "cyan")
+SEND = Tone("SEND", "send, and wait for a send", "#56b4e9", "#000000", "cyan")
 RECEIVE = Tone("RECV", "receive", "#bbbbbb", "#000000", "white")
 SHARDING = Tone("SHARD/REDUCE", "parameters gathered or freed, gradients reduced", "#f0e442", "#000000", "bright_black")
 OPTIMIZER = Tone("step", "optimizer's step", "#444444", "#ffffff", "black")
@@ -46,6 +46,9 @@ TONES = {
     Kind.UNSHARD: SHARDING,
     Kind.RESHARD: SHARDING,
     Kind.REDUCE_GRAD: SHARDING,
+    Kind.WAIT_SEND_F: SEND,
+    Kind.WAIT_SEND_B: SEND,
+    Kind.WAIT_REDUCE_GRAD: SHARDING,
 }
 BASIC_INK = {tone.basic: tone.ink for tone in (*TONES.values(), OPTIMIZER)}
 """The ink on each basic colour, which a shade does not change."""

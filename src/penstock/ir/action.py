@@ -34,7 +34,7 @@ class Action(_Fields):
     """`Action(3, Kind.F, 7)` is "stage 3, forward, microbatch 7", written `3F7`.
 
     An overlapped action holds `sub_actions` and no stage of its own (-1). `peer` names the stage at the other end
-    of a message along an edge that skips stages; None is the neighbour in the chain.
+    of a message along an edge that skips stages; None is the neighbour in the chain. A wait for a send names the same peer as the send.
 
     >>> Action.parse("3F7")
     Action('3F7')
@@ -64,8 +64,8 @@ class Action(_Fields):
                 f"microbatch {self.microbatch} of stage {self.stage}: microbatches run from 0 to {codes.MAX_MICROBATCHES - 1}"
             )
         if self.peer is not None:
-            if not self.kind.is_communication:
-                raise ActionError(f"a {self.kind.name} action has no peer; only sends and receives do")
+            if not (self.kind.is_communication or self.kind.is_send_wait):
+                raise ActionError(f"a {self.kind.name} action has no peer; only sends, receives and waits for sends do")
             if not 0 <= self.peer < codes.MAX_STAGES or self.peer == self.stage:
                 raise ActionError(f"peer {self.peer} of stage {self.stage}: it must be another stage, from 0 to {codes.MAX_STAGES - 1}")
 
@@ -136,6 +136,9 @@ def unpack_actions(row: Iterable[int]) -> Iterator[Action]:
 
 
 _KINDS = tuple(Kind)
+_OF_STAGE = np.array([not kind.has_microbatch for kind in Kind] + [True] * (16 - len(Kind)))
+_NAMES_PEER = np.array([kind.is_communication or kind.is_send_wait for kind in Kind] + [False] * (16 - len(Kind)))
+"""By kind: whether it belongs to a whole stage, and whether it may name a peer."""
 
 
 def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
@@ -146,9 +149,9 @@ def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
     """
     kind, stage, peer, joined = codes.kind_of(row), codes.stage_of(row), codes.peer_of(row), codes.is_joined(row)
     has_peer, has_join = peer >= 0, bool(joined.any())
-    sound = (kind < Kind.OVERLAP_F_B) & (stage < codes.MAX_STAGES)
+    sound = (kind != Kind.OVERLAP_F_B) & (kind < len(_KINDS)) & (stage < codes.MAX_STAGES)
     if has_peer.any():
-        sound &= ~has_peer | (kind >= Kind.SEND_F) & (kind <= Kind.RECV_B) & (peer != stage) & (peer < codes.MAX_STAGES)
+        sound &= ~has_peer | _NAMES_PEER[kind] & (peer != stage) & (peer < codes.MAX_STAGES)
     if has_join:
         in_group = joined.copy()
         in_group[1:] |= joined[:-1]
@@ -157,7 +160,7 @@ def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
     if not sound.all():
         return tuple(unpack_actions(row.tolist()))
     microbatches: list[int | None] = codes.microbatch_of(row).tolist()
-    for place in np.flatnonzero(kind > Kind.RECV_B).tolist():
+    for place in np.flatnonzero(_OF_STAGE[kind]).tolist():
         microbatches[place] = None
     peers = [None if number < 0 else number for number in peer.tolist()] if has_peer.any() else repeat(None)
     kinds = map(_KINDS.__getitem__, kind.tolist())

@@ -3,6 +3,7 @@
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.
 - `W(s, m)` needs `I(s, m)`.
+- `WAIT_SEND` needs its send, and waits until the receive has taken the message; `WAIT_REDUCE_GRAD` needs its `REDUCE_GRAD`.
 
 In a schedule these hold between compute actions. In a program the output of another rank comes as a message: the consumer
 needs its receive, which its own rank ran before, and the send, which it waits for; a send needs the action that computes its data.
@@ -23,12 +24,14 @@ import numpy as np
 from penstock.ir import codes
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import SENDS, Kind
+from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows, first_of
 
 _ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
 """The two ends of a message, of activations (forward) and of gradients."""
+_UP = (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F)
+"""The kinds whose other end is, in a chain, the next stage."""
 
 
 def needs(action: Action, graph: StageGraph) -> tuple[Action, ...]:
@@ -89,6 +92,8 @@ class Links:
     """Made on one rank and used on another: held by waiting."""
     messages: Needs
     """Each send and its receive."""
+    retired: Needs
+    """Each receive of a message and the sender's WAIT_SEND, which waits for it."""
     missing: Missing
 
 
@@ -111,7 +116,9 @@ class Linker:
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
         messages = self._send_rules(local, missing) if self.lowered else _no_needs()
-        return Links(_joined(local), _joined(data), messages, _joined_missing(missing))
+        retired = self._wait_rules(messages, local, missing) if self.lowered else _no_needs()
+        self._reduction_rule(local, missing)
+        return Links(_joined(local), _joined(data), messages, retired, _joined_missing(missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
@@ -171,6 +178,46 @@ class Linker:
         code = codes.pack(reader, int(Kind.I), microbatch)
         self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
         return _joined(pairs)
+
+    # The rules of waits -----------------------------------------------------------------------------------------------
+
+    def _wait_rules(self, messages: Needs, local: list[Needs], missing: list[Missing]) -> Needs:
+        """A WAIT_SEND needs its send; and the pairs of a message's receive and the WAIT_SEND of its sender."""
+        waits = self._of(*SEND_WAITS)
+        if not len(waits):
+            return _no_needs()
+        send = self.sends_awaited(waits)
+        stage, microbatch, peer = self._stage[waits], self._microbatch[waits], peer_stages(self.rows)[waits]
+        code = np.where(
+            self.rows.kind[waits] == Kind.WAIT_SEND_F,
+            message_code(Kind.SEND_F, stage, peer, microbatch),
+            message_code(Kind.SEND_B, stage, peer, microbatch),
+        )
+        self._resolve(send, waits, code, local, missing)
+        receive_of = np.full(len(self.rows.codes) + 1, -1, dtype=np.int64)
+        receive_of[messages.before] = messages.after
+        receive = receive_of[send]  # of no send, -1: the last place
+        return Needs(receive[receive >= 0], waits[receive >= 0])
+
+    def sends_awaited(self, waits: Ints) -> Ints:
+        """For each entry that is a WAIT_SEND, the send that it waits for, -1 if there is none."""
+        send = np.full(len(waits), -1, dtype=np.int64)
+        stage, peer = self._stage[waits], peer_stages(self.rows)[waits]
+        edge = self.edge_between(stage, peer)
+        for wait, kind in zip(SEND_WAITS, SENDS, strict=True):
+            along = (self.rows.kind[waits] == wait) & (edge >= 0) & ((peer - stage) * towards(kind) > 0)
+            send[along] = self._ends[kind][edge[along] * self.microbatches + self._microbatch[waits[along]]]
+        return send
+
+    def _reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
+        """A WAIT_REDUCE_GRAD needs the REDUCE_GRAD of its stage on its own rank."""
+        waits = self._of(Kind.WAIT_REDUCE_GRAD)
+        if not len(waits):
+            return
+        reduces, stages, rank = self._of(Kind.REDUCE_GRAD), self.graph.stages, self.rows.rank
+        table = first_of(rank[reduces] * stages + self._stage[reduces], reduces, len(self.rows) * stages)
+        stage = self._stage[waits]
+        self._resolve(table[rank[waits] * stages + stage], waits, codes.pack(stage, int(Kind.REDUCE_GRAD)), local, missing)
 
     @staticmethod
     def _resolve(before: Ints, after: Ints, code: Ints, into: list[Needs], missing: list[Missing]) -> None:
@@ -371,12 +418,12 @@ def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
 
 def towards(kind: Kind) -> int:
     """The step from a communication's stage to its neighbour's: +1 up the chain, -1 down."""
-    return 1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1
+    return 1 if kind in _UP else -1
 
 
 def peer_stages(rows: Rows) -> Ints:
-    """The stage at the other end of each communication entry (meaningless for the others)."""
-    up = rows.is_kind(Kind.SEND_F, Kind.RECV_B)
+    """The stage at the other end of each communication entry and of each wait for a send (meaningless for the others)."""
+    up = rows.is_kind(*_UP)
     return np.where(rows.peer >= 0, rows.peer, rows.stage + np.where(up, 1, -1))
 
 

@@ -20,6 +20,9 @@ class Kind(IntEnum):
     RESHARD = 9
     REDUCE_GRAD = 10
     OVERLAP_F_B = 11
+    WAIT_SEND_F = 12
+    WAIT_SEND_B = 13
+    WAIT_REDUCE_GRAD = 14
 
     @property
     def is_compute(self) -> bool:
@@ -34,9 +37,16 @@ class Kind(IntEnum):
     @property
     def has_microbatch(self) -> bool:
         """Whether an action of this kind belongs to one microbatch; the others belong to a whole stage."""
-        return self <= Kind.RECV_B
+        return self <= Kind.RECV_B or self.is_send_wait
+
+    @property
+    def is_send_wait(self) -> bool:
+        """Waits until an earlier send of the rank is done."""
+        return self in (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
+SEND_WAITS = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
+"""The waits for the kinds in `SENDS`, in the same order."""

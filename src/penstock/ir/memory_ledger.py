@@ -4,6 +4,7 @@
 - The weight stash is held from the end of I to the end of W.
 - A received message is held from its receive (in a schedule, from its arrival) to the end of the action that uses it last.
 - A sum of gradients for another rank is held from the end of the first backward that adds to it to the end of the last one.
+- A sent message that is waited for is held from the start of its SEND to the end of its WAIT_SEND; without a wait, the transport owns it.
 - Gathered parameters are held from the start of UNSHARD to the end of RESHARD.
 - All the time, a rank holds its shards; its parameters if nothing is sharded.
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import peer_stages
-from penstock.ir.kind import RECEIVES, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, Kind
 from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
 
@@ -122,7 +123,7 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
 
 
 def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
-    """Received messages until their last use, and sums of gradients until their last part: each has the size of the output."""
+    """Received messages until their last use, sums of gradients until their last part, sent messages until their wait."""
     rows, deliveries, output = table.rows, table.deliveries, _sizes(costs, table, "output")
     if table.lowered:
         local = table.links.local
@@ -139,7 +140,12 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     sums = np.flatnonzero(deliveries.begun != deliveries.made)
     begun, made = deliveries.begun[sums], deliveries.made[sums]
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
+    waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
+    send, wait = table.links.local.before[waits], table.links.local.after[waits]
+    kept = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
     return [
+        _changes(_RECEIVE_BUFFERS, send, When.START, kept),
+        _changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
         _changes(_RECEIVE_BUFFERS, begin, when, size),
         _changes(_RECEIVE_BUFFERS, last, When.END, -size),
         _changes(_RECEIVE_BUFFERS, begun, When.END, partial),

@@ -6,17 +6,30 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.errors import PassError
 from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
+from penstock.ir.rows import Rows
 from penstock.passes.base import Pass
+
+WAITS = ("none", "now", "deferred")
 
 
 @dataclass(frozen=True)
 class ReduceGrad(Pass):
-    """REDUCE_GRAD of each stage right after its last weight gradient on the rank; stages that have one keep it."""
+    """REDUCE_GRAD of each stage right after its last weight gradient on the rank; stages that have one keep it.
+
+    `wait` adds a WAIT_REDUCE_GRAD to each reduction that has none: `now` right after it, `deferred` before the rank's next
+    reduction or at the end of its row, so that computation goes on beside it. With `none` the step's end waits for all of them.
+    """
 
     name = "reduce-grad"
+    wait: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.wait not in WAITS:
+            raise PassError(f"wait={self.wait} of pass {self.name}: it must be one of {', '.join(WAITS)}")
 
     def apply(self, program: Program) -> Program:
         rows = program.rows
@@ -26,4 +39,15 @@ class ReduceGrad(Pass):
         last = entries[latest]
         last = last[~np.isin(keys, key[rows.is_kind(Kind.REDUCE_GRAD)])]
         reduce = codes.pack(rows.stage[last], int(Kind.REDUCE_GRAD))
-        return self._passed(program, rows=rows.insert(rows.group_ends[last], reduce, rows.rank[last], tie=last))
+        reduced = rows.insert(rows.group_ends[last], reduce, rows.rank[last], tie=last)
+        return self._passed(program, rows=reduced if self.wait == "none" else self._add_waits(reduced, program.stages))
+
+    def _add_waits(self, rows: Rows, stages: int) -> Rows:
+        key = rows.rank * stages + rows.stage
+        reduces = np.flatnonzero(rows.is_kind(Kind.REDUCE_GRAD))
+        following = np.append(reduces[1:], len(rows.codes)) if len(reduces) else reduces
+        end = np.minimum(following, rows.offsets[rows.rank[reduces] + 1])
+        bare = ~np.isin(key[reduces], key[rows.is_kind(Kind.WAIT_REDUCE_GRAD)])
+        places = reduces + 1 if self.wait == "now" else end
+        waits = codes.pack(rows.stage[reduces], int(Kind.WAIT_REDUCE_GRAD))
+        return rows.insert(places[bare], waits[bare], rows.rank[reduces][bare], tie=reduces[bare])

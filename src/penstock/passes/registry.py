@@ -13,8 +13,9 @@ from penstock.passes.reduce_grad import ReduceGrad
 from penstock.passes.send_receive import SendReceive
 from penstock.passes.shard import Shard
 from penstock.passes.split_backward import SplitBackward
+from penstock.passes.wait_send import WaitSend
 
-_CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Shard, ReduceGrad, SendReceive, Receive, Buffers)
+_CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Shard, ReduceGrad, SendReceive, Receive, WaitSend, Buffers)
 _BY_NAME = {each.name: each for each in _CLASSES}
 
 

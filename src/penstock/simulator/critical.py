@@ -86,12 +86,16 @@ class _PathSearch:
             if timeline.collective_end[gather] == start:
                 return "collective", int(gather)
         for message in range(int(graph.send_at[node]), int(graph.send_at[node + 1])):
-            earlier = int(graph.slot[message])
-            if earlier >= 0 and timeline.arrive[earlier] == start:
-                return "message", earlier
-            if earlier >= 0 and timeline.start[graph.receive[earlier]] == start:
-                return "action", int(graph.receive[earlier])
-        return None
+            if (before := self._taken_at(int(graph.slot[message]), start)) is not None:
+                return before
+        return self._taken_at(int(graph.retire[node]), start)
+
+    def _taken_at(self, message: int, time: float) -> tuple[str, int] | None:
+        """What made this the time at which a message was taken: its arrival or its receive; None if it was another time, or no message."""
+        timeline, receive = self.timeline, int(self.timeline.flat.graph().receive[message]) if message >= 0 else -1
+        if message >= 0 and timeline.arrive[message] == time:
+            return "message", message
+        return ("action", receive) if message >= 0 and timeline.start[receive] == time else None
 
     def _before_message(self, message: int) -> tuple[str, int]:
         timeline, graph = self.timeline, self.timeline.flat.graph()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.ir.action import Action
+from penstock.ir.kind import Kind
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
@@ -22,8 +23,8 @@ class Gap:
 
     - `fill`: before the rank's first computation, and `drain`: after its last;
     - `waiting`: for `action` on `rank` to end;
-    - `communication`: for what `action` on `rank` sent, or gathered, to arrive;
-    - `memory`: for a slot of the channel that `action` is sent on;
+    - `communication`: for what `action` on `rank` sent, gathered or reduced, to arrive;
+    - `memory`: for a slot of the channel that `action` is sent on, or, where `action` is a wait, for its buffers to be free;
     - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
     """
 
@@ -39,10 +40,14 @@ class Gap:
             "drain": "the pipeline drains",
             "waiting": f"waits for {self.action} on rank {self.rank}",
             "communication": f"waits for the message of {self.action} from rank {self.rank}",
-            "memory": f"waits for a slot to send {self.action}",
+            "memory": f"waits {'in' if self._is_wait else 'for a slot to send'} {self.action}",
             OVERHEAD: f"has all that {self.action} needs",
         }[self.cause]
         return f"{self.start:g} to {self.end:g}: {what}"
+
+    @property
+    def _is_wait(self) -> bool:
+        return self.action is not None and (self.action.kind.is_send_wait or self.action.kind is Kind.WAIT_REDUCE_GRAD)
 
 
 def gaps(timeline: Timeline, rank: int) -> list[Gap]:
@@ -76,18 +81,18 @@ def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
 def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
     """One idle time before a node, in parts: until another rank has computed, has a slot to send, and its message arrives."""
     table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
-    if not timeline.computes[node]:
+    gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
+    if not timeline.computes[node] and not gathers:
         yield Gap(clock, start, "memory", timeline.table.rows.action_of(node), int(graph.rank[node]))
         return
     arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
     if not arrivals:
-        gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
         last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
         yield Gap(clock, start, "communication", timeline.table.rows.action_of(last), int(graph.rank[last]))
         return
     message = arrivals[0]
     sender = int(graph.sender[message])
-    computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots alone
+    computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots and its sends
     blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
     maker, source = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
     for until, cause, action in (

@@ -37,7 +37,7 @@ Document = dict[str, Any]
 Limit = float | Sequence[float] | None
 Column = dict[str, str]
 
-_GRAPH = ("need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot")
+_GRAPH = ("need_at", "need", "send_at", "gather_at", "gather", "received", "sender", "user", "receive", "slot", "retire")
 _TIMES = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
 
 

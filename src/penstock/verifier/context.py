@@ -10,7 +10,7 @@ import numpy as np
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import RECEIVES, SENDS, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows, first_of
 from penstock.ir.table import Table
@@ -28,6 +28,8 @@ class Context:
     """The memory limit of each rank."""
     in_bytes: bool = False
     """Whether a limit was given with a unit, so that sizes are bytes."""
+    max_outstanding_sends: int | None = None
+    """How many sends each rank may have outstanding: sent, and not yet waited for."""
 
     @property
     def rows(self) -> Rows:
@@ -88,11 +90,25 @@ class Context:
     @cached_property
     def edge(self) -> Ints:
         """The edge that a communication entry goes along; -1 for other entries and if there is no such edge."""
-        rows, edge = self.rows, np.full(len(self.rows.codes), -1, dtype=np.int64)
+        edge = np.full(len(self.rows.codes), -1, dtype=np.int64)
         entries = np.flatnonzero(self.communicates & self.inside)
-        stage, peer, up = rows.stage[entries], peer_stages(rows)[entries], rows.is_kind(Kind.SEND_F, Kind.RECV_B)[entries]
-        edge[entries] = np.where(up == (stage < peer), self.linker.edge_between(stage, peer), -1)
+        edge[entries] = self._edges_of(entries)
         return edge
+
+    def _edges_of(self, entries: Ints) -> Ints:
+        """The edges that sends, receives and waits for sends go along; -1 if there is no such edge."""
+        rows = self.rows
+        stage, peer = rows.stage[entries], peer_stages(rows)[entries]
+        up = rows.is_kind(Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F)[entries]
+        return np.where(up == (stage < peer), self.linker.edge_between(stage, peer), -1)
+
+    @cached_property
+    def along_edge(self) -> Flags:
+        """Whether a communication entry, or a wait for a send, goes along an edge of the graph."""
+        waits = np.flatnonzero(self.rows.is_kind(*SEND_WAITS) & self.inside)
+        along = self.edge >= 0
+        along[waits] = self._edges_of(waits) >= 0
+        return along
 
     @cached_property
     def message(self) -> Ints:

@@ -27,27 +27,42 @@ MOST_FINDINGS = 1000
 Limit = float | str | Sequence[float | str] | None
 
 
-def verify(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> Proof:
+def verify(
+    table: Table,
+    *,
+    semantics: str = "channels",
+    memory_limit: Limit = None,
+    costs: Costs | None = None,
+    max_outstanding_sends: int | None = None,
+) -> Proof:
     """A proof that a schedule or program neither hangs, drops work nor holds too much; else `VerifyError` with every finding.
 
     `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, where both
     ends must meet in order). `memory_limit` is one size or one a rank, in the units of `costs` or like "40GiB".
+    `max_outstanding_sends` is how many sends a rank may have sent and not yet waited for (WAIT_SEND_F and WAIT_SEND_B).
 
     >>> from penstock.ir.placement import Placement
     >>> from penstock.ir.schedule import Schedule
     >>> verify(Schedule.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], Placement.linear(2))).actions
     4
     """
-    context = _context(table, semantics, memory_limit, costs)
+    context = _context(table, semantics, memory_limit, costs, max_outstanding_sends)
     findings = _check(context)
     if findings:
         raise VerifyError(findings, report(table, semantics, findings))
     return _proof(context, with_memory=memory_limit is not None or costs is not None)
 
 
-def check(table: Table, *, semantics: str = "channels", memory_limit: Limit = None, costs: Costs | None = None) -> list[Finding]:
+def check(
+    table: Table,
+    *,
+    semantics: str = "channels",
+    memory_limit: Limit = None,
+    costs: Costs | None = None,
+    max_outstanding_sends: int | None = None,
+) -> list[Finding]:
     """Every finding, the worst first, and none where the proof succeeds."""
-    return _check(_context(table, semantics, memory_limit, costs))
+    return _check(_context(table, semantics, memory_limit, costs, max_outstanding_sends))
 
 
 def _check(context: Context) -> list[Finding]:
@@ -83,18 +98,19 @@ def _proof(context: Context, with_memory: bool) -> Proof:
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | None) -> Context:
+def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | None, outstanding: int | None) -> Context:
     if not isinstance(table, Table):
         raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
+    if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
+        raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
     costs = costs or Costs()
     costs.check(table.stages, table.microbatches)
     sizes = _sizes(memory_limit, table.ranks)
     limits = None if sizes is None else tuple(parse_size(size, f"memory_limit of rank {rank}") for rank, size in enumerate(sizes))
-    return Context(
-        table, semantics, costs, limits, in_bytes=any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
-    )
+    in_bytes = any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
+    return Context(table, semantics, costs, limits, in_bytes=in_bytes, max_outstanding_sends=outstanding)
 
 
 def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:

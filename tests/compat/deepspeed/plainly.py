@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.passes.deepspeed import Instruction, Stream
+from penstock.passes.deepspeed.instructions import Instruction, Stream
 
 PEERS = {"SendActivation": ("RecvActivation", 1), "SendGrad": ("RecvGrad", -1)}
 RECEIVES = {"RecvActivation": -1, "RecvGrad": 1}

@@ -14,7 +14,7 @@ from penstock.compat.deepspeed import prove, to_program
 from penstock.compat.deepspeed import schedule as s
 from penstock.compat.deepspeed.proof import program_of
 from penstock.errors import PassError, VerifyError
-from penstock.passes.deepspeed import Instruction, Stream, streams
+from penstock.passes.deepspeed.instructions import Instruction, Stream, streams
 
 ORDERS = ("1f1b", "eager-1f1b", "zb-h1")
 

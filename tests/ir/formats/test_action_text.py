@@ -34,6 +34,11 @@ def as_torch(action: Action) -> _Action:
         ("1UNSHARD", Action(1, Kind.UNSHARD)),
         ("1RESHARD", Action(1, Kind.RESHARD)),
         ("1REDUCE_GRAD", Action(1, Kind.REDUCE_GRAD)),
+        ("3WAIT_SEND_F1", Action(3, Kind.WAIT_SEND_F, 1)),
+        ("3WAIT_SEND_B1", Action(3, Kind.WAIT_SEND_B, 1)),
+        ("1WAIT_REDUCE_GRAD", Action(1, Kind.WAIT_REDUCE_GRAD)),
+        ("0WAIT_SEND_F1>3", Action(0, Kind.WAIT_SEND_F, 1, peer=3)),
+        ("3WAIT_SEND_B1>0", Action(3, Kind.WAIT_SEND_B, 1, peer=0)),
         ("(3F1;0B4)OVERLAP_F_B", Action.overlap(Action(3, Kind.F, 1), Action(0, Kind.B, 4))),
         ("0SEND_F1>3", Action(0, Kind.SEND_F, 1, peer=3)),
         ("3RECV_F1<0", Action(3, Kind.RECV_F, 1, peer=0)),
@@ -146,3 +151,10 @@ def test_the_parser_is_stricter_than_pytorchs() -> None:
     assert repr(_Action.from_str("1F0xyz")) == "1F0"
     with pytest.raises(ActionError, match="'1F0xyz' is not an action"):
         parse_action("1F0xyz")
+
+
+def test_the_pytorch_drop_in_reads_waits() -> None:
+    from penstock.compat.torch.schedules import _Action as OurAction
+
+    for text in ("0WAIT_SEND_F3", "2WAIT_SEND_B0", "1WAIT_REDUCE_GRAD"):
+        assert str(OurAction.from_str(text)) == text

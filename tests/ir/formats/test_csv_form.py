@@ -331,8 +331,24 @@ def test_a_whole_file_is_written_in_place_of_the_old(tmp_path: Path) -> None:
 def test_every_kind_survives_a_file(tmp_path: Path) -> None:
     program = Program.from_actions(
         [
-            ["0UNSHARD", "0F0", "0SEND_F0", "0F1", "0SEND_F1", "0RECV_B0", "0I0", "0W0", "0RECV_B1", "0B1", "0RESHARD", "0REDUCE_GRAD"],
-            ["1RECV_F0", "1F0", "1RECV_F1", "(1F1;1B0)OVERLAP_F_B", "1SEND_B0", "1B1", "1SEND_B1"],
+            [
+                "0UNSHARD",
+                "0F0",
+                "0SEND_F0",
+                "0F1",
+                "0SEND_F1",
+                "0RECV_B0",
+                "0I0",
+                "0W0",
+                "0WAIT_SEND_F0",
+                "0RECV_B1",
+                "0B1",
+                "0RESHARD",
+                "0REDUCE_GRAD",
+                "0WAIT_REDUCE_GRAD",
+                "0WAIT_SEND_F1",
+            ],
+            ["1RECV_F0", "1F0", "1RECV_F1", "(1F1;1B0)OVERLAP_F_B", "1SEND_B0", "1B1", "1SEND_B1", "1WAIT_SEND_B0", "1WAIT_SEND_B1"],
         ],
         Placement.linear(2),
     )

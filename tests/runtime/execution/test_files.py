@@ -14,6 +14,7 @@ import penstock as ps
 from ir.peers import lowered, order_of, write_order
 from penstock.errors import ScheduleError, VerifyError
 from penstock.ir.table import Table
+from penstock.passes.pass_list import PassList
 from penstock.runtime import Pipeline, launch
 from runtime.models import assert_close, assert_same, blocks, by_batch, by_loop, by_pipeline, gradients, sums_in_order
 
@@ -168,3 +169,10 @@ def test_forward_only_schedule_does_not_train() -> None:
     with pytest.raises(ScheduleError, match="has no backward"):
         pipe.step(x, target=x)
     assert pipe.infer(x).shape == (4, 3)
+
+
+@pytest.mark.parametrize("limit", ["all", "4"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "zbv", "dualpipe"])
+def test_program_that_waits_for_its_sends(name: str, limit: str) -> None:
+    passes = PassList.parse(f"reduce-grad{{wait=deferred}},send-receive,wait-send{{outstanding={limit}}}")
+    _check(passes.apply(ps.schedule(name, ranks=2, microbatches=6)))

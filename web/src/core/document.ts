@@ -64,7 +64,8 @@ function readGraph(json: Json, nodes: number, timed: boolean): Graph {
   const rank = new Int32Array(nodes);
   for (let r = 0; r + 1 < bounds.length; r++) rank.fill(r, bounds[r], bounds[r + 1]);
   const collective = timed ? bytes(json.collective, "graph.collective") : new Int8Array(nodes);
-  return { ...(columns as unknown as Graph), rank, collective };
+  const retire = json.retire === undefined ? new Int32Array(nodes).fill(-1) : ints(json.retire, "graph.retire"); // programs without waits
+  return { ...(columns as unknown as Graph), rank, collective, retire };
 }
 
 function readMessages(json: Json): Messages {
@@ -104,7 +105,7 @@ function check(view: View): void {
   if (!view.timed) return;
   const count = messages.before.length;
   for (const name of ["need_at", "send_at", "gather_at"] as const) sized(graph[name], nodes + 1, `graph.${name}`);
-  for (const name of ["received", "collective"] as const) sized(graph[name], nodes, `graph.${name}`);
+  for (const name of ["received", "retire", "collective"] as const) sized(graph[name], nodes, `graph.${name}`);
   for (const name of ["need", "sender", "user", "receive", "slot"] as const) sized(graph[name], count, `graph.${name}`);
   for (const name of ENDS) sized(messages[name], count, `messages.${name}`);
 }

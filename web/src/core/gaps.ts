@@ -50,14 +50,15 @@ function finishedOnce(view: View, timing: Timing): Float64Array {
 /** One idle time before a node: for another rank to act, for a slot to send what it made, and for that to arrive. */
 function waitsOf(view: View, timing: Timing, node: number, clock: number, start: number): Gap[] {
   const { graph, messages } = view;
-  if (!computes(view, node)) return [{ start: clock, end: start, cause: "memory", action: actionText(view, node), rank: graph.rank[node] }];
+  const gathers = graph.gather_at[node] < graph.gather_at[node + 1];
+  if (!computes(view, node) && !gathers) return [{ start: clock, end: start, cause: "memory", action: actionText(view, node), rank: graph.rank[node] }];
   const message = graph.need.subarray(graph.need_at[node], graph.need_at[node + 1]).find((each) => timing.arrive[each] === start);
   if (message === undefined) {
     const last = lastGather(view, timing, node);
     return [{ start: clock, end: start, cause: "communication", action: actionText(view, last), rank: graph.rank[last] }];
   }
   const sender = graph.sender[message];
-  let computed = sender; // from its end on the sender waits for slots alone
+  let computed = sender; // from its end on the sender waits for slots and its sends
   while (!computes(view, computed)) computed--;
   let blocked = sender;
   while (blocked > computed && timing.start[blocked] <= timing.end[blocked - 1]) blocked--;
@@ -103,7 +104,7 @@ const SAID: Record<Gap["cause"], (gap: Gap) => string> = {
   drain: () => "the pipeline drains",
   waiting: (gap) => `waits for ${gap.action} on rank ${gap.rank}`,
   communication: (gap) => `waits for the message of ${gap.action} from rank ${gap.rank}`,
-  memory: (gap) => `waits for a slot to send ${gap.action}`,
+  memory: (gap) => `waits ${gap.action?.includes("WAIT_") ? "in" : "for a slot to send"} ${gap.action}`,
   overhead: (gap) => `has all that ${gap.action} needs`,
 };
 

@@ -6,7 +6,7 @@ import type { Graph, Timing } from "./types.ts";
  * Gives the node that each rank came to, its end where nothing hangs.
  */
 export function runIndependent(graph: Graph, takes: Durations, times: Timing, link: Int32Array, links: number): Int32Array {
-  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, collective, received, sender, user, receive, slot } = graph;
+  const { bounds, rank: rankOf, need_at, need, send_at, gather_at, gather, collective, received, sender, user, receive, slot, retire } = graph;
   const { start, end, depart, arrive, collectiveStart, collectiveEnd } = times;
   const ranks = bounds.length - 1;
   const at = bounds.slice(0, ranks);
@@ -36,6 +36,13 @@ export function runIndependent(graph: Graph, takes: Durations, times: Timing, li
         if (taken < 0) break ahead;
         if (taken > begin) begin = taken;
         if (arrive[earlier] > begin) begin = arrive[earlier];
+      }
+      const sent = retire[node];
+      if (sent >= 0) {
+        const taken = start[receive[sent]];
+        if (taken < 0) break ahead;
+        if (taken > begin) begin = taken;
+        if (arrive[sent] > begin) begin = arrive[sent];
       }
       for (let k = gather_at[node]; k < gather_at[node + 1]; k++) {
         if (collectiveEnd[gather[k]] > begin) begin = collectiveEnd[gather[k]];

@@ -10,9 +10,12 @@ export const RECV_B = 7;
 export const UNSHARD = 8;
 export const RESHARD = 9;
 export const REDUCE_GRAD = 10;
+export const WAIT_SEND_F = 12;
+export const WAIT_SEND_B = 13;
 
 export const isCompute = (kind: number): boolean => kind <= W;
 export const isSend = (kind: number): boolean => kind === SEND_F || kind === SEND_B;
 export const isReceive = (kind: number): boolean => kind === RECV_F || kind === RECV_B;
+export const isSendWait = (kind: number): boolean => kind === WAIT_SEND_F || kind === WAIT_SEND_B;
 /** Whether an action of this kind belongs to one microbatch; the others belong to a whole stage. */
-export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B;
+export const hasMicrobatch = (kind: number): boolean => kind <= RECV_B || isSendWait(kind);

@@ -45,7 +45,8 @@ const [ACTIVATIONS, STASH, RECEIVED, PARAMETERS] = [0, 1, 2, 3];
 
 /**
  * What each rank holds over time: an activation from the start of F to the end of I or B, which leaves the weight stash that
- * the end of W frees; a received message from its receive (in a schedule, its arrival) to the end of what uses it; parameters
+ * the end of W frees; a received message from its receive (in a schedule, its arrival) to the end of what uses it; a sent
+ * message from its send to the end of its WAIT_SEND, if there is one; parameters
  * from the start of their gathering to RESHARD. Ranks that never shard keep their parameters all the time.
  */
 export function memoryOf(view: View, timing: Timing, costs: Costs): Memory {
@@ -102,6 +103,17 @@ function addReceived(view: View, timing: Timing, costs: Costs, changes: Changes)
   const sums = Array.from(sizes.keys()).filter((k) => messages.begun[k] !== messages.maker[k]);
   for (const k of sums) at(messages.begun[k], messages.source[k], sizes[k]);
   for (const k of sums) at(messages.maker[k], messages.source[k], -sizes[k]);
+  addSent(view, timing, sizes, changes);
+}
+
+/** Messages that the sender keeps until its WAIT_SEND. */
+function addSent(view: View, timing: Timing, sizes: Float64Array, changes: Changes): void {
+  const { retire, sender, rank } = view.graph;
+  retire.forEach((k, wait) => {
+    if (k < 0) return;
+    changes.at(rank[wait], RECEIVED, sender[k], timing.start[sender[k]], sizes[k], false);
+    changes.at(rank[wait], RECEIVED, wait, timing.end[wait], -sizes[k], true);
+  });
 }
 
 function addParameters(view: View, timing: Timing, costs: Costs, changes: Changes): void {

@@ -67,11 +67,18 @@ class Walk {
       if (collectiveEnd[graph.gather[k]] === begin) return ["collective", graph.gather[k]];
     }
     for (let message = graph.send_at[node]; message < graph.send_at[node + 1]; message++) {
-      const earlier = graph.slot[message];
-      if (earlier >= 0 && arrive[earlier] === begin) return ["message", earlier];
-      if (earlier >= 0 && start[graph.receive[earlier]] === begin) return ["action", graph.receive[earlier]];
+      const before = this.takenAt(graph.slot[message], begin);
+      if (before) return before;
     }
-    return null;
+    return this.takenAt(graph.retire[node], begin);
+  }
+
+  /** What made this the time at which a message was taken: its arrival or its receive. */
+  private takenAt(message: number, time: number): Place | null {
+    if (message < 0) return null;
+    if (this.timing.arrive[message] === time) return ["message", message];
+    const receive = this.view.graph.receive[message];
+    return this.timing.start[receive] === time ? ["action", receive] : null;
   }
 
   private beforeMessage(message: number): Place {

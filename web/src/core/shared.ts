@@ -149,6 +149,12 @@ class SharedRun {
       if (taken < 0) return -1;
       begin = Math.max(begin, taken, times.arrive[earlier]);
     }
+    const sent = graph.retire[node];
+    if (sent >= 0) {
+      const taken = times.start[graph.receive[sent]];
+      if (taken < 0) return -1;
+      begin = Math.max(begin, taken, times.arrive[sent]);
+    }
     return begin;
   }
 }

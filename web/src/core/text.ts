@@ -1,4 +1,4 @@
-import { hasMicrobatch, isSend } from "./kinds.ts";
+import { hasMicrobatch, isSend, isSendWait } from "./kinds.ts";
 import type { View } from "./types.ts";
 
 /** An action as it is written: 2F0, 1UNSHARD, 3SEND_F1, (3F1;0B4)OVERLAP_F_B. */
@@ -13,6 +13,6 @@ export function actionText(view: View, node: number): string {
 export function entryText(view: View, entry: number): string {
   const { kind, stage, microbatch, peer } = view.entries;
   const which = hasMicrobatch(kind[entry]) ? microbatch[entry] : "";
-  const other = peer[entry] < 0 ? "" : `${isSend(kind[entry]) ? ">" : "<"}${peer[entry]}`;
+  const other = peer[entry] < 0 ? "" : `${isSend(kind[entry]) || isSendWait(kind[entry]) ? ">" : "<"}${peer[entry]}`;
   return `${stage[entry]}${view.kinds[kind[entry]]}${which}${other}`;
 }

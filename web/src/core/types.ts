@@ -62,6 +62,8 @@ export interface Graph {
   user: Int32Array;
   receive: Int32Array;
   slot: Int32Array;
+  /** The message that a node waits to be taken, -1 for none. */
+  retire: Int32Array;
   collective: Int8Array;
 }
 

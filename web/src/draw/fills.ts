@@ -60,6 +60,6 @@ function kindTable(view: View): string[] {
 }
 
 function otherFill(kind: string): string {
-  if (kind.startsWith("SEND")) return TONES.SEND.fill;
+  if (kind.includes("SEND")) return TONES.SEND.fill;
   return kind.startsWith("RECV") ? RECEIVE : TONES.SHARD.fill;
 }

@@ -26,13 +26,16 @@ const KINDS: Record<string, string> = {
   UNSHARD: "gather of parameters",
   RESHARD: "freeing of parameters",
   REDUCE_GRAD: "reduction of gradients",
+  WAIT_SEND_F: "wait until an activation is sent",
+  WAIT_SEND_B: "wait until a gradient is sent",
+  WAIT_REDUCE_GRAD: "wait until gradients are reduced",
 };
 
 export const CAUSES: Record<Gap["cause"], string> = {
   fill: "filling the pipeline",
   waiting: "waiting for another rank",
   communication: "waiting for a message",
-  memory: "waiting for a free slot",
+  memory: "waiting for a free slot or buffer",
   drain: "draining the pipeline",
   overhead: "overhead",
 };

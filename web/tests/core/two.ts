@@ -14,7 +14,7 @@ export function two(changes: Record<string, unknown> = {}): Record<string, unkno
     copies: [[0, 1]],
     lowered: false,
     table: { type: "schedule", name: "two", placement: "linear", edges: [[0, 1]] },
-    kinds: ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B"],
+    kinds: ["F", "B", "I", "W", "SEND_F", "RECV_F", "SEND_B", "RECV_B", "UNSHARD", "RESHARD", "REDUCE_GRAD", "OVERLAP_F_B", "WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD"],
     entries: { kind: [0, 1, 0, 1], stage: [0, 0, 1, 1], microbatch: [0, 0, 0, 0], peer: [-1, -1, -1, -1], at: [0, 1, 2, 3, 4] },
     timed: true,
     graph: {

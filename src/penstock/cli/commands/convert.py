@@ -92,7 +92,7 @@ def _read(source: ScheduleSource, form: Format | None) -> Table:
     from penstock.ir.formats.csv_form import read_csv
     from penstock.ir.formats.json_form import read_json
     from penstock.ir.formats.reading import read_text
-    from penstock.passes.deepspeed_text import parse_streams, schedule_of
+    from penstock.passes.deepspeed.text import parse_streams, schedule_of
 
     source.refuse_shape()
     path = source.path()
@@ -119,8 +119,8 @@ def _fit(table: Table, form: Format | None) -> Table:
 def _text(table: Table, form: Format, path: Path) -> str:
     from penstock.cli.output import check_csv, to_json
     from penstock.ir.formats.csv_form import csv_text
-    from penstock.passes.deepspeed import streams
-    from penstock.passes.deepspeed_text import format_streams
+    from penstock.passes.deepspeed.instructions import streams
+    from penstock.passes.deepspeed.text import format_streams
 
     if form is Format.JSON:
         return to_json(table.to_json())

@@ -25,8 +25,8 @@ from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
-from penstock.passes.deepspeed import Instruction
-from penstock.passes.deepspeed_reader import KINDS, TRAINING, Duties, StreamReader
+from penstock.passes.deepspeed.instructions import Instruction
+from penstock.passes.deepspeed.reader import KINDS, TRAINING, Duties, StreamReader
 from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss

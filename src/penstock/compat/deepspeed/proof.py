@@ -17,8 +17,8 @@ from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.steps import walk
-from penstock.passes.deepspeed import Instruction, Stream
-from penstock.passes.deepspeed_reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
+from penstock.passes.deepspeed.instructions import Instruction, Stream
+from penstock.passes.deepspeed.reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
 from penstock.verifier.finding import Finding, Severity, report
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import check, verify

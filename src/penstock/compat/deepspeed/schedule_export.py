@@ -17,7 +17,7 @@ from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
-from penstock.passes.deepspeed import Stream, streams
+from penstock.passes.deepspeed.instructions import Stream, streams
 from penstock.passes.merge_backward import MergeBackward
 from penstock.schedules.registry import algorithm
 from penstock.schedules.registry import schedule as by_name

@@ -1,6 +1,7 @@
 """The text form of an action: PyTorch's, with `>` and `<` for the peer of a message that skips stages.
 
-`2F0`, `1UNSHARD`, `3SEND_F1`, `(3F1;0B4)OVERLAP_F_B`; beyond PyTorch: `0SEND_F1>3` (to stage 3), `3RECV_F1<0` (from stage 0).
+`2F0`, `1UNSHARD`, `3SEND_F1`, `3WAIT_SEND_F1`, `(3F1;0B4)OVERLAP_F_B`; beyond PyTorch: `0SEND_F1>3` (to stage 3), `3RECV_F1<0`
+(from stage 0).
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ import re
 
 from penstock.errors import ActionError, nearest
 from penstock.ir.action import Action
-from penstock.ir.kind import SENDS, Kind
+from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 
 _SIMPLE = re.compile(r"([0-9]{1,18})([A-Z_]*[A-Z])([0-9]{0,18})(?:([<>])([0-9]{1,18}))?")  # longer numbers are out of range
 _OVERLAP = re.compile(r"\(([^()]*)\)([A-Z_]+)")
+_POINTING = (*SENDS, *SEND_WAITS)
+"""The kinds that write their peer with `>`."""
 _EXAMPLES = "an action is written as stage, kind, microbatch, like 2F0, 1UNSHARD, 3SEND_F1 or (3F1;0B4)OVERLAP_F_B"
 
 
@@ -21,7 +24,7 @@ def format_action(action: Action) -> str:
     if action.sub_actions:
         return f"({';'.join(map(format_action, action.sub_actions))}){action.kind.name}"
     microbatch = "" if action.microbatch is None else action.microbatch
-    peer = "" if action.peer is None else f"{'>' if action.kind in SENDS else '<'}{action.peer}"
+    peer = "" if action.peer is None else f"{'>' if action.kind in _POINTING else '<'}{action.peer}"
     return f"{action.stage}{action.kind.name}{microbatch}{peer}"
 
 
@@ -35,7 +38,7 @@ def parse_action(text: str) -> Action:
         raise ActionError(f"{text!r} is not an action: {_EXAMPLES}")
     stage, kind, microbatch, arrow, peer = match.groups()
     action = _checked(stripped, int(stage), _kind(stripped, kind), int(microbatch) if microbatch else None, int(peer) if peer else None)
-    if arrow and (arrow == ">") != (action.kind in SENDS):
+    if arrow and (arrow == ">") != (action.kind in _POINTING):
         raise ActionError(f"{text!r} is not an action: sends point to their peer with '>', receives from it with '<'")
     return action
 

@@ -10,7 +10,7 @@ from penstock.errors import FileFormatError
 from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import peer_stages
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
+from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement, recognise
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
@@ -150,7 +150,7 @@ def _graph(rows: Rows, stages: int) -> StageGraph:
 
 def _is_program(rows: Rows, placement: Placement, graph: StageGraph) -> bool:
     """Messages or sharding make a program; so do reductions alone where nothing has to cross ranks."""
-    if rows.is_kind(*SENDS, *RECEIVES, Kind.UNSHARD, Kind.RESHARD).any():
+    if rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS, Kind.UNSHARD, Kind.RESHARD).any():
         return True
     crosses = any(copy[a] != copy[b] for copy in placement.copies for a, b in graph.edges)
     return not crosses and bool(rows.is_kind(Kind.REDUCE_GRAD).any())

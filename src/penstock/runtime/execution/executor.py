@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from penstock.ir.action import Action
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SENDS, Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import ResultShare
@@ -195,12 +195,15 @@ class Executor:
                 return self.data.around(action.kind, stage, self._leave_autocast(compute.backward(stage, microbatch)))
             case Kind.W:
                 return self.data.around(Kind.W, stage, self._leave_autocast(compute.weights(stage, microbatch)))
-            case Kind.SEND_F | Kind.SEND_B:
-                return self.links.send(action)
-            case Kind.RECV_F | Kind.RECV_B:
-                return self.links.receive(action)
+            case Kind.SEND_F | Kind.SEND_B | Kind.RECV_F | Kind.RECV_B | Kind.WAIT_SEND_F | Kind.WAIT_SEND_B:
+                return self._build_message(action)
             case _:
                 return self.data.operation(action.kind, stage)
+
+    def _build_message(self, action: Action) -> Operation:
+        if action.kind in SENDS:
+            return self.links.send(action)
+        return self.links.wait_send(action) if action.kind.is_send_wait else self.links.receive(action)
 
     def _leave_autocast(self, operation: Operation) -> Operation:
         """A backward runs in the types that its forward chose, so autocast is turned off for it."""

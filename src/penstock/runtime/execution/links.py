@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from penstock.ir.action import Action
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SEND_WAITS, Kind
 from penstock.ir.program import Program
 from penstock.runtime.device.timing import clock
 from penstock.runtime.execution.registers import Registers
@@ -57,6 +58,7 @@ class RankEdges:
         self.outboxes: dict[Route, Outbox] = {}
         self._sends: dict[Route, list[Action]] = {}
         """The messages of each outbox, in order."""
+        self._waits_for_sends = bool(program.rows.is_kind(*SEND_WAITS).any())
 
     # Edges of a stage -------------------------------------------------------------------------------------------------
 
@@ -176,6 +178,14 @@ class RankEdges:
 
         return send
 
+    def wait_send(self, action: Action) -> Operation:
+        """The operation of a WAIT_SEND_F or WAIT_SEND_B, whose send was built before."""
+        kind = Kind.SEND_F if action.kind is Kind.WAIT_SEND_F else Kind.SEND_B
+        content, other, microbatch = _edge_of(Action(action.stage, kind, action.microbatch, peer=action.peer))
+        route = (self.rank, self._rank_of(other, microbatch), content)
+        edges = [(send.stage, *_edge_of(send)) for send in self._sends[route]]
+        return partial(self.outboxes[route].retire, edges.index((action.stage, content, other, microbatch)))
+
     def receive(self, action: Action) -> Operation:
         """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken, unless the kind blocks."""
         content, other, microbatch = _edge_of(action)
@@ -204,6 +214,8 @@ class RankEdges:
         route = (source, self.rank, content)
         if route not in self.inboxes:
             self.inboxes[route] = self.group.inbox(route, self.number, self.deadline)
+            if self._waits_for_sends:
+                self.inboxes[route].post_in_turn()
         return self.inboxes[route]
 
     def _outbox(self, target: int, content: str, kind: Kind) -> Outbox:

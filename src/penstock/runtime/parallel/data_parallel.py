@@ -8,6 +8,7 @@ buffers of the first data rank; after it they sum the loss.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -210,10 +211,11 @@ class DataParallel:
             raise ScheduleError(f"there are {self.ranks} data ranks, but the program has no REDUCE_GRAD: lower it with reduce-grad")
 
     def operation(self, kind: Kind, stage: int) -> Operation:
-        """Return the operation of an UNSHARD, RESHARD or REDUCE_GRAD action."""
+        """Return the operation of an UNSHARD, RESHARD, REDUCE_GRAD or WAIT_REDUCE_GRAD action."""
         sharded = self.sharded.get(stage)
-        if kind is Kind.REDUCE_GRAD:
-            return nothing if self.group is None and sharded is None else lambda: self._reduce(stage)
+        if kind in (Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD):
+            run = self._reduce if kind is Kind.REDUCE_GRAD else self._wait_reduction
+            return nothing if self.group is None and sharded is None else partial(run, stage)
         if sharded is None:
             return nothing
         return sharded.unshard if kind is Kind.UNSHARD else sharded.reshard
@@ -287,6 +289,13 @@ class DataParallel:
             replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
             sharded.reduce(shards)
+
+    def _wait_reduction(self, stage: int) -> None:
+        """Wait until the sum that `_reduce` began is there; without this the end of the step waits for it."""
+        if self.replicas is not None:
+            self.replicas.wait(stage, self.deadline)
+        if stage in self.sharded:
+            self.sharded[stage].wait_reduction()
 
 
 class ReplicatedTensors:

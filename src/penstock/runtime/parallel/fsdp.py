@@ -212,6 +212,11 @@ class ShardedStage:
             for part in self.modules:
                 part.set_requires_gradient_sync(False, recurse=False)
 
+    def wait_reduction(self) -> None:
+        """Let the current stream wait for the reduce-scatter that `reduce` has begun."""
+        for group in self.groups:
+            group._wait_for_post_backward()
+
     def finish(self) -> None:
         """End a step: drop what torch has noted for prefetching and streams."""
         for state in self._roots():

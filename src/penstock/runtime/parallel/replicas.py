@@ -81,15 +81,22 @@ class ReplicaGradients:
             totals = [self._total(parameter) for parameter in parameters]
             self._running.append((stage, *_start_all_reduce(connection, parameters, totals, dtype, device)))
 
+    def wait(self, stage: int, deadline: float) -> None:
+        """Wait for the all-reduces of one stage."""
+        ending = [each for each in self._running if each[0] == stage]
+        self._running = [each for each in self._running if each[0] != stage]
+        for _, work, parts in ending:
+            work.wait(timedelta(seconds=deadline))
+            self.ended[stage] = clock()
+            self._sums |= {id(parameter): part for parameter, part in parts}
+
     def finish(self, deadline: float, shared: Collection[int] = ()) -> None:
         """Wait for the all-reduces, round the sums, and add them to what was accumulated before.
 
         The sums of `shared` parameters, given by their ids, are kept for `take`, because other ranks of the pipeline hold them too.
         """
-        for stage, work, parts in self._running:
-            work.wait(timedelta(seconds=deadline))
-            self.ended[stage] = clock()
-            self._sums |= {id(parameter): part for parameter, part in parts}
+        for stage in dict.fromkeys(stage for stage, _, _ in self._running):
+            self.wait(stage, deadline)
         for parameter, before in self._before:
             if id(parameter) in shared:
                 continue

@@ -9,7 +9,6 @@ through the control connection in every step. Receives are posted where the prog
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -126,7 +125,8 @@ class DirectOutbox(Outbox):
         self.count = 0
         self.sends_plain = False
         """Whether this step sends plain values through the control connection."""
-        self.sends: deque[tuple[Any, Tensor]] = deque()
+        self.sends: dict[int, list[tuple[Any, Tensor]]] = {}
+        """The tensors of each message that is not retired, with their works."""
         self._waits_for = f"{group.describe_rank(route[1])} to take {route[2]}"
         group.ends.add(self)
 
@@ -157,11 +157,22 @@ class DirectOutbox(Outbox):
             self.ahead.put(form.plain(value))
         try:
             connection, peer = self.group.device_connection(self.route, self.route[1])
+            sends = self.sends[number] = []
             for leaf, part in zip(form.leaves, form.parts(detach_tree(value)), strict=True):
                 if type(leaf) is Leaf:
                     tensor = part.resolve_conj().resolve_neg().contiguous()
-                    self.sends.append((connection.send([tensor], peer, 0), tensor))
+                    sends.append((connection.send([tensor], peer, 0), tensor))
         except (RuntimeError, AttributeError) as error:
+            self.group.raise_lost(self.route[1], self._waits_for, error)
+
+    def retire(self, number: int) -> None:
+        """Let this rank's stream wait for the sends, so that their memory can be used again after them."""
+        if self.agreement.learning and not self.group.rendezvous:
+            return  # the receive is posted only where the value is used
+        try:
+            for work, _ in self.sends.pop(number, ()):
+                work.wait()
+        except RuntimeError as error:
             self.group.raise_lost(self.route[1], self._waits_for, error)
 
     def drop(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -91,6 +92,15 @@ class FramedOutbox(Outbox):
         else:
             self._put_new(number, form.size, value)
 
+    def retire(self, number: int) -> None:
+        kept = []
+        while self.sends and self.sends[0][0] <= number:
+            if isinstance(self.sends[0][2], SendFrame):
+                self._wait_for_oldest()
+            else:  # a value of a new form is received only where it is used; this is a copy of it
+                kept.append(self.sends.popleft())
+        self.sends.extendleft(reversed(kept))
+
     def _put_new(self, number: int, size: int, value: Any) -> None:
         """Send a value of a new form in a message of its own, behind a frame of the size that the receiver expects."""
         new, overflow = pack_new(value)
@@ -159,12 +169,19 @@ class FramedInbox(Inbox):
         self.count = 0
         self.ahead = 0
         """How many receives are posted ahead."""
+        self._in_turn = False
+        self._next = 0
+        """The number of the next message to post a receive for."""
         group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
+        number = len(self.order)
         self.order.append(cell)
         self.times.append((0, 0, 0))
-        return nothing
+        return partial(self._post_through, number) if self._in_turn else nothing
+
+    def post_in_turn(self) -> None:
+        self._in_turn = True
 
     def begin(self) -> None:
         if self.generation != self.group.generation:
@@ -175,8 +192,14 @@ class FramedInbox(Inbox):
         largest = max((form.size for form in self.forms), default=TRAILER)
         self.ahead = min(AHEAD, max(2, AHEAD_BYTES // largest))
         self._post(empty(TRAILER), TAGS[self.route[2]])
-        for number in range(min(self.ahead, len(self.order))):
-            self._post(self._frame(number), self.tag)
+        self._next = 0
+        self._post_through(min(self.ahead, len(self.order)) - 1)
+
+    def _post_through(self, number: int) -> None:
+        """Post the receives up to this message."""
+        while self._next <= number:
+            self._post(self._frame(self._next), self.tag)
+            self._next += 1
 
     def _frame(self, number: int) -> Tensor:
         return self.forms[number].frame() if number < len(self.forms) else empty(TRAILER)
@@ -198,7 +221,7 @@ class FramedInbox(Inbox):
         if not number:
             self._check_program()
         if number + self.ahead < len(self.order):
-            self._post(self._frame(number + self.ahead), self.tag)
+            self._post_through(number + self.ahead)
         self.count = number + 1
         asked = clock()
         frame = self._wait_for_frame(asked)

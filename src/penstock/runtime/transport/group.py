@@ -53,6 +53,14 @@ class Outbox(ABC):
     def begin(self) -> None:  # noqa: B027 - most have nothing to do
         """Begin a step: the next `put` is the step's first message."""
 
+    def retire(self, number: int) -> None:  # noqa: B027 - most own what they send
+        """Wait until the receiver has taken a message of this step, and let go of it; `number` counts the step's messages from 0.
+
+        Called at most once per message, after its `put`, and only for programs that wait for their sends; the other end then posts each
+        receive in turn (`Inbox.post_in_turn`). A channel that sends copies, or keeps the messages itself, has nothing to wait for. If
+        another rank fails meanwhile, or the deadline passes, raises the report that all ranks raise.
+        """
+
     def new_forms(self) -> list[tuple[int, Any]]:
         """The messages of the last step whose form (tree, shapes, types) was new: their numbers in the step, and the forms."""
         return []
@@ -96,6 +104,12 @@ class Inbox(ABC):
         Messages arrive in the order in which they were sent, so all messages before it are put into their cells as well. Blocks until
         the message is there. If another rank fails meanwhile, the deadline passes, or the sender runs another program, raises the
         report that all ranks raise.
+        """
+
+    def post_in_turn(self) -> None:  # noqa: B027 - most do so anyway
+        """Post each receive where the program has it, at the latest.
+
+        The sender waits for its sends, so a receive must not be put off until its message is used. Called once, before the first `expect`.
         """
 
     def begin(self) -> None:  # noqa: B027 - most have nothing to do

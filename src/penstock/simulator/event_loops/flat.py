@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import COMPUTE, SEND_WAITS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Floats, Ints
 from penstock.ir.table import Table
@@ -67,7 +67,7 @@ class Flat:
         need = np.argsort(user, kind="stable")
         gather_at, gather = self._gathers()
         receive, received = self._receives()
-        slot = self._slots()
+        slot, retire = self._slots(), self._retires()
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
             bounds=_small(rows.group_offsets),
@@ -77,6 +77,7 @@ class Flat:
             send_at=_starts(sender, num_nodes),
             gather_at=gather_at,
             gather=_small(gather),
+            retire=_small(retire),
             collective=rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD)[rows.heads].astype(np.int8),
             received=_small(received),
             sender=_small(sender),
@@ -87,14 +88,23 @@ class Flat:
             other_link=empty,
             num_links=0,
             any_slots=bool((slot >= 0).any()),
+            any_retires=bool((retire >= 0).any()),
         )
 
     def _gathers(self) -> tuple[Small, Ints]:
-        """For each compute entry, the last UNSHARD of its stage on its rank before it."""
+        """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction."""
+        rows, local = self.table.rows, self.table.links.local
+        use, unshard = self._unshards()
+        waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after]
+        user, maker = np.concatenate((use, local.after[waited])), np.concatenate((unshard, local.before[waited]))
+        order = np.argsort(user, kind="stable")
+        return _starts(rows.group[user[order]], self.num_nodes), rows.group[maker[order]]
+
+    def _unshards(self) -> tuple[Ints, Ints]:
         rows, stages = self.table.rows, self.table.stages
         unshards = np.flatnonzero(rows.is_kind(Kind.UNSHARD))
         if not len(unshards):
-            return np.zeros(self.num_nodes + 1, dtype=np.int32), unshards
+            return unshards, unshards
         uses = np.flatnonzero(rows.is_kind(*COMPUTE))
         span = len(rows.codes)
         key = (rows.rank * stages + rows.stage) * span + np.arange(span)
@@ -102,7 +112,7 @@ class Flat:
         at = np.searchsorted(key[unshards][order], key[uses]) - 1
         found = unshards[order][np.maximum(at, 0)]
         real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
-        return _starts(rows.group[uses[real]], self.num_nodes), rows.group[found[real]]
+        return uses[real], found[real]
 
     def _receives(self) -> tuple[Ints, Ints]:
         """Each message's receive node, and each node's received message; -1 if there is none."""
@@ -116,6 +126,17 @@ class Flat:
             receive = rows.group[of_send[messages.before]]
             received[receive] = np.arange(len(receive))
         return receive, received
+
+    def _retires(self) -> Ints:
+        """For each node that is a WAIT_SEND, the message of its send; -1 for other nodes."""
+        rows, local, messages = self.table.rows, self.table.links.local, self.messages
+        retire = np.full(self.num_nodes, -1, dtype=np.int64)
+        waited = rows.is_kind(*SEND_WAITS)[local.after]
+        if waited.any():
+            message_of = np.full(len(rows.codes), -1, dtype=np.int64)
+            message_of[messages.before] = np.arange(len(messages.before))
+            retire[rows.group[local.after[waited]]] = message_of[local.before[waited]]
+        return retire
 
     def _slots(self) -> Ints:
         """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""

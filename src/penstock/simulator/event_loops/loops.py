@@ -1,7 +1,8 @@
 """The event loops, written so that plain Python and numba run the same code on lists and on arrays.
 
 A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, what it waits for
-has arrived, its parameters are gathered and, for a send, a slot is free. What it sends leaves when it ends and the link is free.
+has arrived, its parameters are gathered and, for a send, a slot is free. A wait for a send begins when the message is there and its
+receive is posted. What it sends leaves when it ends and the link is free.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ class Graph(NamedTuple):
     """Node n sends the messages from `send_at[n]` up to `send_at[n + 1]`."""
     gather_at: Column
     gather: Column
-    """Node n waits for the parameters that the nodes `gather[gather_at[n] : gather_at[n + 1]]` gather."""
+    """Node n waits for the collectives of the nodes `gather[gather_at[n] : gather_at[n + 1]]`: its parameters, or a reduction."""
+    retire: Column
+    """The message that the node waits to be taken, -1 for none."""
     collective: Column
     """Whether the node starts a collective on its rank's collective lane."""
     received: Column
@@ -43,6 +46,8 @@ class Graph(NamedTuple):
     num_links: int
     any_slots: bool
     """Whether any message waits for a slot."""
+    any_retires: bool
+    """Whether any node waits for a message of its own to be taken."""
 
 
 class Durations(NamedTuple):
@@ -74,7 +79,7 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
     duration, travel, collect = takes.node, takes.message, takes.collective
     start, end, depart, arrive = times.start, times.end, times.depart, times.arrive
     collective_start, collective_end = times.collective_start, times.collective_end
-    any_slots, any_gathers = graph.any_slots, len(gather) > 0
+    any_slots, any_gathers, any_retires, retire = graph.any_slots, len(gather) > 0, graph.any_retires, graph.retire
     top = len(bounds) - 1
     while top > 0:
         top -= 1
@@ -110,6 +115,15 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                             begin = arrive[earlier]
                 if blocked:
                     break
+            if any_retires and retire[node] >= 0:
+                sent = retire[node]
+                taken = start[receive[sent]]
+                if taken < 0:
+                    break
+                if taken > begin:
+                    begin = taken
+                if arrive[sent] > begin:
+                    begin = arrive[sent]
             if any_gathers:
                 for k in range(gather_at[node], gather_at[node + 1]):
                     if collective_end[gather[k]] > begin:
@@ -132,7 +146,7 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                     stack[top] = other
                     top += 1
                 message += 1
-            if any_slots and received[node] >= 0:
+            if (any_slots or any_retires) and received[node] >= 0:
                 other = rank_of[sender[received[node]]]
                 if not queued[other] and at[other] < bounds[other + 1]:
                     queued[other] = 1
@@ -231,6 +245,12 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
                     blocked = True
                 else:
                     begin = max(begin, start[receive[earlier]], arrive[earlier])
+        if graph.any_retires and graph.retire[node] >= 0:
+            sent = graph.retire[node]
+            if start[receive[sent]] < 0:
+                blocked = True
+            else:
+                begin = max(begin, start[receive[sent]], arrive[sent])
         if blocked:
             state[rank] = 2
             continue

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import codes
 from penstock.ir.dependencies import peer_stages
-from penstock.ir.kind import Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.table import Table
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, Severity
@@ -34,9 +34,10 @@ def _counts(context: Context) -> Iterator[Finding]:
 
 def _edges(context: Context) -> Iterator[Finding]:
     rows, peers = context.rows, peer_stages(context.rows)
-    for entry in np.flatnonzero(context.communicates & context.inside & (context.edge < 0)).tolist():
+    named = (context.communicates | rows.is_kind(*SEND_WAITS)) & context.inside
+    for entry in np.flatnonzero(named & ~context.along_edge).tolist():
         stage, peer = int(rows.stage[entry]), int(peers[entry])
-        up = rows.kind[entry] in (Kind.SEND_F, Kind.RECV_B)
+        up = rows.kind[entry] in (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F)
         source, target = (stage, peer) if up else (peer, stage)
         others = context.graph.outputs_of(stage) if up else context.graph.inputs_of(stage)
         what = f"stage {stage} {'is read by' if up else 'reads'} {', '.join(map(str, others)) or 'no stage'}"
@@ -45,7 +46,7 @@ def _edges(context: Context) -> Iterator[Finding]:
 
 
 def _early_messages(context: Context) -> Iterator[Finding]:
-    for entry in np.flatnonzero(context.communicates).tolist():
+    for entry in np.flatnonzero(context.communicates | context.rows.is_kind(*SEND_WAITS)).tolist():
         message = f"{context.name(entry)} is communication, but this table is not lowered: its compute actions wait for each other directly"
         yield context.finding("known", entry, message, "Make the table a lowered Program, or leave the messages to penstock.lower")
 
@@ -69,8 +70,8 @@ def malformed(table: Table) -> Iterator[Finding]:
     last = np.zeros(len(rows.codes), dtype=np.bool_)
     last[rows.offsets[1:][np.diff(rows.offsets) > 0] - 1] = True
     followed = np.append(compute[1:], False) & ~last
-    unreadable = (rows.codes >> 61 != 0) | (rows.kind > Kind.REDUCE_GRAD)
-    unreadable |= (rows.peer >= 0) & ~rows.is_kind(Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+    unreadable = (rows.codes >> 61 != 0) | (rows.kind == Kind.OVERLAP_F_B) | (rows.kind > Kind.WAIT_REDUCE_GRAD)
+    unreadable |= (rows.peer >= 0) & ~rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS)
     for flags, what in (
         (unreadable, "is not the code of an action"),
         (joined & ~unreadable & ~(compute & followed), "is joined to the next, but only compute actions of one rank run together"),

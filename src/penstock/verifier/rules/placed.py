@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from penstock.ir.kind import Kind
+from penstock.ir.rows import Flags, Rows
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding
 
@@ -14,7 +15,7 @@ from penstock.verifier.finding import Finding
 def placed(context: Context) -> Iterator[Finding]:
     """Compute and messages run on the rank of their stage and microbatch, sharding and reduction on a rank that holds their stage."""
     rows = context.rows
-    of_microbatch = rows.kind <= Kind.RECV_B
+    of_microbatch = _has_microbatch(rows)
     for entry in np.flatnonzero(context.inside & of_microbatch & ~context.at_home).tolist():
         stage, microbatch, home = int(rows.stage[entry]), int(rows.microbatch[entry]), int(context.home[entry])
         which = f" for microbatch {microbatch}" if len(context.placement.copies) > 1 else ""
@@ -23,11 +24,15 @@ def placed(context: Context) -> Iterator[Finding]:
     yield from _of_stages(context)
 
 
+def _has_microbatch(rows: Rows) -> Flags:
+    return rows.is_kind(*(kind for kind in Kind if kind.has_microbatch))
+
+
 def _of_stages(context: Context) -> Iterator[Finding]:
     rows, stages, placement = context.rows, context.table.stages, context.placement
     held = np.unique([rank * stages + stage for copy in placement.copies for stage, rank in enumerate(copy)])
     here = np.isin(rows.rank * stages + rows.stage, held)
-    for entry in np.flatnonzero(context.inside & (rows.kind > Kind.RECV_B) & ~here).tolist():
+    for entry in np.flatnonzero(context.inside & ~_has_microbatch(rows) & ~here).tolist():
         stage, rank = int(rows.stage[entry]), int(rows.rank[entry])
         homes = sorted({copy[stage] for copy in placement.copies})
         message = f"{context.name(entry)} runs on rank {rank}, but stage {stage} is on rank {' and '.join(map(str, homes))}"

@@ -14,11 +14,11 @@ from penstock.verifier.finding import Finding
 
 def is_reduced(context: Context) -> bool:
     """Whether the program reduces at all; then every stage that trains is reduced."""
-    return bool(context.rows.is_kind(Kind.REDUCE_GRAD).any())
+    return bool(context.rows.is_kind(Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD).any())
 
 
 def reduction(context: Context) -> Iterator[Finding]:
-    """Each rank's stages that train are reduced once, after their last weight gradient."""
+    """Each rank's stages that train are reduced once, after their last weight gradient; if any reduction is waited for, each is, once."""
     rows, size = context.rows, context.table.ranks * context.table.stages
     key = rows.rank * context.table.stages + rows.stage
     reduces = np.flatnonzero(rows.is_kind(Kind.REDUCE_GRAD) & context.inside)
@@ -30,6 +30,26 @@ def reduction(context: Context) -> Iterator[Finding]:
         yield _never(context, *divmod(place, context.table.stages), int(last[place]))
     for entry in reduces.tolist():
         yield from _reduce(context, entry, first[key[entry]], last[key[entry]])
+    waits = np.flatnonzero(rows.is_kind(Kind.WAIT_REDUCE_GRAD) & context.inside)
+    if len(waits):
+        yield from _waits(context, waits, first_of(key[waits], waits, size), first, key)
+
+
+def _waits(context: Context, waits: Ints, first_wait: Ints, first_reduce: Ints, key: Ints) -> Iterator[Finding]:
+    """`first_wait` and `first_reduce` are tables by rank and stage, which `key` gives for each entry; the order is left to `order`."""
+    for entry in waits.tolist():
+        name, rank = context.name(entry), int(context.rows.rank[entry])
+        if first_reduce[key[entry]] < 0:
+            message = f"{name} waits for a reduction that rank {rank} never begins"
+            yield context.finding("reduction", entry, message, f"Remove it, or run {name.replace('WAIT_', '')} before it")
+        elif first_wait[key[entry]] != entry:
+            message = f"rank {rank} waits again for the reduction that it has waited for in {context.place(int(first_wait[key[entry]]))}"
+            yield context.finding("reduction", entry, message, f"Keep one {name}")
+    for place in np.flatnonzero((first_reduce >= 0) & (first_wait < 0)).tolist():
+        reduce, (rank, stage) = int(first_reduce[place]), divmod(place, context.table.stages)
+        name = f"{stage}WAIT_REDUCE_GRAD"
+        message = f"rank {rank} never waits for {context.name(reduce)}, though the program waits for other reductions"
+        yield context.absence("reduction", rank, name, message, f"Run {name} after {context.place(reduce)}", beside=reduce)
 
 
 def _never(context: Context, rank: int, stage: int, last: int) -> Finding:

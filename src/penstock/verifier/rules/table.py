@@ -15,6 +15,7 @@ from penstock.verifier.rules.memory import memory
 from penstock.verifier.rules.order import order
 from penstock.verifier.rules.placed import placed
 from penstock.verifier.rules.reduction import is_reduced, reduction
+from penstock.verifier.rules.retired import is_retired, outstanding, retired
 from penstock.verifier.rules.sharding import is_sharded, sharding
 
 
@@ -33,8 +34,15 @@ RULES = (
     Rule("complete", complete, "all work and every message is there once"),
     Rule("order", order, "every action follows what it needs of its own rank"),
     Rule("matching", matching, "messages are received in the order of their channel", lambda context: context.table.lowered),
+    Rule("retired", retired, "every send is waited for once", is_retired),
     Rule("deadlock", deadlock, "no rank waits for ever"),
     Rule("sharding", sharding, "parameters are unsharded when used", is_sharded),
     Rule("reduction", reduction, "gradients are reduced once, after the last weight gradient", is_reduced),
+    Rule(
+        "outstanding",
+        outstanding,
+        "no rank has more sends outstanding than its limit",
+        lambda context: context.max_outstanding_sends is not None,
+    ),
     Rule("memory", memory, "no rank holds more than its limit", lambda context: context.limits is not None),
 )

@@ -1,4 +1,4 @@
-"""What keeps a rank from going on: data that another rank has not sent, and slots that another rank has not freed."""
+"""What keeps a rank from going on: data that another rank has not sent, sends and slots that another rank has not taken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import codes
 from penstock.ir.dependencies import message_code
-from penstock.ir.kind import SENDS, Kind
+from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.program import Buffers
 from penstock.ir.rows import Flags, Ints, first_of
 from penstock.verifier.context import Context, position_in
@@ -31,7 +31,7 @@ def slots_of(context: Context) -> Buffers | None:
 
 def waits(context: Context) -> Waits:
     """Everything that any action of the table waits for."""
-    parts = [_data(context), _missing(context)]
+    parts = [_data(context), _missing(context), _retirements(context)]
     buffers = slots_of(context)
     if buffers is not None:
         parts.append(_slots(context, buffers))
@@ -41,6 +41,16 @@ def waits(context: Context) -> Waits:
 def _data(context: Context) -> Waits:
     before, after = context.table.links.data
     return Waits(before, after, np.zeros(len(after), dtype=np.int64), np.zeros(len(after), dtype=np.bool_))
+
+
+def _retirements(context: Context) -> Waits:
+    """A WAIT_SEND waits until the receive of its message is posted; for ever, if there is none."""
+    rows = context.rows
+    waits = np.flatnonzero(rows.is_kind(*SEND_WAITS) & context.inside) if context.table.lowered else np.zeros(0, dtype=np.int64)
+    send = context.linker.sends_awaited(waits) if len(waits) else waits
+    real = (send >= 0) & (rows.rank[send] == rows.rank[waits]) & (context.edge[send] >= 0)
+    waits, send = waits[real], send[real]
+    return Waits(_receives(context)[send], waits, _receive_codes(context, send), np.zeros(len(waits), dtype=np.bool_))
 
 
 def _missing(context: Context) -> Waits:

@@ -57,13 +57,12 @@ WAIT_SEND_F = _ComputationType.WAIT_SEND_F
 WAIT_SEND_B = _ComputationType.WAIT_SEND_B
 WAIT_REDUCE_GRAD = _ComputationType.WAIT_REDUCE_GRAD
 WAITS = frozenset((WAIT_SEND_F, WAIT_SEND_B, WAIT_REDUCE_GRAD))
-"""Waits, which torch 2.15 writes into its orders. `penstock.ir` knows none: see `waits`."""
+"""Waits, which torch 2.15 writes into its orders; see `waits`."""
 
 _action_regex = re.compile(
     rf"(\d+)({'|'.join(sorted((kind.value for kind in _ComputationType if kind != OVERLAP_F_B), key=len, reverse=True))})(\d*)"
 )
 """Matches an action's stage, kind and microbatch. `_Action.from_str` is stricter."""
-_wait_regex = re.compile(r"\s*(\d+)(?:(WAIT_SEND_[FB])(\d+)|(WAIT_REDUCE_GRAD))\s*")
 _TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
 _KINDS = {kind.name: int(kind) for kind in Kind}
 COMPUTE_TYPES = frozenset((F, B, I, W, OVERLAP_F_B))
@@ -96,11 +95,6 @@ class _Action(NamedTuple):
         """Parse the text that `repr` prints; blank text gives `None`. Text behind an action, as in `1F0junk`, is refused."""
         if not action_string.strip():
             return None
-        if match := _wait_regex.fullmatch(action_string):
-            stage, send_wait, microbatch, _ = match.groups()
-            if send_wait is None:
-                return _Action(int(stage), WAIT_REDUCE_GRAD)
-            return _Action(int(stage), _ComputationType(send_wait), int(microbatch))
         try:
             return _convert(Action.parse(action_string))
         except ActionError as error:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.passes.deepspeed import Instruction, Stream
+from penstock.passes.deepspeed.instructions import Instruction, Stream
 from penstock.verifier.finding import Finding, Severity
 
 KINDS = {

@@ -13,8 +13,8 @@ from penstock.errors import FileFormatError
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
-from penstock.passes.deepspeed import Instruction, Stream
-from penstock.passes.deepspeed_reader import CLOSING, KINDS, Duties, StreamReader
+from penstock.passes.deepspeed.instructions import Instruction, Stream
+from penstock.passes.deepspeed.reader import CLOSING, KINDS, Duties, StreamReader
 
 _RANK = re.compile(r"rank ([0-9]+)")
 _STEP = re.compile(r"\s*([0-9]+):\s*(.*)")
