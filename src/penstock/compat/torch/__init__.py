@@ -16,7 +16,7 @@ try:
 except ImportError as error:
     raise MissingExtraError("penstock.compat.torch", "torch", "torch") from error
 
-_LEAST = (2, 13)
+_LEAST = (2, 11)
 
 
 def check_version(version: str) -> None:

@@ -63,8 +63,13 @@ def take_grad(value: Any) -> Tensor | None:
     return grad
 
 
-def pair_with_grads(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yield each tensor of an output that requires a gradient, with that gradient."""
+def pair_with_grads(output: Any, grad: Any) -> Iterator[tuple[Any, Tensor | None]]:
+    """Yield each tensor of an output that requires a gradient, with that gradient; also the places in the graph of released outputs."""
+    if isinstance(output, GradientEdge):
+        if not isinstance(grad, Tensor):
+            raise AssertionError(f"A GradientEdge needs a gradient of the next stage, got {type(grad)}")
+        yield output, grad
+        return
     if isinstance(output, Tensor):
         if not output.requires_grad:
             return
@@ -91,7 +96,7 @@ def pair_with_grads(output: Any, grad: Any) -> Iterator[tuple[Tensor, Tensor | N
 
 
 def _autograd_grad_for_inputs(
-    outputs: Sequence[Tensor],
+    outputs: Sequence[Tensor | GradientEdge],
     inputs: Sequence[Any],
     grad_outputs: Sequence[Tensor | None] | None = None,
     retain_graph: bool = False,
@@ -110,7 +115,7 @@ def _autograd_grad_for_inputs(
 
 
 def stage_backward_input(
-    stage_outputs_or_loss: Sequence[Tensor],
+    stage_outputs_or_loss: Sequence[Tensor | GradientEdge | None],
     output_grads: Sequence[Tensor | None] | None,
     input_values: Sequence[Any],
     weights: Iterable[Parameter],
@@ -118,9 +123,9 @@ def stage_backward_input(
     """Compute the gradients of the inputs and add them to `.grad`; return them and the groups that `stage_backward_weight` needs."""
     try:
         ends = [
-            (output, torch.ones_like(output) if output_grads is None else output_grads[k])
+            (output, output_grads[k] if output_grads is not None else _build_start(output))
             for k, output in enumerate(stage_outputs_or_loss)
-            if output.requires_grad
+            if isinstance(output, GradientEdge) or (isinstance(output, Tensor) and output.requires_grad)
         ]
         outputs = [output for output, _ in ends]
         groups, on_path = _find_groups(_find_nodes(input_values), _find_nodes(weights), _find_nodes(outputs))
@@ -130,14 +135,21 @@ def stage_backward_input(
             if grad is not None:
                 value.grad = grad if value.grad is None else value.grad.add_(grad)
         for output in stage_outputs_or_loss:
-            if not output._is_view():  # a view cannot be detached in place
+            if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
                 output.detach_()
         return grads, groups
     except Exception as error:
         raise describe_failure("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error
 
 
-def _run_input(ends: list[tuple[Tensor, Tensor | None]], inputs: Sequence[Any], groups: list[Group]) -> Grads:
+def _build_start(output: Tensor | GradientEdge) -> Tensor:
+    """Return the gradient with which a backward starts from a loss."""
+    if isinstance(output, GradientEdge):
+        raise AssertionError("A GradientEdge needs the output gradients of the next stage")
+    return torch.ones_like(output)
+
+
+def _run_input(ends: list[tuple[Tensor | GradientEdge, Tensor | None]], inputs: Sequence[Any], groups: list[Group]) -> Grads:
     handles = []
     for group in groups:
         group["grads"] = [None] * len(group["intermediates"])
@@ -159,7 +171,7 @@ def _keep_in(grads: list[Any], place: int) -> Callable[[Any], None]:
     return keep
 
 
-def _start_from_roots(ends: list[tuple[Tensor, Tensor | None]], groups: list[Group], on_path: set[Node]) -> None:
+def _start_from_roots(ends: list[tuple[Tensor | GradientEdge, Tensor | None]], groups: list[Group], on_path: set[Node]) -> None:
     """Start the groups of outputs that do not depend on any input, which the backward did not visit, from the outputs' own gradients."""
     arrived: dict[Node, list[Tensor | None]] = {}
     for output, grad in ends:
@@ -226,8 +238,10 @@ def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor 
 # The groups of a graph ------------------------------------------------------------------------------------------------
 
 
-def _get_grad_fn_or_grad_acc(t: Tensor) -> Node | None:
+def _get_grad_fn_or_grad_acc(t: Tensor | GradientEdge) -> Node | None:
     """Return a tensor's node in the graph: the one that produced it or, for a leaf, the one that accumulates its gradient."""
+    if isinstance(t, GradientEdge):
+        return t.node
     if not t.requires_grad or t.grad_fn is not None:
         return t.grad_fn
     view = t.view_as(t)
@@ -238,7 +252,7 @@ def _get_grad_fn_or_grad_acc(t: Tensor) -> Node | None:
 
 def _find_nodes(tensors: Iterable[Any]) -> list[Node]:
     """Return the nodes of those values that are tensors with one."""
-    nodes = (_get_grad_fn_or_grad_acc(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+    nodes = (_get_grad_fn_or_grad_acc(tensor) for tensor in tensors if isinstance(tensor, Tensor | GradientEdge))
     return [node for node in nodes if node is not None]
 
 

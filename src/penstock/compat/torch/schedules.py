@@ -6,10 +6,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.pipelining._utils import InferenceMode
 
 from penstock.compat.torch._debug import schedule_log as logger
 from penstock.compat.torch._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
+from penstock.compat.torch.installed import InferenceMode
 from penstock.compat.torch.microbatch import TensorChunkSpec, _split_tensor, merge_chunks, split_args_kwargs_into_chunks
 from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.pipelining import schedules as _torch_schedules
 
 from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.installed import HAS_METADATA
 from penstock.compat.torch.microbatch import (
     ALONG_BATCH,
     TensorChunkSpec,
@@ -25,6 +26,7 @@ from penstock.compat.torch.microbatch import (
     split_args_kwargs_into_chunks,
 )
 from penstock.compat.torch.orders.actions import _Action, _ComputationType, _get_profiler_function_name
+from penstock.compat.torch.schedule_classes.p2p import start_batch, wait_for_works
 from penstock.compat.torch.schedule_classes.runner import OrderRunner, OrderSettings, StepInputs
 from penstock.compat.torch.stage import PipelineStage
 from penstock.compat.torch.stage_classes.messages import BatchShare
@@ -74,6 +76,7 @@ class _PipelineSchedule(ABC):
         self.bwd_recv_ops: dict[tuple[int, int], list[Any]] = {}
         """Posted receives of gradients."""
         self.unsharded_stages: set[int] = set()
+        self._p2p_initialized = False
         self._runners: dict[bool, OrderRunner] = {}
         """The runner of the order in training and in evaluation."""
         schedule_log.info("Using %s", type(self).__name__)
@@ -320,8 +323,14 @@ class _PipelineSchedule(ABC):
         if all(isinstance(stage, PipelineStage) and stage.use_messages(self._n_microbatches, self._has_backward) for stage in stages):
             self._prepare(stages, args, kwargs, target, loss_kwargs)
             return True, self._has_backward
+        if not HAS_METADATA:
+            if not fwd_initialized:
+                self._warmup_p2p(stages, self._has_backward, p2p_done=False)
+            self._prepare(stages, args, kwargs, target, loss_kwargs)
+            return True, self._has_backward
         setup = _torch_schedules._PipelineSchedule._initialize_pp_stages
-        return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, loss_kwargs)  # type: ignore[arg-type]
+        more = (loss_kwargs,) if takes(setup, "loss_kwargs") else ()
+        return setup(self, stages, args, kwargs, target, fwd_initialized, bwd_initialized, *more)  # type: ignore[arg-type]
 
     def _prepare(self, stages: list[Any], args: Any, kwargs: dict[str, Any] | None, target: Any, loss_kwargs: Any) -> None:
         """Call the preparations of stages that use messages. Ours do nothing, but a program's subclasses may override them."""
@@ -337,7 +346,16 @@ class _PipelineSchedule(ABC):
             passed = prepare(count, **{name: value for name, value in options.items() if takes(prepare, name)})
 
     def _warmup_p2p(self, stages: list[Any], has_backward: bool, p2p_done: bool) -> None:
-        _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[arg-type]
+        """Open the connections between ranks, on a torch before 2.15."""
+        if HAS_METADATA:
+            _torch_schedules._PipelineSchedule._warmup_p2p(self, stages, has_backward, p2p_done)  # type: ignore[attr-defined]
+        else:
+            wait_for_works(start_batch([op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]))
+
+    def _initialize_pipeline_distributed_state(self, stages: list[Any], has_backward: bool, initialize_p2p: bool) -> None:
+        """Open the connections between ranks, on torch 2.15 and later."""
+        initialize = _torch_schedules._PipelineSchedule._initialize_pipeline_distributed_state
+        initialize(self, stages, has_backward, initialize_p2p)  # type: ignore[arg-type]
 
 
 def takes(method: Callable[..., Any], name: str) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from penstock.compat.torch._debug import schedule_log
 from penstock.compat.torch._utils import generate_stage_to_rank_mapping
+from penstock.compat.torch.installed import is_root_input
 from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders.actions import _Action
 from penstock.compat.torch.orders.lowering import _add_reduce_grad, _add_send_recv
@@ -137,7 +138,7 @@ class PipelineScheduleMulti(_PipelineSchedule):
         """Refuse traced models in which a stage reads from others than the one before it."""
         for stage in self._stages:
             index: int = stage.stage_index
-            sources = {info.source for info in stage.args_recv_info.get(0, ()) if not info.is_root_arg}
+            sources = {info.source for info in stage.args_recv_info.get(0, ()) if not is_root_input(info)}
             targets = {target for all_targets in stage.act_send_info.values() for target in all_targets}
             for what, peers, adjacent in (("recv", sources, {index - 1}), ("send", targets, {index + 1})):
                 distant = sorted(peers - adjacent - {None})

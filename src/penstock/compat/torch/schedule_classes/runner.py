@@ -250,7 +250,7 @@ class OrderRunner:
             if reader is not None:
                 reader.set_local_fwd_input(output, microbatch)
             if drops_outputs:
-                stage.fwd_cache.pop(microbatch, None)
+                stage.forget_forward(microbatch)
 
         return forward
 

@@ -9,22 +9,38 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import stage as _torch_stage
 from torch.distributed.pipelining._utils import flatten_args
 from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from penstock.compat.torch._backward import Grads
 from penstock.compat.torch._debug import map_debug_info, stage_log
+from penstock.compat.torch.installed import (
+    FINALIZES_BACKWARD,
+    HAS_FORWARD_STATES,
+    HAS_METADATA,
+    PipelineStageInfo,
+    _StageMeta,
+    is_root_input,
+)
 from penstock.compat.torch.stage_classes.data_parallel import EarlierGradients, average_replicas, synchronize_on_last
 from penstock.compat.torch.stage_classes.messages import BatchShare
 from penstock.compat.torch.stage_classes.split_backward import StageBackward
 from penstock.errors import StageCallError
 from penstock.runtime.tensors.dtensor import wait_for_collective
+
+
+ForwardContextFactory = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
 
 
 class _PipelineStageBase(_torch_stage._PipelineStageBase):
@@ -41,6 +57,29 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     _split_chunks: frozenset[int] = frozenset()
     _earlier: EarlierGradients | None = None
     _output_chunk_ids: list[int] | None = None
+    _reduction_started = False
+    """Whether gradients are being reduced, on a torch that does not say so itself."""
+    gradients_deferred = False
+    """Whether this and earlier steps have left their gradients to a later step to reduce and scale."""
+
+    if not HAS_FORWARD_STATES:
+        p2p_per_edge = False
+        """Whether each pair of ranks and direction has its own communicator: an option of torch 2.15."""
+    if not HAS_METADATA:
+        _runtime_validate = False
+        _inference_mode: Any = None
+
+        @property
+        def _stage_meta(self) -> _StageMeta:
+            return self.__dict__.setdefault("_described", _StageMeta())
+
+        @property
+        def _user_meta(self) -> _StageMeta:
+            outputs = getattr(self, "_outputs_meta", None)
+            return _StageMeta(getattr(self, "inputs_meta", None), outputs)
+
+        def _validate_inferred_metadata(self) -> None:
+            """Check nothing: shapes that the constructor was given are examples here."""
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -53,7 +92,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if self.in_step:
             return
         self.in_step, self._split_chunks = True, frozenset()
-        if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module):
+        if self.has_backward and scale != 1 and isinstance(self.submod, nn.Module) and not self.gradients_deferred:
             self._earlier = EarlierGradients(self.submod.parameters(), copy=isinstance(self.submod, DistributedDataParallel))
 
     def begin_step(self, split: frozenset[int], scale: int) -> None:
@@ -64,7 +103,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
 
     def end_step(self, failed: bool = False) -> None:
         self.in_step = False
-        if self._earlier is not None:
+        if self._earlier is not None and (failed or not self.gradients_deferred):
             if failed:
                 self._earlier.restore()
             else:
@@ -91,6 +130,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide this step's gradients, then add them to those of earlier steps."""
         super().scale_grads(grad_scale_factor)
+        self.gradients_deferred = False
         if self._earlier is not None:
             self._earlier.add_back()
 
@@ -104,7 +144,8 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
         """Return the messages that open connections between ranks; none from a rank to itself, if it holds both stages."""
-        return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+        get_ops = getattr(super(), "_get_init_p2p_neighbors_ops", list)  # torch 2.15 opens them itself
+        return [op for op in get_ops() if op.group_peer != self.group_rank]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
         """Return the sends of a microbatch's outputs, after waiting for collectives that still produce them."""
@@ -113,6 +154,90 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
         """Return the sends of the gradients of a microbatch's inputs."""
         return _wait_for_tensors(super().get_bwd_send_ops(bwd_chunk_id))
+
+    # Outputs between forward and backward -----------------------------------------------------------------------------
+
+    def _keep_forward(self, chunk: int, outputs: tuple[Any, ...], values: list[Any]) -> None:
+        """Keep a microbatch's outputs and inputs until its backward."""
+        if HAS_FORWARD_STATES:
+            self._forward_chunk_states[chunk] = self._make_forward_chunk_state(outputs, values)
+        else:
+            self.fwd_cache[chunk] = outputs, values
+
+    def _read_outputs(self, chunk: int) -> tuple[Any, ...]:
+        """Return a microbatch's outputs; `None` for those that were released."""
+        if HAS_FORWARD_STATES:
+            return tuple(self._forward_chunk_states[chunk].live_outputs)
+        return tuple(None if isinstance(output, GradientEdge) else output for output in self.fwd_cache[chunk][0])
+
+    def _take_forward(self, chunk: int) -> tuple[tuple[Any, ...], list[Any]]:
+        """Return a microbatch's outputs and inputs and forget them. Instead of a released output there is its place in the graph."""
+        if HAS_FORWARD_STATES:
+            state = self._forward_chunk_states.pop(chunk)
+            return state.stage_output_for_backward(), state.input_values
+        outputs, values = self.fwd_cache.pop(chunk)
+        return outputs, values
+
+    def forget_forward(self, chunk: int) -> None:
+        """Free a microbatch's outputs and inputs, if there are any: there will be no backward."""
+        (self._forward_chunk_states if HAS_FORWARD_STATES else self.fwd_cache).pop(chunk, None)
+
+    def _mark_as_sent(self, chunk: int) -> None:
+        """Note that a microbatch's outputs are being sent."""
+        if HAS_FORWARD_STATES:
+            state = self._forward_chunk_states[chunk]
+            state.send_pending[:] = [True] * len(state.send_pending)
+
+    def release_fwd_send_outputs(self, fwd_chunk_id: int) -> None:
+        """Drop this stage's references to outputs that were sent; the backward starts from their places in the graph.
+
+        Outputs stay on the last stage, in DDP, which reads them in the backward, and with a `dw_builder`, which may.
+        """
+        if HAS_FORWARD_STATES:
+            super().release_fwd_send_outputs(fwd_chunk_id)
+            return
+        if fwd_chunk_id not in self.fwd_cache or self.is_last:
+            return
+        if isinstance(self.submod, DistributedDataParallel) or self.dw_builder is not None:
+            return
+        outputs, values = self.fwd_cache[fwd_chunk_id]
+        self.fwd_cache[fwd_chunk_id] = tuple(map(_release, outputs)), values
+
+    # Contexts ---------------------------------------------------------------------------------------------------------
+
+    def register_forward_context(self, context_factory: ForwardContextFactory) -> RemovableHandle:
+        """Run every forward of this stage in a context: `context_factory(info)` is called for each, with the microbatch in `info`.
+
+        At most one may be registered; `remove()` of the returned handle takes it away.
+        """
+        contexts = self._list_forward_contexts()
+        if contexts:
+            raise RuntimeError(
+                f"stage {self.stage_index} has a pipeline forward context already registered: remove its handle before registering another"
+            )
+        handle = RemovableHandle(contexts)
+        contexts[handle.id] = context_factory
+        return handle
+
+    def _list_forward_contexts(self) -> OrderedDict[int, ForwardContextFactory]:
+        contexts: OrderedDict[int, ForwardContextFactory] = self.__dict__.setdefault("_forward_contexts", OrderedDict())
+        return contexts
+
+    def _run_in_context(self, chunk: int, forward: Callable[[], Any]) -> Any:
+        """Run a forward in the registered context, if there is one."""
+        contexts = self.__dict__.get("_forward_contexts")
+        if not contexts:
+            return forward()
+        (factory,) = contexts.values()
+        outputs: list[Any] = []
+        with factory(PipelineStageInfo(stage_index=self.stage_index, microbatch_index=chunk)):
+            outputs.append(forward())
+        if not outputs:
+            raise RuntimeError(
+                f"a pipeline forward context suppressed an exception of stage {self.stage_index}, which therefore has no output: let "
+                "exceptions pass through it"
+            )
+        return outputs[0]
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -124,9 +249,14 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         named = kwargs or {}
         self._check_inputs(inputs)
 
-        def run() -> Any:
+        def forward() -> Any:
             return self.forward_maybe_with_nosync(*inputs, **named)  # type: ignore[no-untyped-call]
 
+        def run() -> Any:
+            return self._run_in_context(fwd_chunk_id, forward)
+
+        if FINALIZES_BACKWARD and self.has_backward and isinstance(self.submod, FSDPModule):
+            self.submod.set_manual_backward_finalization(True)
         try:
             split = self.has_backward and fwd_chunk_id in self._split_chunks and self.dw_builder is None
             output = self._get_backward().forward(fwd_chunk_id, run) if split else run()
@@ -137,7 +267,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         outputs = _normalize_model_output_as_tuple(output)
         if self.is_last and save_forward_output:
             self._keep_output(fwd_chunk_id, output)
-        self.fwd_cache[fwd_chunk_id] = (outputs, flatten_args(inputs) + flatten_args(named))
+        self._keep_forward(fwd_chunk_id, outputs, flatten_args(inputs) + flatten_args(named))
         if stage_log.isEnabledFor(logging.DEBUG):
             stage_log.debug("%s Forwarded chunk %s, outputs: %s", self.log_prefix, fwd_chunk_id, map_debug_info(output))
         self._check_outputs(outputs)
@@ -175,7 +305,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if not self.has_backward:
             return
         self._check_chunk_id(bwd_chunk_id)
-        outputs, values = self.fwd_cache.pop(bwd_chunk_id)
+        outputs, values = self._take_forward(bwd_chunk_id)
         grads = None if self.is_last else self._retrieve_recv_grads(bwd_chunk_id)
         if grads is not None:
             self._check_grads("output_grads", grads)
@@ -201,7 +331,7 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
 
     def _count_received_inputs(self, chunk: int) -> int:
         """Count the inputs that came from another stage; the rest are keyword arguments."""
-        return sum(not info.is_root_arg for info in self.args_recv_info.get(chunk, ()))
+        return sum(not is_root_input(info) for info in self.args_recv_info.get(chunk, ()))
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run the backward for the weights that `backward_one_chunk(full_backward=False)` left."""
@@ -237,6 +367,55 @@ class _PipelineStageBase(_torch_stage._PipelineStageBase):
         if replicas is not None and split and last_backward:
             average_replicas(replicas)
         return input_grads, None
+
+    # Reducing gradients -----------------------------------------------------------------------------------------------
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce the gradients of FSDP modules, then scale all gradients."""
+        if isinstance(self.submod, FSDPModule) and self.has_backward:
+            self.start_gradient_reduction()
+            self.wait_for_gradient_reduction(grad_scale_factor)
+        else:
+            self._finish_gradients(grad_scale_factor)
+
+    def start_gradient_reduction(self) -> None:
+        """Start to reduce the gradients of an FSDP module. Before torch 2.15, FSDP has reduced them when this returns."""
+        if FINALIZES_BACKWARD:
+            super().start_gradient_reduction()
+            return
+        self._refuse_without_fsdp()
+        if self._reduction_started:
+            raise RuntimeError(f"{self.log_prefix} A gradient reduction is already pending: wait for it first")
+        super().perform_reduce_grad(1)
+        self._reduction_started = True
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait until the gradients of an FSDP module are reduced, then scale them."""
+        if FINALIZES_BACKWARD:
+            super().wait_for_gradient_reduction(1)
+        else:
+            self._refuse_without_fsdp()
+            if not self._reduction_started:
+                raise RuntimeError(f"{self.log_prefix} No gradient reduction is pending: start one first")
+            self._reduction_started = False
+        self._finish_gradients(grad_scale_factor)
+
+    def _refuse_without_fsdp(self) -> None:
+        if not isinstance(self.submod, FSDPModule):
+            raise RuntimeError(f"{self.log_prefix} Asynchronous gradient reduction requires FSDP: use perform_reduce_grad")
+
+    def _finish_gradients(self, scale: int) -> None:
+        """Scale the gradients, which this step and those that deferred theirs to it have computed."""
+        if scale != 1:
+            self.scale_grads(scale)
+        self.gradients_deferred = False
+
+
+def _release(output: Any) -> Any:
+    """Return the place of an output in the graph; of an output that needs no gradient, `None`; of anything but a plain tensor, itself."""
+    if type(output) is not Tensor:
+        return output
+    return get_gradient_edge(output) if output.requires_grad else None
 
 
 def _wait_for_tensors(ops: list[Any]) -> list[Any]:

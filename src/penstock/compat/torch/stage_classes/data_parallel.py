@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from penstock.compat.torch.installed import FINALIZES_BACKWARD
+
 
 @contextmanager
 def synchronize_on_last(module: Any, outputs: Any, last: bool) -> Iterator[None]:
@@ -26,7 +28,8 @@ def synchronize_on_last(module: Any, outputs: Any, last: bool) -> Iterator[None]
                 yield
         return
     if isinstance(module, FSDPModule):
-        module.set_is_last_backward(False)
+        if not FINALIZES_BACKWARD:
+            module.set_is_last_backward(False)
         module.set_reshard_after_backward(False)
         module.set_requires_gradient_sync(False)
     yield

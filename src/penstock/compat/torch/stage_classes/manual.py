@@ -6,24 +6,28 @@ of any shapes. On other devices it agrees on shapes as torch's stage does.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import stage as _torch_stage
-from torch.distributed.pipelining._utils import (
+from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple
+from torch.distributed.tensor import DTensor
+
+from penstock.compat.torch._backward import Grads
+from penstock.compat.torch.installed import (
+    HAS_METADATA,
     InferenceMode,
     _DTensorMeta,
+    build_recv_info,
+    build_root_info,
     extract_tensor_meta,
     extract_tensor_metas,
     to_local_if_dtensor,
     validate_and_normalize_to_tuple,
 )
-from torch.distributed.pipelining.stage import _normalize_model_output_as_tuple, _RecvInfo
-from torch.distributed.tensor import DTensor
-
-from penstock.compat.torch._backward import Grads
 from penstock.compat.torch.stage_classes.base import _PipelineStageBase
 from penstock.compat.torch.stage_classes.messages import ACTIVATIONS, GRADIENTS, BatchShare, Neighbour, StageMessages
 from penstock.runtime.tensors.dtensor import is_async_collective, wait_for_collective
@@ -38,6 +42,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     """Each microbatch's share of this step's batch, as far as this rank knows it."""
     _buffers: list[tuple[Tensor, Tensor]] | None = None
     """The module's buffers and their values from before shapes were agreed on."""
+    _received: dict[int, tuple[Tensor | None, ...]] | None = None
+    """By microbatch: the activations that messages, or the stage before on this rank, brought."""
 
     def open_step(self, scale: int, shares: dict[int, BatchShare] | None = None) -> None:
         if not self.in_step:
@@ -70,6 +76,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self._inference_mode = InferenceMode.STATIC if static else InferenceMode.DYNAMIC
         meta, user_meta = self._stage_meta, self._user_meta
         meta.inputs, meta.outputs = (user_meta.inputs, user_meta.outputs) if static else (None, None)
+        self._received = {}
         self.args_recv_info = dict.fromkeys(range(num_microbatches), ())
         self.grad_recv_info = dict.fromkeys(range(num_microbatches), ())
         self.act_send_info = {}
@@ -79,7 +86,10 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         self, num_microbatches: int, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
         """Agree on shapes, unless the stage uses messages."""
-        return None if self._messages is not None else super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+        if self._messages is not None:
+            return None
+        more = {"has_backward": has_backward} if HAS_METADATA else {}
+        return super()._prepare_forward_infra(num_microbatches, args, kwargs, **more)
 
     def _prepare_backward_infra(
         self,
@@ -92,7 +102,12 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         """Agree on the shapes of gradients, unless the stage uses messages."""
         if self._messages is not None:
             return None
-        return super()._prepare_backward_infra(num_microbatches, loss_fn, target, received_grad_meta, loss_kwargs)
+        if not HAS_METADATA:
+            return super()._prepare_backward_infra(num_microbatches)
+        options = {"loss_fn": loss_fn, "target": target, "received_grad_meta": received_grad_meta, "loss_kwargs": loss_kwargs}
+        prepare = super()._prepare_backward_infra
+        known = inspect.signature(prepare).parameters  # loss_kwargs came with torch 2.13
+        return prepare(num_microbatches, **{name: value for name, value in options.items() if name in known})
 
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """Run the forward that infers shapes, if the stage uses no messages; the module's buffers are restored afterwards."""
@@ -112,14 +127,10 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if self._messages is not None and self._stage_meta.inputs is None:
             self._stage_meta.inputs = extract_tensor_metas(validate_and_normalize_to_tuple(tuple(inputs)))
         if self._messages is not None and self.is_first and not self.args_recv_info.get(0):
-            self._describe_root_inputs()
+            # They come from the caller in every microbatch.
+            infos = tuple(build_root_info(f"root_input_{k}", value) for k, value in enumerate(inputs) if isinstance(value, Tensor))
+            self.args_recv_info = dict.fromkeys(self.args_recv_info, infos)
         super()._check_inputs(inputs)
-
-    def _describe_root_inputs(self) -> None:
-        """Describe the first stage's inputs, which come from the caller in every microbatch."""
-        metas = self._stage_meta.inputs or ()
-        infos = tuple(_RecvInfo(f"root_input_{k}", None, None, meta, is_root_arg=True) for k, meta in enumerate(metas))
-        self.args_recv_info = dict.fromkeys(self.args_recv_info, infos)
 
     def _check_grads(self, which: str, grads: Grads) -> None:
         if self._messages is not None and getattr(self._stage_meta, which) is None:
@@ -129,6 +140,8 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _drop_inputs(self, chunk: int) -> None:
         if self._messages is not None and not self.is_first:
             self.args_recv_info[chunk] = ()
+            if self._received is not None:
+                self._received.pop(chunk, None)
 
     def _check_outputs(self, outputs: tuple[Any, ...]) -> None:
         if self._messages is not None:
@@ -153,7 +166,9 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if self.is_last:
             return []
         # Without a backward, nobody reads the outputs again.
-        outputs, _ = self.fwd_cache[fwd_chunk_id] if self.has_backward else self.fwd_cache.pop(fwd_chunk_id)
+        outputs = self._read_outputs(fwd_chunk_id) if self.has_backward else self._take_forward(fwd_chunk_id)[0]
+        if self.has_backward:
+            self._mark_as_sent(fwd_chunk_id)
         return self._messages.send(ACTIVATIONS, fwd_chunk_id, self._neighbour(1), _build_message(outputs))
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
@@ -169,7 +184,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if not self.has_backward or self.is_first:
             return []
         self._check_chunk_id(bwd_chunk_id)
-        inputs = [info.buffer for info in self.args_recv_info[bwd_chunk_id]]
+        inputs = (self._received or {}).get(bwd_chunk_id, ())
         grads = _fill_with_zeros(self.bwd_cache.pop(bwd_chunk_id), inputs)
         self._drop_inputs(bwd_chunk_id)
         return self._messages.send(GRADIENTS, bwd_chunk_id, self._neighbour(-1), _build_message(grads))
@@ -185,7 +200,16 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         if self._messages is not None and (ACTIVATIONS, fwd_chunk_id) in self._messages.posted:
             value = self._messages.take(ACTIVATIONS, fwd_chunk_id)
             self.args_recv_info[fwd_chunk_id] = self._describe_received("recv", self.stage_index - 1, value)
-        return tuple(super()._retrieve_recv_activations(fwd_chunk_id))
+        if self._messages is None:
+            return tuple(super()._retrieve_recv_activations(fwd_chunk_id))
+        buffers = tuple(info.buffer for info in self.args_recv_info[fwd_chunk_id])
+        activations = tuple(super()._retrieve_recv_activations(fwd_chunk_id))
+        if not HAS_METADATA:
+            for tensor, info in zip(activations, self.args_recv_info[fwd_chunk_id], strict=True):
+                tensor.requires_grad_(self.has_backward and info.tensor_meta.requires_grad)
+        if self._received is not None and self.has_backward:
+            self._received[fwd_chunk_id] = buffers
+        return activations
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Grads:
         if self._messages is not None and (GRADIENTS, bwd_chunk_id) in self._messages.posted:
@@ -196,15 +220,15 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
             self.grad_recv_info[bwd_chunk_id] = ()
         return grads
 
-    def _describe_received(self, what: str, source: int, value: Any) -> tuple[_RecvInfo, ...]:
+    def _describe_received(self, what: str, source: int, value: Any) -> tuple[Any, ...]:
         """Build the `_RecvInfo` of each received tensor, with the tensor as its buffer."""
         tensors, metas = value if isinstance(value, tuple) else (value, [None] * len(value))
         name, infos = f"{what}_for_{self.stage_index}_from_{source}", []
         for tensor, meta in zip(tensors, metas, strict=True):
             if tensor is None:
-                infos.append(_RecvInfo(name, source, None, None))
+                infos.append(build_recv_info(name, source, None, None))
             else:
-                infos.append(_RecvInfo(name, source, tensor.detach(), meta or extract_tensor_meta(tensor)))
+                infos.append(build_recv_info(name, source, tensor.detach(), meta or extract_tensor_meta(tensor)))
         return tuple(infos)
 
     # Between stages of one rank ---------------------------------------------------------------------------------------
@@ -232,7 +256,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
             raise AssertionError(f"Expected tuple, got {type(next_stage_bwd_outputs)}")
         if not self.has_backward or self.is_last:
             raise AssertionError("can't set bwd input if this stage doesn't have backward, or is last")
-        grads = _fill_with_zeros(next_stage_bwd_outputs, self.fwd_cache[mb_index][0])
+        grads = _fill_with_zeros(next_stage_bwd_outputs, self._read_outputs(mb_index))
         self.grad_recv_info[mb_index] = self._describe_received("recv_grad", self.stage_index + 1, _build_message(grads))
 
 

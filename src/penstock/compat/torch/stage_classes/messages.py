@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Self
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining._utils import PipeliningMetadataError
 
+from penstock.compat.torch.installed import PipeliningMetadataError
 from penstock.runtime.transport.message_format import (
     LENGTH,
     NUMBER,
