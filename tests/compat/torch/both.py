@@ -6,6 +6,8 @@ import importlib
 from types import SimpleNamespace
 from typing import Any, cast
 
+import torch
+
 MODULES = ("schedules", "stage", "microbatch", "_backward", "_utils", "_IR", "_schedule_visualizer")
 
 
@@ -24,6 +26,16 @@ class Package:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Package, (self.name,)
+
+
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
+"""The installed torch's."""
+
+
+def forward_cache(stage: Any) -> dict[int, Any]:
+    """Return what a stage keeps between a microbatch's forward and its backward."""
+    cache: dict[int, Any] = stage._forward_chunk_states if VERSION >= (2, 15) else stage.fwd_cache
+    return cache
 
 
 TORCH, OURS = Package("torch.distributed.pipelining"), Package("penstock.compat.torch")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compat.torch.both import BOTH, Package
+from compat.torch.both import BOTH, Package, forward_cache
 from compat.torch.models import assert_same, block, blocks, data, grads, loop, schedule, stages
 
 both = pytest.mark.parametrize("package", BOTH, ids=repr)
@@ -174,7 +174,7 @@ def test_outputs_are_cleared_by_the_next_step(package: Package) -> None:
         made.step(x)
         assert len(stage.output_chunks) == 4
     stage.clear_runtime_states()
-    assert (stage.output_chunks, stage.fwd_cache) == ([], {})
+    assert (stage.output_chunks, forward_cache(stage)) == ([], {})
 
 
 # By hand --------------------------------------------------------------------------------------------------------------
@@ -437,6 +437,6 @@ def test_stage_metadata_after_a_step(package: Package) -> None:
     assert (first.act_send_info, last.act_send_info) == ({0: [1]}, {0: []})
     for stage in held:
         assert [tuple(meta.shape) for meta in (*stage._stage_meta.inputs, *stage._stage_meta.outputs)] == [(2, 6)] * 2
-        assert (stage.chunks, stage.has_backward, stage.fwd_cache) == (4, True, {})
+        assert (stage.chunks, stage.has_backward, forward_cache(stage)) == (4, True, {})
     assert last._stage_meta.input_grads[0].shape == first._stage_meta.output_grads[0].shape == (2, 6)
     assert (step._stages_forward_initialized, step._stages_backward_initialized) == (True, True)

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, forward_cache, parse
 from compat.torch.models import Outcome, assert_same, blocks, chunks_of, data, grads, loop, run, schedule, stages
 from penstock.errors import VerifyError
 
@@ -70,7 +70,7 @@ def test_evaluation_leaves_gradients_unchanged(name: str) -> None:
     assert_same(Outcome(out, losses, grads(held)), wanted)
     assert not out.requires_grad
     assert not any(loss.requires_grad for loss in losses)
-    assert not any(stage.fwd_cache for stage in (made._stages if hasattr(made, "_stages") else [made._stage]))
+    assert not any(forward_cache(stage) for stage in (made._stages if hasattr(made, "_stages") else [made._stage]))
 
 
 def test_torch_divides_gradients_in_evaluation() -> None:
@@ -359,7 +359,7 @@ def test_a_step_frees_its_memory(name: str) -> None:
     for run_step in (made.step, made.eval):
         run_step(x, target=y)
         for stage in held:
-            assert not stage.fwd_cache
+            assert not forward_cache(stage)
             assert not stage.bwd_cache
             assert not stage.dw_runner
             assert all(info.buffer is None for infos in stage.args_recv_info.values() for info in infos)

@@ -164,9 +164,9 @@ def test_constructors_accept_mock_stages() -> None:
 
 
 def test_an_older_torch_is_refused() -> None:
-    for version in ("2.13.0", "2.13.1+cu126", "2.14.0a0+git1234", "3.0.0"):
+    for version in ("2.11.0", "2.13.1+cu126", "2.14.0a0+git1234", "3.0.0"):
         check_version(version)
-    with pytest.raises(ImportError, match=r"needs torch 2.13 or later \(there is 2.9.1\)"):
+    with pytest.raises(ImportError, match=r"needs torch 2.11 or later \(there is 2.9.1\)"):
         check_version("2.9.1")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, made, mock_stages, parse, texts
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, VERSION, made, mock_stages, parse, texts
 from penstock.errors import ScheduleError
 
 LOCAL = 3
@@ -73,7 +73,8 @@ def test_single_stage_orders() -> None:
             theirs, mine = (made(package, "Schedule1F1B", ranks, 1, microbatches) for package in BOTH)
             want = ps.schedule("1f1b", ranks, microbatches)
             for rank in range(ranks):
-                assert [str(a) for a in mine.pipeline_order[rank]] == [*map(str, want[rank]), f"{rank}REDUCE_GRAD"]
+                reduction = [f"{rank}REDUCE_GRAD", *([f"{rank}WAIT_REDUCE_GRAD"] if VERSION >= (2, 15) else [])]
+                assert [str(a) for a in mine.pipeline_order[rank]] == [*map(str, want[rank]), *reduction]
             if not isinstance(theirs, type):  # torch numbers the last rank's forwards from 1
                 assert {r: row for r, row in mine.pipeline_order.items() if r < ranks - 1} == {
                     r: row for r, row in theirs.pipeline_order.items() if r < ranks - 1
@@ -121,6 +122,8 @@ def test_preparing_an_order_with_messages() -> None:
     for package in BOTH:
         runtime = package.schedules._PipelineScheduleRuntime(mock_stages(2, 1), 1)
         with_messages = ("0F0 0SEND_F0 0RECV_B0 0B0", "1RECV_F0 1F0 1B0 1SEND_B0")
+        if VERSION >= (2, 15):
+            with_messages = (f"{with_messages[0]} 0WAIT_SEND_F0", f"{with_messages[1]} 1WAIT_SEND_B0")
         runtime._prepare_schedule_with_comms(parse(package, *with_messages), format="compute_comms")
         assert texts(runtime.pipeline_order_with_comms) == {rank: row.split() for rank, row in enumerate(with_messages)}
         with pytest.raises(ValueError, match="Expected compute-only schedule but found communication action '0SEND_F0'"):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from compat.torch.both import BOTH, OURS, TORCH, Package
+from compat.torch.both import BOTH, OURS, TORCH, Package, forward_cache
 from compat.torch.models import assert_same, blocks, data, grads, schedule, stages
 
 
@@ -54,9 +54,11 @@ def test_recv_info_and_send_info() -> None:
         received = described(stage.get_fwd_recv_ops(0))
         output = stage.forward_one_chunk(0, ())
         stage.backward_one_chunk(0, loss=output.square().sum())
-        found.append([received, described(stage.get_fwd_send_ops(0)) if 0 in stage.fwd_cache else [], described(stage.get_bwd_send_ops(0))])
+        found.append(
+            [received, described(stage.get_fwd_send_ops(0)) if 0 in forward_cache(stage) else [], described(stage.get_bwd_send_ops(0))]
+        )
         assert stage.get_bwd_recv_ops(0) == []
-        assert not stage.fwd_cache
+        assert not forward_cache(stage)
         assert not stage.bwd_cache
     assert found[1] == found[0]
     assert found[1][0] == [("irecv", (2, 6), torch.float32, 0, 0)]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, Package, forward_cache, parse
 from compat.torch.models import Outcome, assert_same, blocks, chunks_of, data, grads, loop, run, schedule, stages
 
 ALL = [*SINGLE, *LOOPED, *ON_A_V]
@@ -66,7 +66,7 @@ def test_outputs_on_request(name: str) -> None:
         assert made.step(x, target=y, losses=losses, return_outputs=False) is None
         assert len(losses) == 4
         assert [len(stage.output_chunks) for stage in held] == [0] * len(held)
-        assert not any(stage.fwd_cache for stage in held)
+        assert not any(forward_cache(stage) for stage in held)
 
 
 def test_without_a_loss_function_only_outputs() -> None:

@@ -31,6 +31,7 @@ from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
 from penstock.compat.torch.schedule_classes.runtime import as_torch
 from penstock.compat.torch.schedule_classes.single import _ScheduleForwardOnly
 from penstock.compat.torch.schedules import (
+    PipelineActivationLiveness,
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -38,12 +39,15 @@ from penstock.compat.torch.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    analyze_pipeline_activation_liveness,
 )
-from penstock.compat.torch.stage import PipelineStage, build_stage
+from penstock.compat.torch.stage import PipelineStage, PipelineStageInfo, build_stage
 
 __all__ = [
     "Pipe",
+    "PipelineActivationLiveness",
     "PipelineStage",
+    "PipelineStageInfo",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleGPipe",
@@ -53,6 +57,7 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "_ScheduleForwardOnly",
+    "analyze_pipeline_activation_liveness",
     "as_torch",
     "build_stage",
     "pipe_split",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.pipelining import schedules as _torch_schedules
 
 from penstock.compat.torch._debug import schedule_log as logger
 from penstock.compat.torch._utils import generate_rank_to_stage_mapping, generate_stage_to_rank_mapping
@@ -24,6 +25,9 @@ from penstock.compat.torch.orders.actions import (
     SEND_B,
     SEND_F,
     UNSHARD,
+    WAIT_REDUCE_GRAD,
+    WAIT_SEND_B,
+    WAIT_SEND_F,
     B,
     F,
     I,
@@ -34,6 +38,11 @@ from penstock.compat.torch.orders.actions import (
     _get_profiler_function_name,
 )
 from penstock.compat.torch.orders.generation import _get_1f1b_rank_ops, _get_warmup_ops
+from penstock.compat.torch.orders.liveness import (
+    PipelineActivationLiveness,
+    _assign_pipeline_activation_slots,
+    analyze_pipeline_activation_liveness,
+)
 from penstock.compat.torch.orders.lowering import (
     _add_reduce_grad,
     _add_send_recv,
@@ -41,9 +50,11 @@ from penstock.compat.torch.orders.lowering import (
     _defer_recv_ops,
     _merge_bw,
     _requires_reduce_grad,
+    _resolve_unshard_lookahead,
 )
 from penstock.compat.torch.orders.tables import _format_pipeline_order
 from penstock.compat.torch.orders.validation import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
+from penstock.compat.torch.orders.waits import _add_wait_send, _add_wait_send_budget, _validate_send_waits
 from penstock.compat.torch.schedule_classes.base import _TARGET_CHUNK_SPEC, _PipelineSchedule
 from penstock.compat.torch.schedule_classes.multi import PipelineScheduleMulti
 from penstock.compat.torch.schedule_classes.named import (
@@ -64,6 +75,7 @@ from penstock.compat.torch.stage import PipelineStage, _PipelineStageBase, _Recv
 from penstock.errors import nearest
 
 __all__ = [
+    "PipelineActivationLiveness",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "Schedule1F1B",
@@ -73,8 +85,15 @@ __all__ = [
     "ScheduleInterleavedZeroBubble",
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
+    "analyze_pipeline_activation_liveness",
     "get_schedule_class",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_schedules, name)
+
 
 _CLASSES: dict[str, Any] = {
     "1F1B": Schedule1F1B,

@@ -29,6 +29,9 @@ class _ComputationType(str, Enum):  # noqa: UP042 - torch's base classes: its me
     FULL_BACKWARD = "B"
     OVERLAP_F_B = "OVERLAP_F_B"
     REDUCE_GRAD = "REDUCE_GRAD"
+    WAIT_SEND_F = "WAIT_SEND_F"
+    WAIT_SEND_B = "WAIT_SEND_B"
+    WAIT_REDUCE_GRAD = "WAIT_REDUCE_GRAD"
 
     @staticmethod
     def from_str(action: str) -> _ComputationType:
@@ -50,13 +53,21 @@ SEND_B = _ComputationType.SEND_B
 RECV_B = _ComputationType.RECV_B
 OVERLAP_F_B = _ComputationType.OVERLAP_F_B
 REDUCE_GRAD = _ComputationType.REDUCE_GRAD
+WAIT_SEND_F = _ComputationType.WAIT_SEND_F
+WAIT_SEND_B = _ComputationType.WAIT_SEND_B
+WAIT_REDUCE_GRAD = _ComputationType.WAIT_REDUCE_GRAD
+WAITS = frozenset((WAIT_SEND_F, WAIT_SEND_B, WAIT_REDUCE_GRAD))
+"""Waits, which torch 2.15 writes into its orders. `penstock.ir` knows none: see `waits`."""
 
-_action_regex = re.compile(rf"(\d+)({'|'.join(kind.value for kind in _ComputationType if kind != OVERLAP_F_B)})(\d*)")
+_action_regex = re.compile(
+    rf"(\d+)({'|'.join(sorted((kind.value for kind in _ComputationType if kind != OVERLAP_F_B), key=len, reverse=True))})(\d*)"
+)
 """Matches an action's stage, kind and microbatch. `_Action.from_str` is stricter."""
+_wait_regex = re.compile(r"\s*(\d+)(?:(WAIT_SEND_[FB])(\d+)|(WAIT_REDUCE_GRAD))\s*")
 _TYPES = {kind: _ComputationType(kind.name) for kind in Kind}
 _KINDS = {kind.name: int(kind) for kind in Kind}
 COMPUTE_TYPES = frozenset((F, B, I, W, OVERLAP_F_B))
-_WITHOUT_MICROBATCH = frozenset((UNSHARD, RESHARD, REDUCE_GRAD))
+_WITHOUT_MICROBATCH = frozenset((UNSHARD, RESHARD, REDUCE_GRAD, WAIT_REDUCE_GRAD))
 
 
 class _Action(NamedTuple):
@@ -85,6 +96,11 @@ class _Action(NamedTuple):
         """Parse the text that `repr` prints; blank text gives `None`. Text behind an action, as in `1F0junk`, is refused."""
         if not action_string.strip():
             return None
+        if match := _wait_regex.fullmatch(action_string):
+            stage, send_wait, microbatch, _ = match.groups()
+            if send_wait is None:
+                return _Action(int(stage), WAIT_REDUCE_GRAD)
+            return _Action(int(stage), _ComputationType(send_wait), int(microbatch))
         try:
             return _convert(Action.parse(action_string))
         except ActionError as error:

@@ -11,6 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from functools import lru_cache
 
+from penstock.compat.torch.installed import WRITES_WAITS
 from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
@@ -20,6 +21,7 @@ from penstock.compat.torch.orders.actions import (
     _ComputationType,
 )
 from penstock.compat.torch.orders.tables import DenseOrder, Order, SpacedOrder, unpack_rows
+from penstock.compat.torch.orders.waits import add_reduction_waits
 from penstock.ir.program import Program
 from penstock.passes.lower import lower
 from penstock.passes.reduce_grad import ReduceGrad
@@ -29,7 +31,8 @@ from penstock.schedules.registry import schedule
 def generate_single_order(name: str, ranks: int, microbatches: int) -> SpacedOrder:
     """Generate an order of one stage per rank: without idle slots and messages, with REDUCE_GRAD."""
     program = ReduceGrad().apply(Program.start(schedule(name, ranks, microbatches)))
-    return {rank: list(row) for rank, row in unpack_rows(program.rows).items()}
+    order: SpacedOrder = {rank: list(row) for rank, row in unpack_rows(program.rows).items()}
+    return {rank: add_reduction_waits(row, defer=False) for rank, row in order.items()} if WRITES_WAITS else order
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from penstock.compat.torch.orders.actions import _Action, pack, unpack
+from penstock.compat.torch.orders.actions import WAITS, _Action, pack, unpack
 from penstock.ir import codes
 from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.kind import Kind
@@ -25,20 +25,22 @@ SpacedOrder = dict[int, list[_Action | None]]
 StageToRank = Callable[[int], int]
 
 
-def pack_row(row: Row, idle: int | None = None) -> Ints:
-    """Pack one rank's row. Idle slots are left out, or become the code `idle`."""
+def pack_row(row: Row, idle: int | None = None, wait: int | None = None) -> Ints:
+    """Pack one rank's row. Idle slots are left out, or become the code `idle`; so do waits, or become the code `wait`."""
     entries: list[int] = []
     for action in row:
-        if action is not None:
+        if action is None:
+            entries += [] if idle is None else [idle]
+        elif action.computation_type in WAITS:
+            entries += [] if wait is None else [wait]
+        else:
             entries += pack(action)
-        elif idle is not None:
-            entries.append(idle)
     return np.array(entries, dtype=np.int64)
 
 
-def pack_rows(order: Order, idle: int | None = None) -> Rows:
+def pack_rows(order: Order, idle: int | None = None, wait: int | None = None) -> Rows:
     """Pack the row of every rank. Ranks that the order does not name get an empty row."""
-    return Rows.join([pack_row(order.get(rank, ()), idle) for rank in range(max(order, default=-1) + 1)])
+    return Rows.join([pack_row(order.get(rank, ()), idle, wait) for rank in range(max(order, default=-1) + 1)])
 
 
 def unpack_rows(rows: Rows) -> DenseOrder:
@@ -49,6 +51,20 @@ def unpack_rows(rows: Rows) -> DenseOrder:
 def idle_code(stages: int) -> int:
     """Return the code that marks an idle slot: an action of a stage beyond the last, without dependencies."""
     return int(codes.pack(stages, int(Kind.RESHARD)))
+
+
+def wait_code(stages: int) -> int:
+    """Return the code that stands for a wait, which `penstock.ir` has no kind for: like an idle slot, but kept."""
+    return int(codes.pack(stages + 1, int(Kind.RESHARD)))
+
+
+def restore_waits(lowered: Order, order: Order, stages: int) -> DenseOrder:
+    """Put the waits of `order` back in the places that `wait_code` holds in `lowered`; passes keep their order on each rank."""
+    restored: DenseOrder = {}
+    for rank, row in lowered.items():
+        waits = (action for action in order.get(rank, ()) if action is not None and action.computation_type in WAITS)
+        restored[rank] = [next(waits) if action.stage_index == stages + 1 else action for action in row if action is not None]
+    return restored
 
 
 def build_row_program(row: Row) -> Program:

@@ -11,7 +11,7 @@ import json
 
 import numpy as np
 
-from penstock.compat.torch.orders.actions import COMPUTE_TYPES, _Action, split_action
+from penstock.compat.torch.orders.actions import COMPUTE_TYPES, WAIT_SEND_F, WAITS, _Action, split_action
 from penstock.compat.torch.orders.tables import (
     Order,
     SpacedOrder,
@@ -20,7 +20,9 @@ from penstock.compat.torch.orders.tables import (
     build_placement,
     build_program,
     pack_rows,
+    restore_waits,
     unpack_rows,
+    wait_code,
 )
 from penstock.ir import codes
 from penstock.ir.dependencies import Needs
@@ -28,7 +30,7 @@ from penstock.ir.formats.csv_form import write_whole
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
-from penstock.ir.rows import Rows
+from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.ir.steps import walk
 from penstock.verifier.finding import report
@@ -117,18 +119,39 @@ def _describe_wrong_counts(schedule: Schedule) -> str:
 
 def _simulate_comms_compute(pipeline_order: Order, stage_to_rank: StageToRank, num_stages: int) -> SpacedOrder:
     """Place each action in the first step in which it can run, if every action takes one step; a receive may share the step of its send."""
-    rows = pack_rows(pipeline_order)
+    rows = pack_rows(pipeline_order, wait=wait_code(num_stages))
     program = build_program(rows, build_placement(stage_to_rank, num_stages, len(rows)), lowered=True)
     local, messages = program.links.local, program.links.messages
     waits = Needs(*(np.concatenate(pair) for pair in zip(local, messages, strict=True)))
     lag = np.append(np.ones(len(local.before)), np.zeros(len(messages.before))).astype(np.int64)
-    walked = walk(rows, waits, lag)
+    sends = _list_awaited_receives(pipeline_order, rows, num_stages)
+    waits = Needs(np.append(waits.before, sends[:, 0]), np.append(waits.after, sends[:, 1]))
+    walked = walk(rows, waits, np.append(lag, np.zeros(len(sends), dtype=np.int64)))
     reason = _describe_missing_input(program)
     if reason or not walked.complete:
         raise ValueError(f"Schedule is not progressing{reason}:\n{_format_pipeline_order(pipeline_order)}")
     bounds = rows.group_offsets.tolist()
-    actions = unpack_rows(rows)
+    actions = restore_waits(unpack_rows(rows), pipeline_order, num_stages)
     return {rank: _spread(actions[rank], walked.step[bounds[rank] : bounds[rank + 1]].tolist()) for rank in sorted(pipeline_order)}
+
+
+def _list_awaited_receives(order: Order, rows: Rows, stages: int) -> Ints:
+    """List pairs of entries: a receive, and the wait for its send, which lasts until the receive is posted."""
+    entry_of = {code: entry for entry, code in enumerate(rows.codes.tolist())}
+    places = iter(np.flatnonzero(rows.codes == wait_code(stages)).tolist())
+    pairs: list[tuple[int, int]] = []
+    for rank in sorted(order):
+        for action in order[rank]:
+            if action is None or action.computation_type not in WAITS:
+                continue
+            place = next(places)
+            if action.microbatch_index is not None:
+                kind, distance = (Kind.RECV_F, 1) if action.computation_type == WAIT_SEND_F else (Kind.RECV_B, -1)
+                receive = entry_of.get(int(codes.pack(action.stage_index + distance, int(kind), action.microbatch_index)))
+                if receive is None:
+                    raise ValueError(f"Schedule is not progressing: nobody receives what {action} on rank {rank} waits for")
+                pairs.append((receive, place))
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _describe_missing_input(program: Program) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules as _torch_schedules
 
 from penstock.compat.torch._debug import schedule_log
@@ -77,6 +78,10 @@ class _PipelineSchedule(ABC):
         """Posted receives of gradients."""
         self.unsharded_stages: set[int] = set()
         self._p2p_initialized = False
+        self._finalize_gradients = True
+        """Whether this step reduces the gradients of FSDP stages."""
+        self._deferred_stages: set[int] = set()
+        """FSDP stages whose gradients a later step will reduce; their parameters are still unsharded."""
         self._runners: dict[bool, OrderRunner] = {}
         """The runner of the order in training and in evaluation."""
         schedule_log.info("Using %s", type(self).__name__)
@@ -106,9 +111,17 @@ class _PipelineSchedule(ABC):
         losses: list[Any] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
-        """Run one step on a whole batch; return the merged outputs on the rank of the last stage."""
+        """Run one step on a whole batch, or on microbatches as lists; return the merged outputs on the rank of the last stage.
+
+        With `finalize_gradients=False`, FSDP stages keep their gradients and their unsharded parameters: the next step that finalizes
+        reduces and scales the gradients of all these steps at once. It has no effect on other stages.
+        """
         if self._has_backward and self._needs_autograd and not torch.is_grad_enabled():
             raise RuntimeError(
                 "step() requires gradients to be enabled for backward computation; "
@@ -119,8 +132,9 @@ class _PipelineSchedule(ABC):
         for stage in stages:
             stage.has_backward = self._has_backward
             stage.clear_runtime_states()
-        args_split, kwargs_split = self._split_inputs(args, kwargs)
-        targets = None if target is None else self._split_target(target)
+        self._finalize_gradients = finalize_gradients
+        split = self._get_microbatch_inputs(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        args_split, kwargs_split, targets = split
         shares = self._share_batch(args_split, kwargs_split) if any(stage.is_first for stage in stages) else {}
         self._shares = ({} if targets is None else _share_rows(count_rows(targets))) or shares
         outputs = (return_outputs,) if takes(self._step_microbatches, "return_outputs") or not return_outputs else ()
@@ -138,12 +152,22 @@ class _PipelineSchedule(ABC):
         last = next((stage for stage in stages if stage.is_last), None)
         return None if last is None or not return_outputs or not last.output_chunks else self._merge_outputs(last.output_chunks)
 
-    def eval(self, *args: Any, target: Any = None, losses: list[Any] | None = None, **kwargs: Any) -> Any:
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        arg_mbs: list[tuple[Any, ...]] | None = None,
+        kwarg_mbs: list[dict[str, Any]] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """Run a whole batch forward without keeping a graph; compute the losses if there is a target, and return the outputs."""
         before, self._has_backward = self._has_backward, False
         try:
             with torch.no_grad():
-                return self.step(*args, target=target, losses=losses, **kwargs)
+                microbatches = unless_none(arg_mbs=arg_mbs, kwarg_mbs=kwarg_mbs, target_mbs=target_mbs)
+                return self.step(*args, target=target, losses=losses, **microbatches, **kwargs)
         finally:
             self._has_backward = before
 
@@ -193,7 +217,45 @@ class _PipelineSchedule(ABC):
     def _assert_unsharded(self, stage: Any) -> None:  # noqa: B027 - optional
         """Wait for a stage's unsharded parameters, if the order has actions that unshard them."""
 
+    def start_reduction(self, stage: Any, waits: bool) -> None:
+        """Reduce and scale a stage's gradients; if the order waits for them, only start to. A later step may have been asked to."""
+        sharded = isinstance(stage.submod, FSDPModule)
+        if sharded and not self._finalize_gradients:
+            self._deferred_stages.add(stage.stage_index)
+            stage.gradients_deferred = True
+            return
+        self._deferred_stages.discard(stage.stage_index)
+        if sharded and waits:
+            stage.start_gradient_reduction()
+        else:
+            stage.perform_reduce_grad(self._n_microbatches if self.scale_grads else 1)
+
+    def wait_for_reduction(self, stage: Any) -> None:
+        """Wait for a stage's gradients, if their reduction was only started."""
+        if isinstance(stage.submod, FSDPModule) and self._finalize_gradients:
+            stage.wait_for_gradient_reduction(self._n_microbatches if self.scale_grads else 1)
+
     # Batches ----------------------------------------------------------------------------------------------------------
+
+    def _get_microbatch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, arg_mbs: Any, kwarg_mbs: Any, target_mbs: Any
+    ) -> tuple[list[Any], list[Any], list[Any] | None]:
+        """Split a batch into microbatches, or check those that were passed as lists."""
+        if arg_mbs is None and kwarg_mbs is None and target_mbs is None:
+            args_split, kwargs_split = self._split_inputs(args, kwargs)
+            return args_split, kwargs_split, None if target is None else self._split_target(target)
+        if args:
+            raise ValueError("Got microbatches and positional arguments: pass pre-split positional inputs through arg_mbs=...")
+        if kwargs:
+            raise ValueError(f"Got microbatches and {', '.join(sorted(kwargs))}: pass pre-split keyword inputs through kwarg_mbs=...")
+        if target is not None:
+            raise ValueError("Got microbatches and a target: pass pre-split targets through target_mbs=...")
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs)
+        for name, values, kind in (("arg_mbs", arg_mbs, tuple), ("kwarg_mbs", kwarg_mbs, dict)):
+            for microbatch, value in enumerate(values):
+                if not isinstance(value, kind):
+                    raise TypeError(f"{name} must be a list of {kind.__name__}s, but {name}[{microbatch}] is a {type(value)}")
+        return arg_mbs, kwarg_mbs, target_mbs
 
     def _split_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> tuple[list[Any], list[Any]]:
         if not args and not kwargs:

@@ -22,6 +22,7 @@ from penstock.compat.torch.orders.generation import (
     generate_looped_bfs,
     generate_zbv,
 )
+from penstock.compat.torch.orders.lowering import UnshardLookahead
 from penstock.compat.torch.orders.tables import SpacedOrder
 from penstock.compat.torch.schedule_classes.base import LossFunction
 from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
@@ -47,6 +48,11 @@ class _GeneratedMulti(_PipelineScheduleRuntime):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: UnshardLookahead = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
     ) -> None:
         if self._splits_backward:
             _check_torch_compile_compatibility(stages, type(self).__name__)
@@ -60,6 +66,10 @@ class _GeneratedMulti(_PipelineScheduleRuntime):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
+            max_active_stages=max_active_stages,
+            unshard_lookahead=unshard_lookahead,
+            defer_reduce_grad_wait=defer_reduce_grad_wait,
+            max_outstanding_sends=max_outstanding_sends,
         )
         self.n_local_stages = len(stages)
         self._generated = self._generate_order()
@@ -94,6 +104,11 @@ class ScheduleLoopedBFS(_GeneratedMulti):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: UnshardLookahead = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
     ) -> None:
         super().__init__(
             stages,
@@ -103,6 +118,10 @@ class ScheduleLoopedBFS(_GeneratedMulti):
             scale_grads=scale_grads,
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
+            max_active_stages=max_active_stages,
+            unshard_lookahead=unshard_lookahead,
+            defer_reduce_grad_wait=defer_reduce_grad_wait,
+            max_outstanding_sends=max_outstanding_sends,
         )
 
     def _generate_order(self) -> SpacedOrder:

@@ -30,10 +30,14 @@ from penstock.compat.torch.orders.actions import (
     SEND_B,
     SEND_F,
     UNSHARD,
+    WAIT_REDUCE_GRAD,
+    WAIT_SEND_B,
+    WAIT_SEND_F,
     _Action,
     _ComputationType,
     split_action,
 )
+from penstock.compat.torch.orders.waits import list_waited_stages
 from penstock.compat.torch.schedule_classes.p2p import wait_for_works
 
 if TYPE_CHECKING:
@@ -43,7 +47,7 @@ Operation = Callable[["OrderRunner"], None]
 """Takes the runner as its argument instead of keeping it, so that a schedule is freed as soon as nobody refers to it."""
 Works = dict[tuple[int, int], list[Any]]
 """Works of messages, by stage and microbatch."""
-_BACKWARD = frozenset((FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_B, RECV_B, REDUCE_GRAD))
+_BACKWARD = frozenset((FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND_B, RECV_B, REDUCE_GRAD, WAIT_SEND_B, WAIT_REDUCE_GRAD))
 
 
 @dataclass
@@ -103,6 +107,8 @@ class OrderRunner:
         actions, training = settings.actions, settings.training
         self.split = {index: _list_split_chunks(actions, index) if training else frozenset[int]() for index in self.stages}
         """By stage: the microbatches whose backward this order splits."""
+        self.waited_reductions = list_waited_stages(actions) if WAIT_REDUCE_GRAD not in settings.functions else frozenset[int]()
+        """Stages whose reduction an action of its own waits for."""
         unused = frozenset[int]() if training else _find_unused_gathers(actions, settings.functions)
         self.operations: list[tuple[int, Operation]] = []
         """What to do, each with the position of its action in the order."""
@@ -216,10 +222,17 @@ class OrderRunner:
         if kind in (UNSHARD, RESHARD):
             return _unshard_or_reshard(kind == UNSHARD, stage) if isinstance(stage.submod, FSDPModule) else None
         if kind == REDUCE_GRAD:
-            return lambda runner: stage.perform_reduce_grad(runner.settings.scale)
+            waits = action.stage_index in self.waited_reductions
+            return lambda runner: runner.inputs.schedule.start_reduction(stage, waits)
+        if kind == WAIT_REDUCE_GRAD:
+            if REDUCE_GRAD in self.settings.functions:  # it has done all the work
+                return None
+            return lambda runner: runner.inputs.schedule.wait_for_reduction(stage)
         microbatch = action.microbatch_index
         if microbatch is None or kind == OVERLAP_F_B:
             raise AssertionError(f"{action=} missing mb_index")
+        if kind in (WAIT_SEND_F, WAIT_SEND_B):
+            return _wait_for_send(kind == WAIT_SEND_F, stage, microbatch)
         if kind in (SEND_F, SEND_B):
             return _send(kind == SEND_F, stage, microbatch)
         if kind in (RECV_F, RECV_B):
@@ -328,6 +341,17 @@ def _send(forward: bool, stage: Any, microbatch: int) -> Operation:
         runner.sends[key] = runner.inputs.schedule.start_messages(get_ops(microbatch), desc)
 
     return send
+
+
+def _wait_for_send(forward: bool, stage: Any, microbatch: int) -> Operation:
+    key = forward, stage.stage_index, microbatch
+
+    def wait(runner: OrderRunner) -> None:
+        wait_for_works(runner.sends.pop(key, ()))
+        if forward and runner.settings.training:
+            stage.release_fwd_send_outputs(microbatch)
+
+    return wait
 
 
 def _receive(forward: bool, stage: Any, microbatch: int) -> Operation:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import Any, Protocol, cast
 
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from penstock.compat.torch._debug import schedule_log
+from penstock.compat.torch.installed import FINALIZES_BACKWARD
 from penstock.compat.torch.orders.actions import (
     BACKWARD_INPUT,
     COMPUTE_TYPES,
@@ -18,11 +20,12 @@ from penstock.compat.torch.orders.actions import (
     REDUCE_GRAD,
     RESHARD,
     UNSHARD,
+    WAIT_REDUCE_GRAD,
     _Action,
     _ComputationType,
     split_action,
 )
-from penstock.compat.torch.orders.lowering import _defer_recv_ops, lower_order
+from penstock.compat.torch.orders.lowering import LoweringOptions, _resolve_unshard_lookahead, lower_order
 from penstock.compat.torch.orders.tables import (
     DenseOrder,
     Order,
@@ -34,6 +37,14 @@ from penstock.compat.torch.orders.tables import (
     write_csv,
 )
 from penstock.compat.torch.orders.validation import _simulate_comms_compute
+from penstock.compat.torch.orders.waits import (
+    _add_wait_send,
+    _add_wait_send_budget,
+    _validate_send_waits,
+    has_send_waits,
+    refuse_wait_cycles,
+    validate_reduction_waits,
+)
 from penstock.compat.torch.schedule_classes.multi import Format, PipelineScheduleMulti
 from penstock.compat.torch.schedule_classes.runner import _PipelineContext
 from penstock.errors import ScheduleError, VerifyError
@@ -58,19 +69,22 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     """Runs `pipeline_order_with_comms`, which is loaded from a file, lowered from a compute order, or set by a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._defer_pp_recv: bool = kwargs.pop("defer_pp_recv", False)
+        names = [option.name for option in fields(LoweringOptions)]
+        self._lowering = LoweringOptions(**{name: kwargs.pop(name) for name in names if name in kwargs})
         super().__init__(*args, **kwargs)
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
         self._proved: DenseOrder | None = None
         self._trained: DenseOrder | None = None
         """The proved order of the last training step, which was searched for missing actions."""
+        self._finalized_stages: set[int] = set()
+        """Stages that FSDP has resharded in this step when it reduced their gradients."""
 
     def register_custom_function(self, computation_type: _ComputationType, custom_function: _CustomFunctionProtocol) -> None:
         """Run `custom_function(action, context)` in place of the actions of a kind."""
-        if computation_type not in COMPUTE_TYPES | {UNSHARD, RESHARD, REDUCE_GRAD}:
+        if computation_type not in COMPUTE_TYPES | {UNSHARD, RESHARD, REDUCE_GRAD, WAIT_REDUCE_GRAD}:
             raise ValueError(
                 f"Invalid computation type {computation_type}. Only FORWARD, FULL_BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, "
-                "OVERLAP_F_B, UNSHARD, RESHARD and REDUCE_GRAD are supported."
+                "OVERLAP_F_B, UNSHARD, RESHARD, REDUCE_GRAD and WAIT_REDUCE_GRAD are supported."
             )
         if computation_type in self._comp_type_to_function_map:
             schedule_log.warning("Computation type %s is already registered. Overwriting the existing custom function.", computation_type)
@@ -82,16 +96,45 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         """Prove an order and take the placement from it; then lower it, or keep it as it is if it has its messages."""
         self._validate_and_set_stage_mapping(actions)
         if format == "compute_comms":
-            self.pipeline_order_with_comms = {rank: [_refuse_idle(action) for action in row] for rank, row in actions.items()}
+            self.pipeline_order_with_comms = self._take_lowered(actions)
         elif format == "compute_only":
             _refuse_messages(actions)
-            order = lower_order(actions, self._build_placement())
-            deferred = _defer_recv_ops(order, self.stage_index_to_group_rank.__getitem__) if self._defer_pp_recv else order
-            self.pipeline_order_with_comms = deferred
+            if self._lowering.defer_reduce_grad_wait:
+                self._validate_deferred_gradient_reduction()
+            self.pipeline_order_with_comms = lower_order(actions, self._build_placement(), self._lowering)
         else:
             raise NotImplementedError(f"format={format!r} is not implemented")
 
     _load_actions = _prepare_schedule_with_comms
+
+    def _take_lowered(self, actions: Order) -> DenseOrder:
+        """Check an order that has its messages. Waits may be left out: a step waits for everything at its end."""
+        order = {rank: [_refuse_idle(action) for action in row] for rank, row in actions.items()}
+        lookahead = _resolve_unshard_lookahead(self._lowering.unshard_lookahead, len(order), self._lowering.max_active_stages)
+        if set(lookahead) != {self._lowering.max_active_stages}:
+            raise ValueError(
+                "unshard_lookahead cannot be applied to an already-lowered compute_comms schedule: load the compute-only order instead"
+            )
+        validate_reduction_waits(order)
+        limit, rank_of_stage = self._lowering.max_outstanding_sends, self.stage_index_to_group_rank.__getitem__
+        if has_send_waits(order):
+            _validate_send_waits(order)
+            refuse_wait_cycles(order, rank_of_stage)
+        elif limit is not None:
+            order = _add_wait_send(order)
+        return order if limit is None else _add_wait_send_budget(order, rank_of_stage, limit)
+
+    def _validate_deferred_gradient_reduction(self) -> None:
+        """Refuse to defer the wait for reductions of FSDP stages that share their streams and buffers for communication."""
+        owner: dict[int, int] = {}
+        for stage in self._stages:
+            if isinstance(stage.submod, FSDPModule):
+                context = id(stage.submod._get_fsdp_state()._comm_ctx)
+                if owner.setdefault(context, stage.stage_index) != stage.stage_index:
+                    raise ValueError(
+                        "defer_reduce_grad_wait does not support FSDP stages that share a communication context. Do not call "
+                        f"share_comm_ctx() for stages {owner[context]} and {stage.stage_index}"
+                    )
 
     def _build_placement(self) -> Placement:
         ranks = self.stage_index_to_group_rank
@@ -132,7 +175,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
             self._warn_about_missing_backwards(order[self.rank])
             self._trained = self._proved
         self.unshard_ops.clear()
-        self.unsharded_stages.clear()
+        self.unsharded_stages &= self._deferred_stages
+        self._finalized_stages.clear()
         return order[self.rank]
 
     def _prove(self, order: DenseOrder) -> None:
@@ -197,6 +241,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def unshard(self, stage: Any) -> None:
         """Start to gather a stage's parameters."""
         index = stage.stage_index
+        if index in self._deferred_stages:  # it is unsharded since the last step
+            self._deferred_stages.remove(index)
+            return
         if index in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Unsharding the same stage_idx={index} twice")
         for module in stage.submod.modules():
@@ -208,12 +255,24 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         index = stage.stage_index
         if not self._has_backward and index in self.unshard_ops:  # gathered for a custom function that did not use it
             self._assert_unsharded(stage)
+        if index in self._finalized_stages:
+            self._finalized_stages.remove(index)
+            return
+        if self._has_backward and not self._finalize_gradients and self.backward_counter[index] == self._n_microbatches:
+            self._deferred_stages.add(index)
+            return
         if index not in self.unsharded_stages or index in self.unshard_ops:
             raise AssertionError(f"Resharding stage_idx={index} without unsharding, or before that is done")
         for module in stage.submod.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         self.unsharded_stages.remove(index)
+
+    def start_reduction(self, stage: Any, waits: bool) -> None:
+        super().start_reduction(stage, waits)
+        if FINALIZES_BACKWARD and self._finalize_gradients and isinstance(stage.submod, FSDPModule):
+            self.unsharded_stages.discard(stage.stage_index)
+            self._finalized_stages.add(stage.stage_index)
 
 
 def as_torch(table: Table | str, stages: Any, n_microbatches: int | None = None, **options: Any) -> _PipelineScheduleRuntime:

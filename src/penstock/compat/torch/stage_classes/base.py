@@ -39,7 +39,6 @@ from penstock.compat.torch.stage_classes.split_backward import StageBackward
 from penstock.errors import StageCallError
 from penstock.runtime.tensors.dtensor import wait_for_collective
 
-
 ForwardContextFactory = Callable[[PipelineStageInfo], AbstractContextManager[Any]]
 
 
