@@ -58,13 +58,13 @@ def report_failures(schedule) -> None:
         while not store.check(["penstock/failed"]):
             time.sleep(0.2)
         stack = traceback.format_stack(sys._current_frames()[threading.main_thread().ident])
-        store.compare_set(keys[rank], "", "was running\n" + "".join(stack[-2:]))
+        store.compare_set(keys[rank], "", "was running\n" + "".join(stack[-2:]).rstrip())
 
     def step_and_report(*args, **kwargs):
         try:
             return step(*args, **kwargs)
         except Exception as error:
-            store.set(keys[rank], "; ".join([f"failed: {error!r}", *getattr(error, "__notes__", ())]))
+            store.set(keys[rank], "\n  ".join([f"failed: {type(error).__name__}: {error}", *getattr(error, "__notes__", ())]))
             store.set("penstock/failed", "")
             time.sleep(1)  # for the others to answer
             answers = [store.get(key).decode() if store.check([key]) else "did not answer" for key in keys]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -114,15 +115,27 @@ def test_the_example_trains_and_torchtitan_finds_its_configuration(tmp_path):
     assert "step:  2" in done.stdout
 
 
-def test_a_failure_is_reported_in_torchtitan_s_log(tmp_path):
-    """The twelfth forward of rank 1's first stage is the fourth microbatch of the second step."""
-    (tmp_path / "cases.json").write_text(json.dumps({"broken": {"steps": 3, "plan": {"schedules": ["zbv"]}, "fail": 11}}))
-    done = start(ROOT / "tests" / "models" / "titan_worker.py", str(tmp_path / "cases.json"), str(tmp_path))
+def report_of(folder: Path, **stopped: int) -> str:
+    """Return the report in torchtitan's log after a forward of rank 1 was stopped."""
+    (folder / "cases.json").write_text(json.dumps({"stopped": {"steps": 3, "plan": {"schedules": ["zbv"]}, **stopped}}))
+    done = start(ROOT / "tests" / "models" / "titan_worker.py", str(folder / "cases.json"), str(folder))
     assert done.returncode != 0
-    report = done.stdout[done.stdout.index("Penstock: a step failed") :]
+    assert "Penstock: a step failed" in done.stdout, done.stderr[-6000:]
+    return done.stdout[done.stdout.index("Penstock: a step failed") :]
+
+
+def test_a_failure_is_reported_in_torchtitan_s_log(tmp_path):
+    """The twelfth forward of rank 1's first stage is that of the fourth microbatch in the second step."""
+    report = report_of(tmp_path, fail=11)
     assert "this layer is broken" in report
     assert "in action 1F3" in report
     assert "rank 0 was running" in report or "rank 0 failed" in report
+
+
+def test_a_hang_is_reported_with_the_place_where_it_hangs(tmp_path):
+    report = report_of(tmp_path, hang=11)
+    assert re.search(r"rank 0 failed: .*in action", report, flags=re.DOTALL)
+    assert re.search(r"rank 1 was running\n.*in stop_forward\n *time.sleep", report, flags=re.DOTALL)
 
 
 def test_the_example_is_short():

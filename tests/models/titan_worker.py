@@ -2,7 +2,7 @@
 
 A case has the `steps`, and the `plan` for our pipelining function (options of `make_plan`) or the `settings` of `parallelism` for
 torchtitan's own. It may ask for the same cut as an earlier case (`cut`), for the plain cross entropy (`loss`), for no recompute
-(`recompute`), or for a forward that fails (`fail`: its number on rank 1).
+(`recompute`), or for a forward that fails or hangs (`fail`, `hang`: its number on rank 1).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ def build_config(case: dict[str, Any], folder: str) -> Any:
         for name, value in case["settings"].items():
             assert hasattr(config.parallelism, name), name
             setattr(config.parallelism, name, value)
+    if "hang" in case:
+        config.comm.init_timeout_seconds = 30  # gloo keeps the timeout that it was started with
     if case.get("loss") == "plain":
         config.loss = config.loss.loss_fn
     if case.get("recompute") == "none":
@@ -53,14 +56,17 @@ def run(config: Any, case: dict[str, Any]) -> dict[str, Any]:
         log(step, loss, worst, norm, **more)
 
     trainer.metrics_processor.log = record
-    if "fail" in case and torch.distributed.get_rank() == 1:
+    if torch.distributed.get_rank() == 1:
         calls = iter(range(1000))
 
-        def fail(*_: Any) -> None:
-            if next(calls) == case["fail"]:
+        def stop_forward(*_: Any) -> None:
+            call = next(calls)
+            if call == case.get("hang"):
+                time.sleep(600)
+            if call == case.get("fail"):
                 raise FloatingPointError("this layer is broken")
 
-        trainer.model_parts[0].register_forward_pre_hook(fail)
+        trainer.model_parts[0].register_forward_pre_hook(stop_forward)
     trainer.train()
     trainer.close()
     modules = config.parallelism.module_fqns_per_model_part
