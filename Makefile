@@ -86,6 +86,5 @@ $(DEEPSPEED)/.installed: $(DEV)
 # torchtitan needs a newer torch than the tests' one, so it shares nothing with their environment.
 $(TITAN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TITAN)
-	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0
-	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torchtitan==0.3.0 -e '.[torch]'
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle -e .
 	@touch $@
