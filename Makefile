@@ -9,10 +9,11 @@ BASE := $(VENV)/.base
 DEV := $(VENV)/.dev
 PAGE := web/node_modules/.installed
 DEEPSPEED := .venv-deepspeed
+TITAN := .venv-titan
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick fuzz page bench paper docs deepspeed lint
+.PHONY: help setup demo test quick fuzz page bench paper docs deepspeed titan lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -47,6 +48,9 @@ docs: $(DEV)  ## build the documentation into site/
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py
 
+titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer on two processes, installed apart
+	@OMP_NUM_THREADS=1 LOG_RANK=0,1 $(TITAN)/bin/torchrun --standalone --nproc-per-node 2 examples/torchtitan/train_debugmodel.py --training.steps 20 --dump_folder .cache/titan
+
 lint: $(DEV)
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
@@ -77,4 +81,10 @@ $(DEEPSPEED)/.installed: $(DEV)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' > $$($(DEEPSPEED)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/base.pth
 	$(DEEPSPEED)/bin/python -m pip --disable-pip-version-check -q install setuptools wheel
 	DS_BUILD_OPS=0 $(DEEPSPEED)/bin/python -m pip --disable-pip-version-check -q install --no-build-isolation deepspeed==0.19.8
+	@touch $@
+
+# torchtitan needs a newer torch than the tests' one, so it shares nothing with their environment.
+$(TITAN)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle -e .
 	@touch $@

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tomllib
+import shlex
 
 import pytest
 import torch
@@ -14,14 +14,18 @@ from models.test_recipes import recipe
 
 
 @pytest.mark.slow
-def test_our_file_runs_in_torch_s_runtime(tmp_path, capsys):
-    made, path = recipe("torchtitan"), str(tmp_path / "schedule.csv")
-    losses = made.main(path)
-    config = tomllib.loads(capsys.readouterr().out)
-    assert config["parallelism"]["pipeline_parallel_schedule_csv"] == path
-    assert config["training"]["local_batch_size"] // config["parallelism"]["pipeline_parallel_microbatch_size"] == made.MICROBATCHES
+@pytest.mark.parametrize(("name", "places"), [("grouped-interleaved", "PipelineScheduleMulti"), ("1f1b-v", "ZBVZeroBubble")])
+def test_our_file_runs_in_torch_s_runtime(tmp_path, capsys, name, places):
+    made, path = recipe("torchtitan/schedule_file"), str(tmp_path / "schedule.csv")
+    losses = made.main(path, name)
+    words = shlex.split(capsys.readouterr().out, comments=True)
+    arguments = dict(zip(words[::2], words[1::2], strict=True))
+    assert arguments["--parallelism.pipeline_parallel_schedule_csv"] == path
+    assert arguments["--parallelism.pipeline_parallel_schedule"] == places
+    size = int(arguments["--parallelism.pipeline_parallel_microbatch_size"])
+    assert int(arguments["--training.local_batch_size"]) // size == made.MICROBATCHES
     schedule = ps.load(path)
-    assert schedule.ranks == config["parallelism"]["pipeline_parallel_degree"]
+    assert schedule.ranks == int(arguments["--parallelism.pipeline_parallel_degree"])
     assert losses == pytest.approx(by_hand(schedule.stages, made.MICROBATCHES))
 
 

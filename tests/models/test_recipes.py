@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM
 from penstock.runtime import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RECIPES = ["hugging_face", "lora", "torchtitan"]
+RECIPES = ["hugging_face", "lora", "torchtitan/schedule_file"]
 
 
 def recipe(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"recipe_{name}", EXAMPLES / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(f"recipe_{Path(name).name}", EXAMPLES / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

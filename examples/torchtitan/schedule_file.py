@@ -1,6 +1,6 @@
 """A schedule of ours as torchtitan's schedule file, run by torch's own pipeline runtime as torchtitan runs it.
 
-python examples/torchtitan.py schedule.csv
+python examples/torchtitan/schedule_file.py schedule.csv
 """
 
 import sys
@@ -18,11 +18,11 @@ RANKS, MICROBATCHES = 2, 8
 
 
 def run(path: str) -> list[float]:
-    """What torchtitan does with the file: stages in a loop over the ranks, torch's runtime, and its order from the file."""
+    """Do with the file what torchtitan does: torch's stages and runtime, and the order from the file."""
     torch.manual_seed(0)
     placement = ps.load(path).placement
     layers = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(placement.stages)]
-    mine = list(range(rank(), placement.stages, RANKS))
+    mine = placement.stages_of(rank())
     stages = [PipelineStage(layers[stage], stage, placement.stages, torch.device("cpu")) for stage in mine]
     schedule = _PipelineScheduleRuntime(stages, n_microbatches=MICROBATCHES, loss_fn=functional.mse_loss)
     schedule._load_csv(path)
@@ -31,17 +31,18 @@ def run(path: str) -> list[float]:
     return [float(loss.detach()) for loss in losses]
 
 
-def main(path: str) -> list[float]:
-    schedule = ps.schedule("grouped-interleaved", ranks=RANKS, microbatches=MICROBATCHES, chunks=2)
+def main(path: str, name: str = "grouped-interleaved") -> list[float]:
+    schedule = ps.schedule(name, ranks=RANKS, microbatches=MICROBATCHES, chunks=2)
     ps.verify(ps.lower(schedule), semantics="rendezvous")  # cannot hang on one NCCL communicator
     schedule.to_csv(path)
-    print(f"[training]\nlocal_batch_size = {MICROBATCHES}\n\n[parallelism]\npipeline_parallel_degree = {RANKS}")
-    print(f'pipeline_parallel_schedule = "PipelineScheduleMulti"\npipeline_parallel_schedule_csv = "{path}"')
-    print("pipeline_parallel_microbatch_size = 1")
+    placement = "ZBVZeroBubble" if schedule.placement.kind == "v" else "PipelineScheduleMulti"  # of the stages; the order is the file's
+    print(f"--training.local_batch_size {MICROBATCHES} --parallelism.pipeline_parallel_microbatch_size 1")
+    print(f"--parallelism.pipeline_parallel_degree {RANKS} --parallelism.pipeline_parallel_schedule {placement}")
+    print(f"--parallelism.pipeline_parallel_schedule_csv {path}")
     losses = next(filter(None, launch(run, RANKS, backend="gloo", args=(path,))))
     print(f"# {MICROBATCHES} microbatches through {schedule.stages} stages in torch's runtime: loss {sum(losses) / len(losses):.4f}")
     return losses
 
 
 if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "schedule.csv")
+    main(*sys.argv[1:] or ["schedule.csv"])
