@@ -223,5 +223,26 @@ def test_importing_and_using_the_language_loads_nothing_heavy(code: str) -> None
     assert not loaded & HEAVY
 
 
+def test_a_torch_that_the_runtime_does_not_know_is_refused_and_the_rest_works() -> None:
+    """With a pretended version. Planning and simulating go on, because they do not use torch."""
+    code = """
+import torch
+torch.__version__ = "2.99.0"
+import penstock as ps
+try:
+    import penstock.runtime
+except ImportError as error:
+    print(isinstance(error, ps.PenstockError), error)
+plan = ps.plan(ps.Profile(layers=[ps.Layer(f=1.0, i=1.0, w=1.0)] * 4), ranks=2, microbatches=4, rounds=1)
+print(ps.simulate(ps.lower(plan.schedule), ps.Costs()).makespan > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    refusal, simulated = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"True penstock\.runtime works with torch 2\.\d+ to 2\.\d+, and torch 2\.99\.0 is installed: pip install .*", refusal
+    )
+    assert simulated == "True"
+
+
 def test_importing_the_package_alone_does_not_even_load_numpy() -> None:
     assert "numpy" not in fresh("import penstock")
