@@ -112,19 +112,20 @@ def test_only_the_device_room_calls_a_device() -> None:
 
 # The rooms of the runtime, each with the rooms that it may import, also for types. `pipeline` and `options` stand above `measure`.
 ROOMS: dict[str, set[str]] = {
-    "device": set(),
-    "tensors": set(),
-    "split_backward": {"tensors"},
-    "transport": {"device", "tensors"},
-    "batch": {"tensors"},
-    "model": {"device", "tensors", "split_backward", "batch"},
-    "weights": {"model"},
-    "parallel": {"device", "tensors", "transport", "batch", "model"},
-    "execution": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
-    "measure": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
-    "launch": {"device", "tensors", "transport"},
-    "checkpoint": {"model", "transport", "pipeline"},
-    "train": {"device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
+    "torch_internals": set(),
+    "device": {"torch_internals"},
+    "tensors": {"torch_internals"},
+    "split_backward": {"torch_internals", "tensors"},
+    "transport": {"torch_internals", "device", "tensors"},
+    "batch": {"torch_internals", "tensors"},
+    "model": {"torch_internals", "device", "tensors", "split_backward", "batch"},
+    "weights": {"torch_internals", "model"},
+    "parallel": {"torch_internals", "device", "tensors", "transport", "batch", "model"},
+    "execution": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
+    "measure": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
+    "launch": {"torch_internals", "device", "tensors", "transport"},
+    "checkpoint": {"torch_internals", "model", "transport", "pipeline"},
+    "train": {"torch_internals", "device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
 }
 
 

@@ -11,7 +11,7 @@ except ImportError as error:
 
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
 
-from penstock.runtime.device.torch_version import check_torch_version
+from penstock.runtime.torch_internals.version import check_torch_version
 
 check_torch_version(_torch.__version__)
 

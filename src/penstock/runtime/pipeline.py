@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
@@ -40,6 +39,7 @@ from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
 from penstock.runtime.parallel.mesh import find_group
+from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.activity import describe_action
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group

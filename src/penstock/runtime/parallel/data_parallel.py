@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, PlacementError, ScheduleError
 from penstock.ir.action import Action
@@ -27,6 +26,8 @@ from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.parallel.replicas import ReplicaGradients
 from penstock.runtime.tensors.dtensor import is_dtensor, to_local
+from penstock.runtime.torch_internals.modules import NormBase, own_buffers
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 from penstock.runtime.transport.group import Operation, nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
 
@@ -246,7 +247,7 @@ class DataParallel:
             operation()
             # Post-accumulate hooks run after the backward for the weights, and must see the gradient then.
             waits = kind is Kind.I
-            replicas.accumulate([parameter for parameter in module.parameters() if not (waits and parameter._post_accumulate_grad_hooks)])
+            replicas.accumulate([parameter for parameter in module.parameters() if not (waits and post_accumulate_hooks(parameter))])
 
         return accumulate
 
@@ -311,12 +312,13 @@ class ReplicatedTensors:
     def _buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""
         for module in self._modules.values():
-            yield from (part for part in module.modules() if part._buffers)
+            yield from (part for part in module.modules() if own_buffers(part))
 
     def changed(self) -> list[bool]:
         """Return per module with buffers whether they may have changed. Norm layers change theirs without changing the version."""
         return [
-            isinstance(part, _NormBase) or any(buffer._version != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
+            isinstance(part, NormBase)
+            or any(read_version(buffer) != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
             for part in self._buffered()
         ]
 
@@ -336,4 +338,4 @@ class ReplicatedTensors:
             connection.broadcast([flat]).wait()
             for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        self._versions |= {id(tensor): tensor._version for tensor in tensors}
+        self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
