@@ -98,7 +98,7 @@ class ShardedStage:
         self.stage, self.modules = stage, modules
         for part in modules:
             check_private(part, "_get_fsdp_state")
-            check_private(part._get_fsdp_state(), "_state_ctx", "_is_root", "_root_post_backward_final_callback", "_reset_iter_state")
+            check_private(part._get_fsdp_state(), "_state_ctx", "_is_root", "_root_post_backward_final_callback")
         self.groups = [group for part in self.modules for group in _groups(part)]
         for group in self.groups:
             check_private(group, "_all_gather_result")
@@ -234,7 +234,11 @@ class ShardedStage:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
         for state in self._roots():
-            state._reset_iter_state()
+            if hasattr(state, "_reset_iter_state"):
+                state._reset_iter_state()
+            else:  # up to torch 2.12; later steps are refused anyway, see `DataParallel.agree`
+                state._state_ctx.iter_forward_root = None
+                state._state_ctx.post_backward_final_callback_queued = False
         self.reshard()
 
     def _roots(self) -> Iterator[Any]:
