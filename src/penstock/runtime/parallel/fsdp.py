@@ -220,9 +220,12 @@ class ShardedStage:
     def finish(self) -> None:
         """End a step: drop what torch has noted for prefetching and streams."""
         for state in self._roots():
-            state._state_ctx.is_last_backward = True
+            context = state._state_ctx
+            if getattr(context, "manual_backward_finalization_active", False) is None:
+                context.manual_backward_finalization_active = False  # from torch 2.15 on a backward sets it; an evaluation has none
+            context.is_last_backward = True
             state._root_post_backward_final_callback()
-            state._state_ctx.is_last_backward = False
+            context.is_last_backward = False
 
     def reset(self) -> None:
         """Drop the gradients of a step that has failed, and shard the parameters again."""
