@@ -147,10 +147,13 @@ def test_sums_in_a_reduce_dtype(workers: Workers) -> None:
         mesh = mesh_of(pp=2, dp=2)
         mine = [[(x.float(), y.float()) for x, y in microbatches] for microbatches in pieces[mesh["dp"].get_local_rank()]]
 
+        def wide(output: Tensor, target: Tensor) -> Tensor:
+            return squares(output.float(), target)
+
         def shard(layer: nn.Module, mesh: Any) -> Any:
             return fully_shard(layer, mesh=mesh, mp_policy=policy)
 
-        found, wanted = (pipeline(copy.deepcopy(model), "1f1b", mesh, shard=shard, loss_fn=squares, loss_reduction="sum") for _ in range(2))
+        found, wanted = (pipeline(copy.deepcopy(model), "1f1b", mesh, shard=shard, loss_fn=wide, loss_reduction="sum") for _ in range(2))
         for number, microbatches in enumerate(mine):
             step_list(found, microbatches, finalize_gradients=number == 2)
         step_list(wanted, [piece for microbatches in mine for piece in microbatches])
