@@ -1,6 +1,11 @@
-# `make` alone lists the targets. Everything is installed into .venv; nothing outside this folder is touched.
+# `make` alone lists the targets. Everything is installed into .venv, and with TORCH= into .venv-torch-VERSION; nothing outside this
+# folder is touched.
 PYTHON ?= python3
-VENV := .venv
+DEFAULT_TORCH := 2.13.0
+TORCH ?= $(DEFAULT_TORCH)
+# The newest patch release of each minor version that penstock.runtime works with; `make matrix` tests all of them.
+TORCH_VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
+VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 
@@ -13,7 +18,7 @@ TITAN := .venv-titan
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick fuzz page bench paper docs deepspeed titan lint
+.PHONY: help setup demo test quick matrix fuzz page bench paper docs deepspeed titan lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -23,11 +28,20 @@ setup: $(DEV)  ## create .venv and install everything that the tests need
 demo: $(BASE)  ## measure, plan, prove and train a small GPT on 4 processes, and write demo/report.html
 	@$(BIN)/python examples/demo.py
 
-test: $(DEV) $(PAGE)  ## check style, types and the page and run every test
+test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TORCH=2.15.0 chooses the version of torch, for other targets too
 	$(MAKE) --no-print-directory -j 2 --output-sync=target lint page
 	$(BIN)/python -m pytest -q -n 2
 
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
+	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
+
+matrix: $(TORCH_VERSIONS:%=matrix-%)  ## run the tests that are not slow with each supported version of torch, one after the other
+
+matrix-%:
+	@echo "torch $*"
+	$(MAKE) --no-print-directory TORCH=$* matrix-tests
+
+matrix-tests: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
 fuzz: $(DEV)  ## compare random models, batches and schedules with the plain loop; FUZZ="--cases 5000 --seed 7 --transport both" chooses
@@ -62,12 +76,12 @@ $(BIN)/python:
 
 # What the demo needs. torch comes first, so that it is the version that everything was tested with.
 $(BASE): pyproject.toml | $(BIN)/python
-	$(PIP) install torch==2.13.0
+	$(PIP) install torch==$(TORCH)
 	$(PIP) install -e '.[torch,fast,solve,plot]'
 	@touch $@
 
 $(DEV): pyproject.toml | $(BIN)/python
-	$(PIP) install torch==2.13.0
+	$(PIP) install torch==$(TORCH)
 	$(PIP) install -e '.[dev,release]'
 	@touch $(BASE) $@
 

@@ -8,6 +8,8 @@ import platform
 from datetime import UTC, datetime
 from pathlib import Path
 
+import penstock
+
 PACKAGES = ("torch", "numpy", "numba", "ortools")
 
 
@@ -18,9 +20,17 @@ def machine() -> dict[str, str]:
         "processor": _processor(),
         "system": f"{platform.system()} {platform.release()}",
         "Python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in PACKAGES},
-        "Penstock": importlib.metadata.version("penstock"),
+        **{name: _version(name) for name in PACKAGES},
+        "Penstock": penstock.__version__,  # the package's own: a source tree is not installed
     }
+
+
+def _version(package: str) -> str:
+    """The version of an installed package, in words if it is not there."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def moment() -> dict[str, str]:

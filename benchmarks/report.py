@@ -10,6 +10,8 @@ from typing import Any
 
 from benchmarks.rows import Found, Row, amount
 
+from penstock.errors import MissingExtraError
+
 STATES = {True: "met", False: "**not met**", None: ""}
 
 
@@ -49,9 +51,11 @@ class Report:
         from benchmarks.figures import ratios
 
         folder.mkdir(parents=True, exist_ok=True)
-        for suite in self.suites:
-            if suite.rows:
+        for suite in (suite for suite in self.suites if suite.rows):
+            try:
                 (folder / f"{suite.name}.svg").write_bytes(ratios(suite, judged=not self.short))
+            except MissingExtraError as error:
+                suite.skipped.append(("the figure", str(error)))
         (folder / "report.json").write_text(json.dumps(self.data(), indent=1) + "\n", encoding="utf-8")
         path = folder / "report.md"
         path.write_text("\n".join(self.lines()) + "\n", encoding="utf-8")
@@ -65,6 +69,7 @@ class Report:
                 "seconds": suite.seconds,
                 "rows": [row.data() | ({"met": None} if self.short else {}) for row in suite.rows],
                 "errors": [{"case": case, "error": error} for case, error in suite.errors],
+                "skipped": [{"case": case, "reason": reason} for case, reason in suite.skipped],
             }
             for suite in self.suites
         }
@@ -94,6 +99,7 @@ class Report:
         if self.interrupted:
             told.append("The run was interrupted: what it had until then is here.")
         told += [f"- not met: {row.case}, against {row.against}: {row.ratio:.3g}, at most {row.limit:.3g}" for row in self.red]
+        told += [f"- left out: {suite.name}, {case}: {reason}" for suite in self.suites for case, reason in suite.skipped]
         return told + [f"- failed: {suite}, {case}: {error}" for suite, case, error in self.errors]
 
     def _section(self, suite: Found) -> Iterator[str]:
@@ -104,7 +110,9 @@ class Report:
                 "|---|---|--:|--:|--:|---|--:|--:|--:|---|",
             )
             yield from (f"| {' | '.join(cells(row, judged=not self.short))} |" for row in suite.rows)
-            yield from ("", f"![ratios of {suite.name}]({suite.name}.svg)", "")
+            if not any(case == "the figure" for case, _ in suite.skipped):
+                yield from ("", f"![ratios of {suite.name}]({suite.name}.svg)", "")
+        yield from (f"- left out: {case}: {reason}" for case, reason in suite.skipped)
         yield from (f"- failed: {case}: {error}" for case, error in suite.errors)
         yield f"{suite.seconds:.0f} s in all."
 

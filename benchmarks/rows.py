@@ -87,13 +87,15 @@ class Case:
 
 @dataclass
 class Found:
-    """What a suite has given: its rows, and what failed."""
+    """What a suite has given: its rows, what failed, and what was left out."""
 
     name: str
     about: str
     rows: list[Row] = field(default_factory=list)
     errors: list[tuple[str, str]] = field(default_factory=list)
     """The case and what it raised."""
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+    """The case and the optional package, or the version of torch, that it needs."""
     seconds: float = 0.0
 
     @property

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.util
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,10 +17,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("penstock") is None:  # nothing is installed: measure the source tree, in the processes of the suites too
+    sys.path.insert(1, str(ROOT / "src"))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
 
 from benchmarks.machine import machine, moment  # noqa: E402 - found by the line above
 from benchmarks.report import Report, cells  # noqa: E402
 from benchmarks.rows import Case, Found  # noqa: E402
+
+from penstock.errors import MissingExtraError  # noqa: E402
 
 SUITES = ("generation", "lowering", "verification", "scale", "simulation", "planner", "overhead", "split_backward", "runtime", "compat")
 
@@ -68,6 +75,8 @@ def collect(name: str, report: Report, say: Say) -> None:
         found.about = " ".join((module.__doc__ or "").split())
         with module.suite(report.short) as cases:
             _run(cases, found, say)
+    except MissingExtraError as error:
+        found.skipped.append(("the whole suite", str(error)))
     except Exception as error:
         found.errors.append(("the whole suite", _told(error)))
     finally:
@@ -80,6 +89,8 @@ def _run(cases: Sequence[Case], found: Found, say: Say) -> None:
         try:
             for row in case.work():
                 found.rows.append(row)
+        except MissingExtraError as error:  # an optional package that is not here, or a torch that is too old for a suite
+            found.skipped.append((case.name, str(error)))
         except Exception as error:
             found.errors.append((case.name, _told(error)))
 

@@ -37,7 +37,7 @@ PAIRS = {
 """Our names, and torch's classes of the same order."""
 SHARES = {"1f1b": 0.9}
 """How much of torch's step time is wanted with tiny compute; 0.6 of others."""
-if torch.__version__ < "2.12":  # torch 2.11's own V-shaped schedules do not run on gloo
+if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12):  # torch 2.11's own V-shaped schedules do not run on gloo
     del PAIRS["zbv"], PAIRS["dualpipe-v"]
 ROUNDS = 15
 TINY = {"width": 8, "depth": 1, "each": 2}
@@ -90,7 +90,7 @@ def _prediction(case: str, found: Measured, allowed: float) -> Row:
 
 def _many() -> Iterator[Row]:
     with Workers(8) as workers:
-        for name in ("1f1b", "interleaved-1f1b", "zbv"):
+        for name in (name for name in ("1f1b", "interleaved-1f1b", "zbv") if name in PAIRS):
             found = _slowest(workers.run(measure, (name, (8, 32), block_stage, {"width": 256, "depth": 1, "each": 2, "long": 64}, 5)))
             case = f"{name}, 32 microbatches, small GPT, 8 ranks"
             yield from (Row(f"{case}: a step", found.step, found.peer_step), _prediction(case, found, 0.25))

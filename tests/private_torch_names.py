@@ -1,6 +1,7 @@
 """Which private names of torch the package uses: `python tests/private_torch_names.py` prints a table of names and files.
 
-Imported and dotted names (`torch._C._x`) are followed through aliases. Private attributes of objects (`tensor._is_view()`) have no type
+Imported and dotted names (`torch._C._x`) are followed through aliases, and those that `find_private` looks up by their text count too.
+Private attributes of objects (`tensor._is_view()`) have no type
 in the syntax tree: an attribute counts as torch's if nothing in the package defines it, or if it is read from another object than
 `self` and is among the attributes of torch's usual classes.
 """
@@ -60,11 +61,23 @@ def spell(node: ast.AST, aliases: dict[str, str]) -> str | None:
     return None
 
 
+def read_texts(tree: ast.AST, *functions: str) -> Iterator[str]:
+    """Yield the texts that a file gives to these functions as arguments."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in functions:
+            yield from (
+                part.value
+                for argument in node.args
+                for part in ast.walk(argument)
+                if isinstance(part, ast.Constant) and isinstance(part.value, str) and not isinstance(argument, ast.JoinedStr)
+            )
+
+
 def find_dotted(tree: ast.AST) -> Iterator[str]:
-    """Yield the private names that a file imports or reaches from `torch`."""
+    """Yield the private names that a file imports, reaches from `torch`, or looks up."""
     aliases = read_aliases(tree)
     inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    full_names = set(aliases.values())
+    full_names = set(aliases.values()) | set(read_texts(tree, "find_private"))
     full_names |= {name for node in ast.walk(tree) if id(node) not in inner and (name := spell(node, aliases)) is not None}
     for name in full_names:
         if any(map(is_private, name.split("."))):
@@ -72,17 +85,16 @@ def find_dotted(tree: ast.AST) -> Iterator[str]:
 
 
 def find_attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
-    """Yield torch's private attributes that a file reads, sets, or names in `getattr`, `hasattr` and `setattr`."""
+    """Yield torch's private attributes that a file reads, sets, checks, or names in `getattr`, `attrgetter` and the like."""
     aliases = read_aliases(tree)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and spell(node, aliases) is None:
-            if node.attr not in own or (node.attr in KNOWN and not is_own(node.value)):
-                yield node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in {"getattr", "hasattr", "setattr"}:
-            name = node.args[1] if len(node.args) > 1 else None
-            text = name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else ""
-            if is_private(text) and (text not in own or text in KNOWN):
-                yield text
+        if not (isinstance(node, ast.Attribute) and is_private(node.attr) and spell(node, aliases) is None):
+            continue
+        if node.attr not in own or (node.attr in KNOWN and not is_own(node.value)):
+            yield node.attr
+    for text in read_texts(tree, "getattr", "hasattr", "setattr", "attrgetter", "methodcaller", "check_private"):
+        if is_private(text) and (text not in own or text in KNOWN):
+            yield text
 
 
 def find_definitions(tree: ast.AST) -> Iterator[str]:

@@ -112,19 +112,20 @@ def test_only_the_device_room_calls_a_device() -> None:
 
 # The rooms of the runtime, each with the rooms that it may import, also for types. `pipeline` and `options` stand above `measure`.
 ROOMS: dict[str, set[str]] = {
-    "device": set(),
-    "tensors": set(),
-    "split_backward": {"tensors"},
-    "transport": {"device", "tensors"},
-    "batch": {"tensors"},
-    "model": {"device", "tensors", "split_backward", "batch"},
-    "weights": {"model"},
-    "parallel": {"device", "tensors", "transport", "batch", "model"},
-    "execution": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
-    "measure": {"device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
-    "launch": {"device", "tensors", "transport"},
-    "checkpoint": {"model", "transport", "pipeline"},
-    "train": {"device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
+    "torch_internals": set(),
+    "device": {"torch_internals"},
+    "tensors": {"torch_internals"},
+    "split_backward": {"torch_internals", "tensors"},
+    "transport": {"torch_internals", "device", "tensors"},
+    "batch": {"torch_internals", "tensors"},
+    "model": {"torch_internals", "device", "tensors", "split_backward", "batch"},
+    "weights": {"torch_internals", "model"},
+    "parallel": {"torch_internals", "device", "tensors", "transport", "batch", "model"},
+    "execution": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
+    "measure": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
+    "launch": {"torch_internals", "device", "tensors", "transport"},
+    "checkpoint": {"torch_internals", "model", "transport", "pipeline"},
+    "train": {"torch_internals", "device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},
 }
 
 
@@ -236,6 +237,27 @@ def test_importing_and_using_the_language_loads_nothing_heavy(code: str) -> None
     loaded = fresh(code)
     assert "penstock" in loaded
     assert not loaded & HEAVY
+
+
+def test_a_torch_that_the_runtime_does_not_know_is_refused_and_the_rest_works() -> None:
+    """With a pretended version. Planning and simulating go on, because they do not use torch."""
+    code = """
+import torch
+torch.__version__ = "2.99.0"
+import penstock as ps
+try:
+    import penstock.runtime
+except ImportError as error:
+    print(isinstance(error, ps.PenstockError), error)
+plan = ps.plan(ps.Profile(layers=[ps.Layer(f=1.0, i=1.0, w=1.0)] * 4), ranks=2, microbatches=4, rounds=1)
+print(ps.simulate(ps.lower(plan.schedule), ps.Costs()).makespan > 0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    refusal, simulated = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"True penstock\.runtime works with torch 2\.\d+ to 2\.\d+, and torch 2\.99\.0 is installed: pip install .*", refusal
+    )
+    assert simulated == "True"
 
 
 def test_importing_the_package_alone_does_not_even_load_numpy() -> None:

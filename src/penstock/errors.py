@@ -137,6 +137,10 @@ class MissingExtraError(PenstockError, ImportError):
         super().__init__(f"{what} needs {package}, which is not installed: pip install 'penstock[{extra}]'")
 
 
+class TorchVersionError(PenstockError, ImportError):
+    """A version of torch that the runtime does not work with, or that lacks a private name which the runtime needs."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """End of a sentence about an unknown name: the nearest known ones, then all of them."""
     names = sorted(known)

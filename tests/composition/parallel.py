@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, _redistribute
@@ -22,6 +25,7 @@ WIDTH = 5
 """Odd, so that shards are of different sizes."""
 SIZES = (6, 7)
 """Rows of two data ranks."""
+FUNCTIONS = [name for name in dir(dist) if name.startswith(("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"))]
 
 
 class Perceptron(nn.Module):
@@ -133,3 +137,29 @@ def by_loop(model: nn.Module, x: Tensor, y: Tensor, sizes: Sequence[int], microb
     parts = zip(x.split(list(sizes)), y.split(list(sizes)), strict=True)
     pieces = [piece for one, other in parts for piece in zip(one.tensor_split(microbatches), other.tensor_split(microbatches), strict=True)]
     return loop_step(model, pieces, [len(piece) / len(x) for piece, _ in pieces], loss_fn)
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each collective of torch.distributed is called inside, by anyone; those that call each other count once."""
+    found: Counter[str] = Counter()
+    originals, depth = {name: getattr(dist, name) for name in FUNCTIONS}, [0]
+
+    def counting(name: str, original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            depth[0] += 1
+            try:
+                found[name.replace("_into_tensor", "").replace("_single", "").replace("_tensor", "")] += depth[0] == 1
+                return original(*args, **kwargs)
+            finally:
+                depth[0] -= 1
+
+        return call
+
+    for name, original in originals.items():
+        setattr(dist, name, counting(name, original))
+    try:
+        yield found
+    finally:
+        for name, original in originals.items():
+            setattr(dist, name, original)

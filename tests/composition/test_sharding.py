@@ -4,52 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 import penstock as ps
-from composition.parallel import Outcome, batch, check, mesh_of, perceptrons, schedule, split_over
+from composition.parallel import Outcome, batch, check, counted, mesh_of, perceptrons, schedule, split_over
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
 from runtime.models import by_batch
 
 SIZES = (6, 7)
-FUNCTIONS = [name for name in dir(dist) if name.startswith(("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all"))]
-
-
-@contextmanager
-def counted() -> Iterator[Counter[str]]:
-    """How often each collective of torch.distributed is called inside, by anyone; those that call each other count once."""
-    found: Counter[str] = Counter()
-    originals, depth = {name: getattr(dist, name) for name in FUNCTIONS}, [0]
-
-    def counting(name: str, original: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            depth[0] += 1
-            try:
-                found[name.replace("_into_tensor", "").replace("_single", "").replace("_tensor", "")] += depth[0] == 1
-                return original(*args, **kwargs)
-            finally:
-                depth[0] -= 1
-
-        return call
-
-    for name, original in originals.items():
-        setattr(dist, name, counting(name, original))
-    try:
-        yield found
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def actions(program: ps.Program, rank: int) -> Counter[Kind]:

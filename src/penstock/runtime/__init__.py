@@ -1,13 +1,19 @@
 """Train a model with any program: stages, split backward, virtual ranks, and the executor. Needs torch."""
 
+# ruff: noqa: E402 - the version of torch is checked before the other modules are imported
+
 from __future__ import annotations
 
 try:
-    import torch as _torch  # noqa: F401
+    import torch as _torch
 except ImportError as error:
     from penstock.errors import MissingExtraError
 
     raise MissingExtraError("penstock.runtime", "torch", "torch") from error
+
+from penstock.runtime.torch_internals.version import check_torch_version
+
+check_torch_version(_torch.__version__)
 
 from penstock.runtime.batch.result import StepResult
 from penstock.runtime.batch.side_outputs import StageOutput, add_loss, add_metric, collect

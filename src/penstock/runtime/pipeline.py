@@ -12,7 +12,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
@@ -40,6 +39,7 @@ from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
 from penstock.runtime.parallel.mesh import find_group
+from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.activity import describe_action
 from penstock.runtime.transport.failures import describe_error
 from penstock.runtime.transport.group import Group
@@ -177,6 +177,8 @@ class Pipeline:
         self._hooked = HookGuard()
         self.steps = 0
         """How many training steps were run; with a seed, each step draws from streams of its own. Checkpoints save it."""
+        self.postponed_steps = 0
+        """How many steps in a row, the last ones, have not finalized their gradients, see `step`."""
         self._calls = 0
         """How many batches this rank was given, including those that it refused."""
         self._executors: dict[tuple[int, bool], Executor] = {}
@@ -377,9 +379,16 @@ class Pipeline:
         microbatches: int | None = None,
         stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
+        finalize_gradients: bool = True,
     ) -> StepResult:
-        """Run forward and backward of a batch, split along its batch dimension; adds to the parameters' gradients."""
-        return self._run(self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs), training=True)
+        """Run forward and backward of a batch, split along its batch dimension; adds to the parameters' gradients.
+
+        With `finalize_gradients=False`, gradients are not summed over data ranks and copies of a parameter, and `grad` is incomplete: the
+        next step that finalizes sums those of all steps since the last one that did, once.
+        """
+        feed = self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs)
+        feed.share.finalizes = finalize_gradients
+        return self._run(feed, training=True)
 
     def step_list(
         self,
@@ -388,9 +397,15 @@ class Pipeline:
         *,
         stage_kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
         outputs: bool = False,
+        finalize_gradients: bool = True,
     ) -> StepResult:
-        """Run forward and backward of microbatches that are already split, of any shapes; a tuple is several arguments."""
-        return self._run(self._take_microbatches(inputs, targets, stage_kwargs, outputs), training=True)
+        """Run forward and backward of microbatches that are already split, of any shapes; a tuple is several arguments.
+
+        For `finalize_gradients` see `step`.
+        """
+        feed = self._take_microbatches(inputs, targets, stage_kwargs, outputs)
+        feed.share.finalizes = finalize_gradients
+        return self._run(feed, training=True)
 
     def eval_step(
         self,
@@ -482,11 +497,15 @@ class Pipeline:
         self._hooked.begin(self.local_parameters(), alone=alone)
         try:
             self.shared.begin(self.local_parameters(), self.gather)
-            self.data.begin(executor.reduces)
+            self.data.begin(executor.reduces, finalizes=feed.share.finalizes)
             with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
-            self.data.finish(self.shared.ids(self.local_parameters()))
-            self.shared.sum_gradients(self.local_parameters(), self.gather, self.data.take_sum)
+            if feed.share.finalizes:
+                self.data.finish(self.shared.ids(self.local_parameters()))
+                self.shared.sum_gradients(self.local_parameters(), self.gather, self.data.take_sum)
+            else:
+                self.data.postpone()
+                self.shared.postpone(self.local_parameters(), self.gather)
             folded = self.statistics.fold(self.gather)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
             shares = self._gather_shares("step", share)
@@ -495,11 +514,15 @@ class Pipeline:
         except BaseException:
             self.statistics.reset()
             self.data.reset()
+            self.shared.reset()
             self._buffers.restore()
             backup.restore()
             raise
         self._buffers.settle()
+        self.data.settle()
+        self.shared.settle()
         self.steps += 1
+        self.postponed_steps = 0 if feed.share.finalizes else self.postponed_steps + 1
         return shares
 
     def _note_whole_backwards(self, shares: Sequence[ResultShare]) -> None:
@@ -550,10 +573,20 @@ class Pipeline:
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
+        self._check_finalized("clip_grad_norm_")
         return clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
+
+    def _check_finalized(self, name: str) -> None:
+        """Refuse a call that needs the gradients, as long as they are not summed over all ranks."""
+        if self.postponed_steps:
+            raise ScheduleError(
+                f"{name} needs the gradients, but those of the last {self.postponed_steps} steps are not finalized: give "
+                "finalize_gradients=True, the default, to the last step before it"
+            )
 
     def parity(self, *args: Any, target: Any = ABSENT, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Parity:
         """Compare a step with the unpipelined model: the loss, every gradient, the norm, and all state. All is restored."""
+        self._check_finalized("parity")
         batch = StepArguments(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
         feed, steps = self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), self.steps

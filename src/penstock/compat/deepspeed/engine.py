@@ -14,7 +14,6 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.compat.deepspeed import proof as proofs
 from penstock.compat.deepspeed.checkpoint import EngineState, choose_tag, hold_stage, note_latest, open_folder
@@ -36,6 +35,7 @@ from penstock.runtime.model.partition import partition
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.gradients import GradientBackup
+from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.group import Group, Operation
 from penstock.runtime.transport.subgroup import join_members

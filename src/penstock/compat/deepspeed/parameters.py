@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.model.partition import Part, Partition
 from penstock.runtime.model.tied_parameters import Place, SharedParameters
 from penstock.runtime.parallel.data_parallel import ReplicatedTensors
+from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.subgroup import join_members
 

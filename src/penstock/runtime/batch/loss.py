@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
+from penstock.runtime.torch_internals import pytree
 
 REDUCTIONS = ("mean", "sum")
 

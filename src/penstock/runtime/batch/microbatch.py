@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, explain_registration, hides_tensor, is_array
+from penstock.runtime.torch_internals import pytree
 
 Dims = Any
 """One batch dimension for everything, or a tree like the value's with an int for what is split and None for what stays whole.

@@ -85,6 +85,8 @@ class ResultShare:
     call: int = 0
     """How many batches the rank has been given, this one included."""
     records: bool = False
+    finalizes: bool = True
+    """Whether the step sums its gradients over the ranks, and those of earlier steps that did not."""
     whole: dict[int, str] = field(default_factory=dict)
     """The rank's stages whose backward cannot be split, each with the reason, as far as forwards have shown."""
 
@@ -114,6 +116,10 @@ _SAME: dict[str, tuple[Callable[[Any], str], str]] = {
     ),
     "microbatches": ("ran {} microbatches".format, "give all ranks the same number"),
     "records": (lambda records: "records" if records else "does not record", "set `record` to the same value on all ranks"),
+    "finalizes": (
+        lambda finalizes: "finalizes its gradients" if finalizes else "does not finalize its gradients",
+        "give `finalize_gradients` the same value on all ranks",
+    ),
     "sizes": (_describe_sizes, "give all ranks the same batch, or none to those that need none"),
 }
 """The fields of a share that must be the same on all ranks, how to describe them, and what to do if they differ."""

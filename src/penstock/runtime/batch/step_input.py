@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.result import ResultShare
 from penstock.runtime.tensors.boundary import memory_overlaps
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.tensors import read_version
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
 """Keyword arguments by stage and name."""
@@ -79,7 +80,7 @@ class StepInput:
         `copies` are the ids of inputs that the stage has copied itself and whose copies it has changed.
         """
         for tensor, version, reason in self.guards[microbatch]:
-            if tensor._version != version or id(tensor) in copies:
+            if read_version(tensor) != version or id(tensor) in copies:
                 raise ScheduleError(
                     f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
                 )
@@ -202,9 +203,9 @@ def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | No
             others = [tensor for other in (*parts[:place], *parts[place + 1 :], target) for tensor in other]
             for tensor in part:
                 if uses[id(tensor)] > 1:
-                    guards[-1].append((tensor, tensor._version, "other microbatches get too"))
+                    guards[-1].append((tensor, read_version(tensor), "other microbatches get too"))
                 elif any(memory_overlaps(tensor, other) for other in others):
-                    guards[-1].append((tensor, tensor._version, "the target or another stage's arguments have too"))
+                    guards[-1].append((tensor, read_version(tensor), "the target or another stage's arguments have too"))
     return guards if any(guards) else []
 
 

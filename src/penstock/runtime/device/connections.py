@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.runtime.device.gpu import cuda, default_device_type
+from penstock.runtime.torch_internals.lookup import check_private
 
 
 def device_id() -> str | None:
@@ -28,6 +29,7 @@ def connect_devices(store: Any, rank: int, ranks: int, deadline: float) -> Any:
     if not cuda.is_available():
         return dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=deadline))
     options = dist.ProcessGroupNCCL.Options()
+    check_private(options, "_timeout")
     options._timeout = timedelta(seconds=deadline)
     return dist.ProcessGroupNCCL(store, rank, ranks, options)
 

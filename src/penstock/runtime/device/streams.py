@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.device.gpu import cuda, is_initialized
+from penstock.runtime.torch_internals import pytree
 
 
 class _SideStream(threading.local):

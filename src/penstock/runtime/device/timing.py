@@ -8,10 +8,10 @@ from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.runtime.device.gpu import cuda, is_initialized
 from penstock.runtime.device.streams import record_event
+from penstock.runtime.torch_internals import pytree
 
 clock = time.perf_counter_ns
 """Nanoseconds on a clock that all processes of a machine share."""

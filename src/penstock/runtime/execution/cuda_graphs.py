@@ -26,6 +26,8 @@ from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import detach_as_leaves
+from penstock.runtime.torch_internals.modules import own_buffers, own_parameters
+from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
 from penstock.runtime.transport.group import EMPTY, Operation, nothing
 
 if TYPE_CHECKING:
@@ -152,7 +154,7 @@ def _kept_buffers(stage: Stage) -> Iterator[None]:
     kept = [(module, name, value, value.clone()) for module, name, value in _buffers(stage.module)]
     try:
         yield
-        replaced = next((name for module, name, value, _ in kept if module._buffers.get(name) is not value), None)
+        replaced = next((name for module, name, value, _ in kept if own_buffers(module).get(name) is not value), None)
         if replaced is not None:
             raise ScheduleError(
                 f"stage {stage.index} replaces its buffer {replaced} by another tensor, which recorded work cannot do: change it in place, "
@@ -161,11 +163,11 @@ def _kept_buffers(stage: Stage) -> Iterator[None]:
     finally:
         for module, name, value, before in kept:
             value.data.copy_(before)  # past autograd: another microbatch's backward may still read the restored values
-            module._buffers[name] = value
+            own_buffers(module)[name] = value
 
 
 def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [(part, name, value) for part in module.modules() for name, value in part._buffers.items() if value is not None]
+    return [(part, name, value) for part in module.modules() for name, value in own_buffers(part).items() if value is not None]
 
 
 def _fingerprint(module: nn.Module) -> list[object]:
@@ -173,9 +175,9 @@ def _fingerprint(module: nn.Module) -> list[object]:
     facts: list[object] = []
     for part in module.modules():
         facts.append(part.training)
-        for parameter in part._parameters.values():
+        for parameter in own_parameters(part).values():
             facts += [] if parameter is None else [id(parameter), _address(parameter), parameter.requires_grad]
-        facts += [_address(buffer) for buffer in part._buffers.values() if buffer is not None]
+        facts += [_address(buffer) for buffer in own_buffers(part).values() if buffer is not None]
     return facts
 
 
@@ -221,7 +223,7 @@ class Graphs:
                 f"stage {index} has norm layers with running statistics but does not run its microbatches in order, which recorded work "
                 "cannot make up for: use another schedule, or leave graphs=True out"
             )
-        hooked = next((n for n, p in stage.module.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks), None)
+        hooked = next((n for n, p in stage.module.named_parameters() if post_accumulate_hooks(p) or gradient_hooks(p)), None)
         if hooked is not None:
             raise ScheduleError(
                 f"{hooked} of stage {index} has hooks, which recorded work cannot run: remove them, or leave graphs=True out"

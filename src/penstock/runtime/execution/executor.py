@@ -30,6 +30,7 @@ from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.split_backward.deferrable import keep_wrappers
+from penstock.runtime.torch_internals.autograd import is_profiling
 from penstock.runtime.transport.group import Group, Operation
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class Executor:
                 torch.autograd.set_multithreading_enabled(False),
                 keep_wrappers(bool(self.compute.split)),
             ):
-                for at, operation in enumerate(self._label_operations() if _profiler_is_on() else self.operations):
+                for at, operation in enumerate(self._label_operations() if is_profiling() else self.operations):
                     activity.at = at
                     activity.began = clock()
                     if watch is not None:
@@ -256,7 +257,3 @@ class Executor:
                 raise
 
         return run
-
-
-def _profiler_is_on() -> bool:
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]

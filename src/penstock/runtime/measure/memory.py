@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.tensors import count_sparse_values, identify_storage
 
 StorageSizes = dict[int, int]
 """Bytes by storage."""
@@ -31,9 +33,9 @@ def bytes_of(value: Any) -> int:
 def _add(sizes: StorageSizes, tensor: Tensor) -> None:
     if tensor.layout is torch.strided:
         storage = tensor.untyped_storage()
-        sizes[storage._cdata] = storage.nbytes()
+        sizes[identify_storage(storage)] = storage.nbytes()
     else:  # sparse: indices and values
-        sizes[id(tensor)] = tensor.element_size() * int(tensor._nnz())
+        sizes[id(tensor)] = tensor.element_size() * int(count_sparse_values(tensor))
 
 
 def bytes_without(sizes: Mapping[int, int], others: Mapping[int, int]) -> int:

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.ir.table import Table
@@ -31,6 +30,7 @@ from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.tensors.boundary import copy_tensor
+from penstock.runtime.torch_internals import pytree
 
 CLOSE = 1e-4
 """Relative to the largest value: how much 32-bit numbers may differ when they are summed in another order."""

@@ -9,6 +9,7 @@ from torch import nn
 
 from penstock.runtime.model.module_state import ModuleState
 from penstock.runtime.model.random_streams import preserve_random_state
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
 
 
 @contextmanager
@@ -16,7 +17,7 @@ def preserve_state(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore gradients, buffers, attributes and torch's random state after the block, and parameters that gradient hooks may change."""
     parameters = list({id(parameter): parameter for module in modules for parameter in module.parameters()}.values())
     grads = [parameter.grad for parameter in parameters]
-    hooked = [(parameter, parameter.detach().clone()) for parameter in parameters if parameter._post_accumulate_grad_hooks]
+    hooked = [(parameter, parameter.detach().clone()) for parameter in parameters if post_accumulate_hooks(parameter)]
     states = [ModuleState.capture(module) for module in modules]
     try:
         with preserve_random_state():

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError, ScheduleError, WholeBackwardNeeded, nearest
 from penstock.planner.profile import Layer, Profile
@@ -27,6 +26,7 @@ from penstock.runtime.model.stage import Stage
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import detach_as_leaves, detach_tree, find_differentiable
+from penstock.runtime.torch_internals import pytree
 
 Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

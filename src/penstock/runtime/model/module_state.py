@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils import _pytree as pytree
 
 from penstock.runtime.batch.side_outputs import SideOutputs
 from penstock.runtime.model.random_streams import capture_random_state, set_random_state
 from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, to_local
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.modules import NormBase, has_forward_hooks, own_buffers
+from penstock.runtime.torch_internals.tensors import read_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, buffers, submodules and hooks."""
@@ -44,12 +45,12 @@ class ModuleState:
 
     def __init__(self, places: list[_Place], values: list[_Value]) -> None:
         self._places = places
-        self._values = values
+        self._entries = values
 
     @classmethod
     def capture(cls, module: nn.Module) -> ModuleState:
         """Capture the current state of the module."""
-        places = [_Place(prefix, holder) for prefix, part in module.named_modules() for holder in (part._buffers, vars(part))]
+        places = [_Place(prefix, holder) for prefix, part in module.named_modules() for holder in (own_buffers(part), vars(part))]
         return cls(places, [_Value(place, key, value, _copy(value)) for place in places for key, value in place.entries()])
 
     @classmethod
@@ -59,7 +60,7 @@ class ModuleState:
         for name in names:
             prefix, _, key = name.rpartition(".")
             part = module.get_submodule(prefix)
-            place = _Place(prefix, part._buffers if key in part._buffers else vars(part))
+            place = _Place(prefix, own_buffers(part) if key in own_buffers(part) else vars(part))
             value = place.holder.get(key, _MISSING)
             values.append(_Value(place, key, value, _copy(value)))
         return cls([], values)
@@ -67,7 +68,7 @@ class ModuleState:
     def keep_changed(self, also: Collection[str] = ()) -> list[str]:
         """Drop everything that has not changed, except what has one of these dotted names; return the names of the rest."""
         added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
-        self._places, self._values = [], [value for value in self._values if self._is_kept(value, also)] + added
+        self._places, self._entries = [], [value for value in self._entries if self._is_kept(value, also)] + added
         return self.names()
 
     def _is_kept(self, value: _Value, also: Collection[str]) -> bool:
@@ -75,11 +76,11 @@ class ModuleState:
 
     def extend(self, other: ModuleState) -> None:
         """Add what another state has captured."""
-        self._values += other._values
+        self._entries += other._entries
 
     def names(self) -> list[str]:
         """Return the dotted names of everything that was captured."""
-        return [value.place.name_of(value.key) for value in self._values]
+        return [value.place.name_of(value.key) for value in self._entries]
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
@@ -87,9 +88,9 @@ class ModuleState:
 
         A forward inside starts from the captured state and does not change the present one. It may keep the copies.
         """
-        now = [(value.place.holder, value.key, value.place.holder.get(value.key, _MISSING)) for value in self._values]
-        copies = {id(value.value): value.stand_in() for value in self._values}
-        for value in self._values:
+        now = [(value.place.holder, value.key, value.place.holder.get(value.key, _MISSING)) for value in self._entries]
+        copies = {id(value.value): value.stand_in() for value in self._entries}
+        for value in self._entries:
             _put(value.place.holder, value.key, copies[id(value.value)])
         try:
             yield
@@ -102,12 +103,12 @@ class ModuleState:
 
         That is tensors, plain values and containers of them.
         """
-        contents = {value.place.name_of(value.key): value.contents() for value in self._values}
+        contents = {value.place.name_of(value.key): value.contents() for value in self._entries}
         return {name: value for name, value in contents.items() if _is_plain(value)}
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Give the module copies of these values, by dotted name; attributes that it does not have are added."""
-        held = {value.place.name_of(value.key): value for value in self._values}
+        held = {value.place.name_of(value.key): value for value in self._entries}
         attributes = {place.prefix: place.holder for place in self._places}
         for name, contents in values.items():
             value, (prefix, _, key) = held.get(name), name.rpartition(".")
@@ -120,7 +121,7 @@ class ModuleState:
         """Restore the contents of tensors and containers in place, and put back objects that were replaced."""
         for place, key in self._added():
             del place.holder[key]
-        for value in self._values:
+        for value in self._entries:
             value.restore()
 
     def changed(self, *, set_first: bool = True) -> list[str]:
@@ -128,12 +129,14 @@ class ModuleState:
 
         Without `set_first`, what was None or did not exist is left out, because a forward may set it once.
         """
-        differing = [value.place.name_of(value.key) for value in self._values if value.differs() and (set_first or value.value is not None)]
+        differing = [
+            value.place.name_of(value.key) for value in self._entries if value.differs() and (set_first or value.value is not None)
+        ]
         return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
 
     def _added(self) -> list[tuple[_Place, str]]:
         """Return what did not exist when the state was captured."""
-        known = {(id(value.place.holder), value.key) for value in self._values}
+        known = {(id(value.place.holder), value.key) for value in self._entries}
         return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
 
 
@@ -151,7 +154,7 @@ class ModuleVersions:
     def capture(cls, module: nn.Module, skip: Collection[str] = ()) -> ModuleVersions:
         """Capture the current state, except what has one of these dotted names."""
         parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
-        places = [_Place(prefix, holder) for prefix, part in parts for holder in (part._buffers, vars(part))]
+        places = [_Place(prefix, holder) for prefix, part in parts for holder in (own_buffers(part), vars(part))]
         entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
         return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
 
@@ -184,20 +187,20 @@ def running_statistics_names(module: nn.Module) -> list[str]:
     return [
         f"{prefix}.{name}" if prefix else name
         for prefix, part in module.named_modules()
-        if isinstance(part, _NormBase) and part.training and part.running_mean is not None
+        if isinstance(part, NormBase) and part.training and part.running_mean is not None
         for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
 
 
 def _may_hold_state(part: nn.Module) -> bool:
     own = type(part).__module__.startswith("torch.nn.modules.")
-    return not own or bool(part._buffers or part._forward_hooks or part._forward_pre_hooks)
+    return not own or bool(own_buffers(part) or has_forward_hooks(part))
 
 
 def _version(value: Any) -> int:
     """Return the version of a tensor, or the length of a container; -1 for everything else."""
     if isinstance(value, Tensor):
-        return -1 if value.is_inference() else value._version
+        return -1 if value.is_inference() else read_version(value)
     return len(value) if isinstance(value, _CONTAINERS) else -1
 
 
@@ -415,14 +418,14 @@ class ForwardState:
     @classmethod
     def capture(cls, modules: Sequence[nn.Module], inputs: Any, side_outputs: SideOutputs) -> ForwardState:
         states = [ModuleState.capture(module) for module in modules]
-        versions = [(parameter, parameter._version) for module in modules for parameter in module.parameters()]
+        versions = [(parameter, read_version(parameter)) for module in modules for parameter in module.parameters()]
         side_before = SideOutputs(list(side_outputs.losses), dict(side_outputs.metrics))
         return cls(states, TensorState.capture(inputs), capture_random_state(), side_outputs, side_before, versions)
 
     @property
     def restorable(self) -> bool:
         """Whether no parameter has been changed in place."""
-        return all(parameter._version == version for parameter, version in self.versions)
+        return all(read_version(parameter) == version for parameter, version in self.versions)
 
     def restore(self) -> None:
         for state in self.modules:

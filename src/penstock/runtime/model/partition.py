@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, nearest
+from penstock.runtime.torch_internals.modules import own_children
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
         inner = _find(model, split.layers)
         if not isinstance(inner, (nn.ModuleList, nn.Sequential)):
             raise PlacementError(f"{split.layers!r} is a {type(inner).__name__}, not a list of layers")
-        names = [*split.head, *(f"{split.layers}.{name}" for name in inner._modules), *split.tail]
+        names = [*split.head, *(f"{split.layers}.{name}" for name in own_children(inner)), *split.tail]
         return names, [_find(model, name) for name in names]
     if split is not None and not isinstance(split, Sequence):
         raise PlacementError(f"split is a list with the number of layers per stage, or Layers(...), got {type(split).__name__}")
@@ -176,7 +177,7 @@ def _layers(model: nn.Module, split: Any) -> tuple[list[str], list[nn.Module]]:
             'give split=Layers("blocks", head=[...], tail=[...]), an nn.Sequential, or a list with one module per stage'
         )
     # Not named_children(), which leaves out a layer that occurs a second time.
-    return list(model._modules), [layer for layer in model._modules.values() if layer is not None]
+    return list(own_children(model)), [layer for layer in own_children(model).values() if layer is not None]
 
 
 def _find(model: nn.Module, name: str) -> nn.Module:
@@ -232,7 +233,9 @@ def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.
     inside = {id(module) for layer in covered for module in layer.modules()}
     tensors = {id(tensor) for layer in covered for tensor in (*layer.parameters(), *layer.buffers())}
     missing = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if id(tensor) not in tensors]
-    missing += [name for name, module in model.named_modules() if not module._modules and id(module) not in inside and module is not model]
+    missing += [
+        name for name, module in model.named_modules() if not own_children(module) and id(module) not in inside and module is not model
+    ]
     if missing:
         raise PlacementError(
             f"{missing[0]!r} of the model is in no stage: name the part that it belongs to in the split, as head, layer, tail or unused"

@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from penstock.errors import ScheduleError
@@ -19,6 +18,8 @@ from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
 from penstock.runtime.model.module_state import ModuleState, ModuleVersions, running_statistics_names
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.tensors.boundary import copy_tensor, detach_tree, memory_overlaps
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.tensors import read_version
 
 Recompute = bool | Sequence[bool] | None
 """`bool`, or one `bool` per stage; None for the plan's choice."""
@@ -94,9 +95,9 @@ class _ChangedInputs:
             copies = {id(tensors[number]): copy_tensor(tensors[number]) for number in copied}  # one that occurs twice stays one
             leaves = [copies.get(id(leaf), leaf) for leaf in leaves]
             args, kwargs = pytree.tree_unflatten(leaves, spec)
-        before = {number: leaves[number]._version for number in tensors}
+        before = {number: read_version(leaves[number]) for number in tensors}
         output = call(*args, **kwargs)
-        changed = {number for number, version in before.items() if leaves[number]._version != version}
+        changed = {number for number, version in before.items() if read_version(leaves[number]) != version}
         self.changed = changed | (self.changed or set())
         self.originals = {id(tensors[number]) for number in changed}
         for number in changed:

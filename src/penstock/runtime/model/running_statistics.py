@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm, _NormBase
-from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn import SyncBatchNorm
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import ScheduleError
@@ -25,8 +24,9 @@ from penstock.ir.placement import Placement
 from penstock.runtime.model.module_state import ModuleState, ModuleVersions
 from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.tied_parameters import Gather
+from penstock.runtime.torch_internals.modules import BatchNorm, InstanceNorm, NormBase, own_buffers
 
-_KNOWN = (_BatchNorm.forward, SyncBatchNorm.forward, _InstanceNorm.forward)
+_KNOWN = (BatchNorm.forward, SyncBatchNorm.forward, InstanceNorm.forward)
 """The forwards that are known to update running statistics as `_fold` does."""
 _NAMES = ("running_mean", "running_var", "num_batches_tracked")
 LayerKey = tuple[int, str]
@@ -92,7 +92,7 @@ class RunningStatistics:
             active = {name: part for name, part in norms.items() if part.training and part.running_mean is not None}
             skip = {f"{name}.{key}" if name else key for name in active for key in _NAMES}
             with _refuse_other_changes(stage, module, skip, first=stage not in self._checked):
-                held: _Buffers = {name: [part._buffers[key] for key in _NAMES] for name, part in active.items()}
+                held: _Buffers = {name: [own_buffers(part)[key] for key in _NAMES] for name, part in active.items()}
                 zeros: _Buffers = {
                     name: [None if buffer is None else torch.zeros_like(buffer) for buffer in buffers] for name, buffers in held.items()
                 }
@@ -104,7 +104,7 @@ class RunningStatistics:
             self._checked.add(stage)
             for name, part in active.items():
                 mean, variance, count = zeros[name]
-                statistics = ForwardStatistics(microbatch, mean, variance, None if isinstance(part, _InstanceNorm) else count)
+                statistics = ForwardStatistics(microbatch, mean, variance, None if isinstance(part, InstanceNorm) else count)
                 self._written.setdefault((stage, name), {})[microbatch] = statistics
             return output
 
@@ -138,7 +138,7 @@ def write_statistics(folded: Sequence[tuple[Tensor, Tensor]]) -> None:
         buffer.copy_(value)
 
 
-def _fold(part: _NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tuple[Tensor, Tensor]]:
+def _fold(part: NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield each buffer of one layer with its value after these forwards, in this order."""
     assert part.running_mean is not None
     assert part.running_var is not None
@@ -151,32 +151,27 @@ def _fold(part: _NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tu
         if not calls:
             continue
         keep, take = (1 - part.momentum) ** calls if part.momentum is not None else 1.0, 1.0
-        if part.momentum is None and not isinstance(part, _InstanceNorm):  # the mean over all calls
+        if part.momentum is None and not isinstance(part, InstanceNorm):  # the mean over all calls
             keep, take = count / (count + calls), calls / (count + calls)
         mean = mean * keep + forward.mean.to(mean.device) * take
         variance = variance * keep + forward.variance.to(variance.device) * take
         count += calls
     yield part.running_mean, mean
     yield part.running_var, variance
-    if part.num_batches_tracked is not None and not isinstance(part, _InstanceNorm):
+    if part.num_batches_tracked is not None and not isinstance(part, InstanceNorm):
         yield part.num_batches_tracked, part.num_batches_tracked + (count - before)
 
 
-def _norm_layers(module: nn.Module) -> Iterator[tuple[str, _NormBase]]:
+def _norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
     """Yield the norm layers that keep running statistics in a known way."""
     for name, part in module.named_modules():
-        if (
-            isinstance(part, _NormBase)
-            and type(part).forward in _KNOWN
-            and part.running_mean is not None
-            and not is_lazy(part.running_mean)
-        ):
+        if isinstance(part, NormBase) and type(part).forward in _KNOWN and part.running_mean is not None and not is_lazy(part.running_mean):
             yield name, part
 
 
-def _set_buffers(parts: dict[str, _NormBase], buffers: _Buffers) -> None:
+def _set_buffers(parts: dict[str, NormBase], buffers: _Buffers) -> None:
     for name, part in parts.items():
-        part._buffers.update(zip(_NAMES, buffers[name], strict=True))
+        own_buffers(part).update(zip(_NAMES, buffers[name], strict=True))
 
 
 @contextmanager

@@ -14,6 +14,8 @@ from penstock.runtime.split_backward.deferrable import Deferrable
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import WatchedInputs, make_message
 from penstock.runtime.tensors.dtensor import is_dtensor
+from penstock.runtime.torch_internals.modules import is_compiled
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks
 
 
 class Stage:
@@ -56,7 +58,7 @@ class Stage:
     @property
     def splits(self) -> bool:
         """Whether the backward can be split; that of a compiled module cannot."""
-        return not any(hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in self.module.modules())
+        return not any(map(is_compiled, self.module.modules()))
 
     def run(self, inputs: list[Any], kwargs: dict[str, Any], call: Callable[..., Any] | None = None) -> Any:
         """Run the module, or `call` in its place, on inputs from other stages."""
@@ -115,6 +117,6 @@ class Stage:
     def backward_weights(self, deferral: Deferral) -> None:
         """Add the weight gradients, then run each post-accumulate hook once."""
         for parameter in deferral.run(self.fused):
-            hooks = parameter._post_accumulate_grad_hooks
+            hooks = post_accumulate_hooks(parameter)
             for hook in list(hooks.values()) if hooks else ():
                 hook(parameter)

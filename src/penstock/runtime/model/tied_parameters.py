@@ -98,6 +98,10 @@ class SharedParameters:
         """The parameters known to this rank that several stages use."""
         self._before: dict[Place, list[Tensor | None]] = {}
         """The gradients that were accumulated before the step."""
+        self._postponed: dict[Place, list[Tensor | None]] = {}
+        """This rank's gradients of steps that were not finalized."""
+        self._backup: dict[Place, list[Tensor | None]] | None = None
+        """Copies of them, to be restored if the step fails; None between steps."""
         if self.one_object and parallel:
             raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
         if self.active:
@@ -125,14 +129,36 @@ class SharedParameters:
         return {id(parameter) for held in self._held(parameters).values() for parameter in held}
 
     def begin(self, parameters: NamedParameters, gather: Gather) -> None:
-        """Begin a step: set aside the gradients accumulated before, so that only this step's are summed."""
+        """Begin a step: set aside the gradients accumulated before, so that only those of steps that were not finalized are summed."""
         mine = self._held(parameters)
+        self._backup = {place: [None if grad is None else grad.clone() for grad in grads] for place, grads in self._postponed.items()}
         self._before = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
         if self.one_object:
             gather("begin", None)  # no rank adds to a gradient that another has yet to set aside
-        for held in mine.values():
-            for parameter in held:
-                parameter.grad = None
+        for place, held in mine.items():
+            for parameter, grad in zip(held, self._postponed.pop(place, [None] * len(held)), strict=True):
+                parameter.grad = grad
+
+    def postpone(self, parameters: NamedParameters, gather: Gather) -> None:
+        """End a step that does not finalize its gradients: the next one goes on with this rank's, and sums them over ranks."""
+        if not self.active:
+            return
+        mine = self._held(parameters)
+        self._postponed = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
+        gather("postpone", None)  # no rank restores a gradient that another, which has the same object, has yet to keep
+        for place, held in mine.items():
+            for parameter, before in zip(held, self._before[place], strict=True):
+                parameter.grad = before
+        self._before = {}
+
+    def settle(self) -> None:
+        """Note that a step has succeeded on all ranks."""
+        self._backup = None
+
+    def reset(self) -> None:
+        """Forget a step that has failed, and restore the gradients of the steps before it that were not finalized."""
+        self._postponed = self._postponed if self._backup is None else self._backup
+        self._before, self._backup = {}, None
 
     def sum_gradients(self, parameters: NamedParameters, gather: Gather, take_sum: Callable[[nn.Parameter], Tensor | None]) -> None:
         """End a step: sum the gradients in the order of ranks, the same on each, and round once to the parameter's own dtype.

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, PlacementError, ScheduleError
 from penstock.ir.action import Action
@@ -28,6 +27,8 @@ from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.parallel.replicas import ReplicaGradients
 from penstock.runtime.tensors.dtensor import is_dtensor, to_local
+from penstock.runtime.torch_internals.modules import NormBase, own_buffers
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 from penstock.runtime.transport.group import Operation, nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
 
@@ -40,8 +41,9 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W)
 class DataParallel:
     """What this rank's stages do together with the other data ranks, if there are any.
 
-    The pipeline calls `agree` before each step, `begin` and `finish` around a training step, `finish_evaluation` after an evaluation,
-    and `reset` when a step has failed. The executor asks for `operation` and `around` when it resolves the program.
+    The pipeline calls `agree` before each step, `begin` and `finish` around a training step (`postpone` instead of `finish` if it does not
+    finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step
+    has failed. The executor asks for `operation` and `around` when it resolves the program.
     `dtype` is what gradients are accumulated in; None for the parameters' own.
     """
 
@@ -62,6 +64,8 @@ class DataParallel:
         self.scattered = any(scattered for _, scattered in everyone)
         """Whether any rank holds only a part of a parameter."""
         self._broken = False
+        self._finalizes = True
+        """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
         self.replicated = ReplicatedTensors(modules, {index: self._managed(index) for index in stages})
         if self.group is not None:
@@ -117,11 +121,14 @@ class DataParallel:
         if self.group is None:
             step_input.normalise(step_input.total)
             return
-        mine = len(step_input.args), step_input.total, self.replicated.changed()
-        counts, totals, changed = zip(*self.group.gather(self.group.rank, name, mine, self.deadline), strict=True)
+        mine = len(step_input.args), step_input.total, self.replicated.changed(), step_input.share.finalizes
+        counts, totals, changed, finalizes = zip(*self.group.gather(self.group.rank, name, mine, self.deadline), strict=True)
         if len(set(counts)) > 1:
             shown = ", ".join(f"{count} on {self.group.describe_rank(rank)}" for rank, count in enumerate(counts))
             raise PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
+        if len(set(finalizes)) > 1:
+            shown = ", ".join(f"{flag} on {self.group.describe_rank(rank)}" for rank, flag in enumerate(finalizes))
+            raise PipelineError(f"the data ranks give finalize_gradients different values: {shown}; give all the same")
         step_input.normalise(sum(totals))
         self._copy_buffers(changed)
 
@@ -136,8 +143,9 @@ class DataParallel:
         if buffers:
             self.replicated.broadcast(self._connection, buffers)
 
-    def begin(self, reduces: Sequence[int]) -> None:
-        """Begin a training step, whose program reduces these stages in this order."""
+    def begin(self, reduces: Sequence[int], *, finalizes: bool = True) -> None:
+        """Begin a training step, whose program reduces these stages in this order; without `finalizes` nothing is reduced yet."""
+        self._finalizes = finalizes
         if self.replicas is not None:
             self.replicas.begin(self._last_uses(reduces))
 
@@ -145,9 +153,12 @@ class DataParallel:
         """Return the parameters that are summed with each stage: one that several stages have, with the last of them."""
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
+        postponed = self.replicas.is_postponed if self.replicas is not None else lambda parameter: False
         for index in reversed(reduces):
             skip = seen | self._managed(index)
-            parameters[index] = [p for p in self.stages[index].module.parameters() if p.requires_grad and id(p) not in skip]
+            parameters[index] = [
+                p for p in self.stages[index].module.parameters() if (p.requires_grad or postponed(p)) and id(p) not in skip
+            ]
             seen |= {id(p) for p in parameters[index]}
         return parameters
 
@@ -157,6 +168,17 @@ class DataParallel:
         self.finish_evaluation()
         if self.replicas is not None:
             self.replicas.finish(self.deadline, shared)
+
+    def postpone(self) -> None:
+        """End a training step that does not finalize its gradients: they stay on this rank, and the next step goes on with them."""
+        self.finish_evaluation()
+        if self.replicas is not None:
+            self.replicas.postpone()
+
+    def settle(self) -> None:
+        """Note that a training step has succeeded on all ranks."""
+        if self.replicas is not None:
+            self.replicas.settle()
 
     def take_sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a shared parameter's gradient sum in `accumulate_dtype`, if there is one, and forget it."""
@@ -226,7 +248,7 @@ class DataParallel:
         for at, action in enumerate(actions):
             if action.kind is Kind.UNSHARD and action.stage in gathers:
                 yield at, *next(gathers[action.stage])
-            elif action.kind is Kind.REDUCE_GRAD and (self.group is not None or action.stage in gathers):
+            elif action.kind is Kind.REDUCE_GRAD and self._finalizes and (self.group is not None or action.stage in gathers):
                 summed = 0 if self.replicas is None else self.replicas.ended.get(action.stage, 0)
                 yield at, begun[at], max(ended[at], summed)
 
@@ -248,7 +270,7 @@ class DataParallel:
             operation()
             # Post-accumulate hooks run after the backward for the weights, and must see the gradient then.
             waits = kind is Kind.I
-            replicas.accumulate([parameter for parameter in module.parameters() if not (waits and parameter._post_accumulate_grad_hooks)])
+            replicas.accumulate([parameter for parameter in module.parameters() if not (waits and post_accumulate_hooks(parameter))])
 
         return accumulate
 
@@ -281,6 +303,8 @@ class DataParallel:
     @torch.no_grad()
     def _reduce(self, stage: int) -> None:
         """Sum a stage's gradients over the data ranks. They exchange first which gradients each has, with a deadline."""
+        if not self._finalizes:
+            return
         group, replicas, sharded = self.group, self.replicas, self.sharded.get(stage)
         mine = [] if replicas is None else replicas.present(stage), [] if sharded is None else sharded.present()
         everyone = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
@@ -320,12 +344,13 @@ class ReplicatedTensors:
     def _buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""
         for module in self._modules.values():
-            yield from (part for part in module.modules() if part._buffers)
+            yield from (part for part in module.modules() if own_buffers(part))
 
     def changed(self) -> list[bool]:
         """Return per module with buffers whether they may have changed. Norm layers change theirs without changing the version."""
         return [
-            isinstance(part, _NormBase) or any(buffer._version != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
+            isinstance(part, NormBase)
+            or any(read_version(buffer) != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
             for part in self._buffered()
         ]
 
@@ -345,4 +370,4 @@ class ReplicatedTensors:
             connection.broadcast([flat]).wait()
             for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-        self._versions |= {id(tensor): tensor._version for tensor in tensors}
+        self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.device.timing import clock
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.parallel.mesh import PipelineMesh
+from penstock.runtime.torch_internals.lookup import check_private, find_private
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -96,7 +96,12 @@ class ShardedStage:
 
     def __init__(self, stage: int, modules: Sequence[FSDPModule], deadline: float) -> None:
         self.stage, self.modules = stage, modules
+        for part in modules:
+            check_private(part, "_get_fsdp_state")
+            check_private(part._get_fsdp_state(), "_state_ctx", "_is_root", "_root_post_backward_final_callback")
         self.groups = [group for part in self.modules for group in _groups(part)]
+        for group in self.groups:
+            check_private(group, "_all_gather_result")
         self.gathered: list[tuple[int, int]] = []
         """When each gather of this step began, and when it was seen to have ended."""
         self._handles: list[Any] = []
@@ -105,7 +110,7 @@ class ShardedStage:
             self._disable_hooks(part)
         for connection in {connection for group in self.groups for connection in _connections(group)}:
             # A waiting rank notices a failure long before; after one, a collective must not keep it for torch's default of half an hour.
-            _set_pg_timeout(timedelta(seconds=2 * deadline), connection)
+            find_private("torch.distributed.distributed_c10d._set_pg_timeout")(timedelta(seconds=2 * deadline), connection)
 
     @staticmethod
     def _disable_hooks(part: FSDPModule) -> None:
@@ -220,9 +225,12 @@ class ShardedStage:
     def finish(self) -> None:
         """End a step: drop what torch has noted for prefetching and streams."""
         for state in self._roots():
-            state._state_ctx.is_last_backward = True
+            context = state._state_ctx
+            if getattr(context, "manual_backward_finalization_active", False) is None:
+                context.manual_backward_finalization_active = False  # from torch 2.15 on a backward sets it; an evaluation has none
+            context.is_last_backward = True
             state._root_post_backward_final_callback()
-            state._state_ctx.is_last_backward = False
+            context.is_last_backward = False
 
     def reset(self) -> None:
         """Drop the gradients of a step that has failed, and shard the parameters again."""
@@ -234,7 +242,11 @@ class ShardedStage:
                 if hasattr(param, "_unsharded_param"):
                     param._unsharded_param.grad = None
         for state in self._roots():
-            state._reset_iter_state()
+            if hasattr(state, "_reset_iter_state"):
+                state._reset_iter_state()
+            else:  # up to torch 2.12; later steps are refused anyway, see `DataParallel.agree`
+                state._state_ctx.iter_forward_root = None
+                state._state_ctx.post_backward_final_callback_queued = False
         self.reshard()
 
     def _roots(self) -> Iterator[Any]:
@@ -248,6 +260,7 @@ def _groups(part: FSDPModule) -> list[Any]:
     state: Any = part._get_fsdp_state()
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
+    check_private(state, "_fsdp_param_group")
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 

@@ -11,6 +11,10 @@ from torch import Tensor
 from penstock.errors import ScheduleError
 from penstock.runtime.model.tied_parameters import NamedParameters
 from penstock.runtime.tensors.dtensor import to_local
+from penstock.runtime.torch_internals.lookup import check_private, find_private
+from penstock.runtime.torch_internals.tensors import sparse_values
+
+_unscale_all = find_private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class ScaledPipeline(Protocol):
@@ -56,6 +60,7 @@ class GradScaler(torch.amp.GradScaler):
         super().__init__(device.type, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._pipeline = pipeline
         if enabled:
+            check_private(self, "_lazy_init_scale_growth_tracker", "_unscale_grads_")
             self._lazy_init_scale_growth_tracker(device)
         pipeline.scaler = self if enabled else None
         options = pipeline.gather_all("GradScaler", (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
@@ -75,12 +80,12 @@ class GradScaler(torch.amp.GradScaler):
                     raise ScheduleError("gradients of float16 parameters cannot be unscaled: keep the parameters in float32, with autocast")
                 if grad.is_sparse:
                     parameter.grad = grad = grad.coalesce()
-                held = grad._values() if grad.is_sparse else to_local(grad)
+                held = sparse_values(grad) if grad.is_sparse else to_local(grad)
                 grads[held.device, held.dtype].append(held)
         flags = [torch.zeros_like(found_inf)]
-        for (device, _), held in grads.items():
+        for (device, _), tensors in grads.items():
             flags.append(found_inf.to(device, copy=True))
-            torch._amp_foreach_non_finite_check_and_unscale_(held, flags[-1], inv_scale.to(device))
+            _unscale_all(tensors, flags[-1], inv_scale.to(device))
         mine = max(float(flag) for flag in flags)
         worst = max(self._pipeline.gather_all("found_inf", mine))
         return {found_inf.device: torch.full_like(found_inf, worst)}

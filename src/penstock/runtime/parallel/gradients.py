@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from penstock.errors import PipelineError, ScheduleError
 from penstock.runtime.model.tied_parameters import Gather, NamedParameters, Place, SharedParameters
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.tensors.dtensor import reduce_partial, shard_coordinates, to_local
+from penstock.runtime.torch_internals.modules import NormBase
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 
 
 @dataclass
@@ -51,15 +52,15 @@ class BufferBackup:
         """Copy the buffers that a step may change."""
         self._copies = []
         for module in modules:
-            statistics = isinstance(module, _NormBase)
+            statistics = isinstance(module, NormBase)
             for buffer in module.buffers(recurse=False):
-                if statistics or self._constant.get(id(buffer)) != buffer._version:
-                    self._copies.append((buffer, buffer.clone(), -1 if statistics else buffer._version))
+                if statistics or self._constant.get(id(buffer)) != read_version(buffer):
+                    self._copies.append((buffer, buffer.clone(), -1 if statistics else read_version(buffer)))
 
     def settle(self) -> None:
         """End a step that has succeeded: note which buffers it has not changed."""
         for buffer, before, version in self._copies:
-            if version == buffer._version and id(buffer) not in self._constant and torch.equal(buffer, before):
+            if version == read_version(buffer) and id(buffer) not in self._constant and torch.equal(buffer, before):
                 self._constant[id(buffer)] = version
             else:
                 self._constant.pop(id(buffer), None)
@@ -91,8 +92,8 @@ class HookGuard:
 
         `alone` says that the step has one microbatch and that no other rank has copies of the weights, so hooks may do anything.
         """
-        hooked = [] if alone else [(name, p) for name, p in parameters if p._post_accumulate_grad_hooks]
-        self._marks = [(name, p, p._version, to_local(p.detach()).data_ptr()) for name, p in hooked]
+        hooked = [] if alone else [(name, p) for name, p in parameters if post_accumulate_hooks(p)]
+        self._marks = [(name, p, read_version(p), to_local(p.detach()).data_ptr()) for name, p in hooked]
         self._copies = {id(p): to_local(p.detach()).clone() for _, p in hooked if id(p) not in self._known}
 
     @contextmanager
@@ -138,7 +139,7 @@ class HookGuard:
 
     def _has_changed(self, parameter: nn.Parameter, version: int, address: int) -> bool:
         value = to_local(parameter.detach())
-        if parameter._version != version or value.data_ptr() != address:
+        if read_version(parameter) != version or value.data_ptr() != address:
             return True
         copy = self._copies.get(id(parameter))
         return copy is not None and not torch.equal(value, copy)

@@ -19,7 +19,8 @@ class ReplicaGradients:
     """The gradients, during one step, of a rank's parameters that are the same on every data rank.
 
     `begin` sets aside what was accumulated in earlier steps, so that only this step's gradients are summed, once; `finish` adds the sums
-    to it. In between, `accumulate` is called after each backward, and `reduce` once per stage.
+    to it. In between, `accumulate` is called after each backward, and `reduce` once per stage. A step that does not finalize its
+    gradients ends with `postpone` instead: the next one goes on with this rank's sums where this one has stopped.
     """
 
     def __init__(self, dtype: torch.dtype | None) -> None:
@@ -30,6 +31,10 @@ class ReplicaGradients:
         self._sums: dict[int, Tensor] = {}
         self._running: list[tuple[int, Any, list[tuple[nn.Parameter, Tensor]]]] = []
         """The running all-reduces: the stage, the work, and each parameter's part of the sum."""
+        self._postponed: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] = {}
+        """The parameters with gradients of steps that were not finalized, by id: the gradient, and the sum in higher precision."""
+        self._backup: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] | None = None
+        """Copies of them, to be restored if the step fails; None between steps."""
         self.ended: dict[int, int] = {}
         """When each stage's all-reduce of the last step was seen to have ended."""
 
@@ -37,8 +42,29 @@ class ReplicaGradients:
         """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
         self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
         self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
+        self._backup = {key: (parameter, _copy(grad), _copy(total)) for key, (parameter, grad, total) in self._postponed.items()}
         for parameter, _ in self._before:
-            parameter.grad = None
+            _, grad, total = self._postponed.pop(id(parameter), (parameter, None, None))
+            parameter.grad = grad
+            if total is not None:
+                self._sums[id(parameter)] = total
+
+    def is_postponed(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has gradients of steps that were not finalized."""
+        return id(parameter) in self._postponed
+
+    def postpone(self) -> None:
+        """End a step that does not finalize its gradients: keep this rank's sums, and restore what was accumulated before."""
+        for parameter, before in self._before:
+            grad, total = parameter.grad, self._sums.get(id(parameter))
+            if grad is not None or total is not None:
+                self._postponed[id(parameter)] = parameter, grad, total
+            parameter.grad = before
+        self._before, self._sums = [], {}
+
+    def settle(self) -> None:
+        """Drop the copies, because the step has succeeded on all ranks."""
+        self._backup = None
 
     def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:
         """Move new gradients into the sums in higher precision."""
@@ -119,8 +145,14 @@ class ReplicaGradients:
         return self._sums.pop(id(parameter), None)
 
     def reset(self) -> None:
-        """Drop the sums of a step that has failed."""
+        """Drop the sums of a step that has failed, and restore those of the steps before it that were not finalized."""
         self._of_stage, self._before, self._sums, self._running = {}, [], {}, []
+        self._postponed = self._postponed if self._backup is None else self._backup
+        self._backup = None
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
 
 
 def _add_to(before: Tensor, grad: Tensor) -> Tensor:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.nn import functional
 
 from penstock.runtime.split_backward.deferral import (
@@ -29,6 +28,8 @@ from penstock.runtime.split_backward.deferral import (
 )
 from penstock.runtime.split_backward.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.tensors.dtensor import is_dtensor
+from penstock.runtime.torch_internals.lookup import find_private
+from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
 
 _PLAIN = (
     *(nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm, nn.MultiheadAttention),
@@ -58,7 +59,7 @@ class Deferrable:
         plain = {id(p) for part in module.modules() if type(part) in _PLAIN for p in part.parameters()}
         # Biases are seen together with their weight; watching vectors would only slow down every normalisation.
         self.watched = [p for p in self.parameters if p.dim() > 1 and id(p) not in plain and not is_dtensor(p)]
-        self.hooked = {id(p): p for p in every if p._post_accumulate_grad_hooks}
+        self.hooked = {id(p): p for p in every if post_accumulate_hooks(p)}
         self.stand_ins = {id(p): p.detach() for p in self.parameters}
 
     def forward(self, deferral: Deferral) -> _Recording:
@@ -116,7 +117,8 @@ def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
         set_tied_weights(before)
 
 
-_engine = Variable._execution_engine
+_engine = find_private("torch.autograd.Variable._execution_engine")
+_DisabledTorchFunction = find_private("torch._C.DisableTorchFunctionSubclass")
 
 
 def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
@@ -127,7 +129,7 @@ def run_backward(roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Non
 def _can_defer(parameter: nn.Parameter) -> bool:
     """Whether a gradient can wait. A tensor hook must see it in the backward, so hooked parameters are left to autograd."""
     known = type(parameter) in (nn.Parameter, _Watched) or is_dtensor(parameter)
-    return known and parameter.is_floating_point() and not parameter._backward_hooks
+    return known and parameter.is_floating_point() and not gradient_hooks(parameter)
 
 
 class _Recording:
@@ -156,7 +158,7 @@ class _Watched(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _DisabledTorchFunction():
             return WATCHED.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -170,7 +172,7 @@ class _HooksHeldBack:
 
     def __enter__(self) -> None:
         self._one_at_a_time.acquire()
-        held = [p._post_accumulate_grad_hooks for p in self.deferral.hooked.values()]
+        held = [post_accumulate_hooks(p) for p in self.deferral.hooked.values()]
         self.kept = [(hooks, dict(hooks)) for hooks in held]
         for hooks, _ in self.kept:
             hooks.clear()

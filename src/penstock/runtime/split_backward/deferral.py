@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
 from penstock.runtime.tensors.layout import match_layout
+from penstock.runtime.torch_internals.lookup import find_private
+from penstock.runtime.torch_internals.tensors import find_base, read_version, set_only_hook
 
 T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
@@ -53,9 +55,11 @@ running_backwards: list[Deferral] = []
 
 # Bound here because they are called for every operator.
 _is_compiling, _is_grad_enabled = torch.compiler.is_dynamo_compiling, torch.is_grad_enabled
-_set_grad_enabled = torch._C._set_grad_enabled
-_are_transforms_active = torch._C._are_functorch_transforms_active
-_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_set_grad_enabled = find_private("torch._C._set_grad_enabled")
+_are_transforms_active = find_private("torch._C._are_functorch_transforms_active")
+_saved_tensor_hooks = find_private("torch._C._autograd._top_saved_tensors_default_hooks")
+_current_graph_task = find_private("torch._C._current_graph_task_id")
+_add_all_in_place = find_private("torch._foreach_add_")
 
 
 class DeferredOperator:
@@ -79,7 +83,7 @@ class DeferredOperator:
     ) -> None:
         self.deferral: Deferral | None = deferral
         self.value: Tensor | None = value
-        self.version = value._version
+        self.version = read_version(value)
         self.weight: nn.Parameter | None = weight
         self.bias: nn.Parameter | None = bias
         self.compute = compute
@@ -110,7 +114,7 @@ class DeferredOperator:
         self.grad = grad
         if self.packed is not None:
             (self.value,), self.packed = self.packed.grad_fn.saved_tensors, None
-            self.version = self.value._version
+            self.version = read_version(self.value)
         if deferral is not None:
             deferral.operators.append(self)
             self.deferral = None  # no reference cycle, so that memory is freed as soon as it has been used
@@ -121,7 +125,7 @@ class DeferredOperator:
         self.grad = self.value = None
         assert grad is not None
         assert value is not None
-        if value._version != self.version:
+        if read_version(value) != self.version:
             raise changed_in_place(value)
         return grad, value
 
@@ -242,7 +246,7 @@ class GradientAdder:
 
     def flush(self) -> None:
         if self.grads:
-            torch._foreach_add_(self.totals, self.grads)
+            _add_all_in_place(self.totals, self.grads)
             self.totals.clear()
             self.grads.clear()
 
@@ -291,8 +295,7 @@ def attach_inner(out: Any, operator: DeferredOperator) -> Tensor:
     """Attach an operator to an output of which only views leave the operator, so that it has no other hooks: at half the cost."""
     if not out.requires_grad:
         return _tap(out, operator)
-    out._backward_hooks = {0: operator}  # as Tensor.register_hook does, without a handle to remove it by
-    out.grad_fn._register_hook_dict(out)
+    set_only_hook(out, operator)
     return out  # type: ignore[no-any-return]
 
 
@@ -302,8 +305,9 @@ def attach_product(out: Tensor, operator: DeferredOperator) -> None:
     Up to torch 2.13 the output is a view of the product. Later it is an unsafe view, which has no base, but whose node follows the
     product's.
     """
-    if out._base is not None:
-        attach_inner(out._base, operator)
+    base = find_base(out)
+    if base is not None:
+        attach_inner(base, operator)
         return
     node: Any = out.grad_fn
     if node.name() == "UnsafeViewBackward0":
@@ -349,7 +353,7 @@ def active_deferral(weight: Any) -> Deferral | None:
     """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None
-    if _here.deferral is None and running_backwards and torch._C._current_graph_task_id() != -1:
+    if _here.deferral is None and running_backwards and _current_graph_task() != -1:
         return next((deferral for deferral in running_backwards if id(weight) in deferral.stand_ins), None)
     return _here.deferral
 
@@ -405,7 +409,7 @@ def autograd_request(inputs: Sequence[Any]) -> Iterator[None]:
     for weights, from a function that recomputes its own forward.
     """
     deferral = _here.deferral
-    if deferral is None or not inputs or not deferral.backward or torch._C._current_graph_task_id() == -1:
+    if deferral is None or not inputs or not deferral.backward or _current_graph_task() == -1:
         yield
         return
     if any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs):

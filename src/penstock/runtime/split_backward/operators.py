@@ -28,13 +28,16 @@ from penstock.runtime.split_backward.deferral import (
     has_saved_tensor_hooks,
 )
 from penstock.runtime.tensors.dtensor import redistribute_like
+from penstock.runtime.torch_internals.lookup import check_private
+from penstock.runtime.torch_internals.tensors import find_base, read_version, unsafe_view
 
 _linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
 _layer_norm, _group_norm, _rms_norm = functional.layer_norm, functional.group_norm, functional.rms_norm
 _CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")}
 _TRANSPOSED = {name: getattr(functional, name) for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")}
 _aten = torch.ops.aten
-_HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm")
+check_private(_aten, "_embedding_bag_backward", "_trilinear")
+_HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm") and hasattr(_aten, "_fused_rms_norm_backward")
 
 
 def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
@@ -54,7 +57,7 @@ def _is_autocast(value: Tensor) -> bool:
     return not value.is_cpu and torch.is_autocast_enabled(value.device.type)
 
 
-_LINEAR_RETURNS_VIEW = _linear(torch.zeros(1, 1, 1), torch.zeros(1, 1, requires_grad=True), torch.zeros(1))._base is not None
+_LINEAR_RETURNS_VIEW = find_base(_linear(torch.zeros(1, 1, 1), torch.zeros(1, 1, requires_grad=True), torch.zeros(1))) is not None
 """Whether a linear map with a bias returns a view of its product if its input has more than two dimensions: up to torch 2.13 it does.
 It matters when the output is hooked and then changed in place."""
 
@@ -85,7 +88,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         out, DeferredOperator(deferral, _saved_input(rows, out), weight, wanted if whole else None, _linear_grads, fuse=_fuse_linear)
     )
     shape = [*input.shape[:-1], out.shape[-1]]
-    product: Tensor = out.view(shape) if whole and _LINEAR_RETURNS_VIEW else _aten._unsafe_view(out, shape)
+    product: Tensor = out.view(shape) if whole and _LINEAR_RETURNS_VIEW else unsafe_view(out, shape)
     if whole or bias is None:
         return product
     # The gradient of a bias added afterwards is summed in an order that only autograd knows, so it is not deferred.
@@ -251,14 +254,14 @@ def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None
     first, second = (value.reshape(-1, value.shape[-1]) for value in (input1, input2))
     out = _aten._trilinear(first, stand_in, second, [1, 3], [0], [1, 2], [2, 3])
     other = second.detach()
-    out = attach_inner(out, DeferredOperator(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, other._version)))
+    out = attach_inner(out, DeferredOperator(deferral, first.detach(), weight, None, _bilinear_grads, extra=(other, read_version(other))))
     out = out.view(*input1.shape[:-1], out.shape[-1])
     return out if bias is None else out + bias  # a separate operator in torch too, and left to autograd
 
 
 def _bilinear_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, extra: Any) -> Grads:
     other, version = extra
-    if other._version != version:
+    if read_version(other) != version:
         raise changed_in_place(other)
     return _aten._trilinear(value, grad, other, [1, 3], [2, 3], [1, 2], [0]), None
 
@@ -283,7 +286,7 @@ def _product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         deferred = DeferredOperator(deferral, _saved_input(rows, out), weight, None, _product_grads)
         if value.dim() == 2:
             return attach(out, deferred)
-        reshaped: Tensor = _aten._unsafe_view(attach_inner(out, deferred), [*value.shape[:-1], out.shape[-1]])
+        reshaped: Tensor = unsafe_view(attach_inner(out, deferred), [*value.shape[:-1], out.shape[-1]])
         return reshaped
 
     return product

@@ -19,14 +19,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.dtensor import is_async_collective, is_dtensor, wait_for_collective
 from penstock.runtime.tensors.layout import is_dense
 from penstock.runtime.tensors.pickling import load_pickler
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.tensors import read_version, unsafe_view
 
-_unsafe_view = torch.ops.aten._unsafe_view.default
+_unsafe_view = unsafe_view.default
 _strided = torch.strided
 
 IMMUTABLE_TYPES = {type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size}
@@ -340,7 +341,7 @@ class WatchedInputs:
             else:
                 tensor = _unsafe_view(leaf, leaf.shape) if free and differentiable else leaf
             if free or not differentiable:
-                self.versions.append((tensor, tensor._version))
+                self.versions.append((tensor, read_version(tensor)))
             if id(leaf) in reasons:
                 self.reasons[id(tensor)] = reasons[id(leaf)]
             return tensor
@@ -362,7 +363,7 @@ class WatchedInputs:
 
         `copies` are the ids of inputs that the stage has copied itself and whose copies it has changed.
         """
-        changed = {id(tensor) for tensor, version in self.versions if tensor._version != version}.union(copies)
+        changed = {id(tensor) for tensor, version in self.versions if read_version(tensor) != version}.union(copies)
         return bool(changed), next((self.reasons[ident] for ident in changed if ident in self.reasons), None)
 
 

@@ -9,7 +9,8 @@ import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
+
+from penstock.runtime.torch_internals import pytree
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.dtensor import to_local, wait_for_collective
+from penstock.runtime.torch_internals import pytree
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError, nearest
 from penstock.planner.profile import Profile
@@ -20,6 +19,7 @@ from penstock.runtime.measure.link import measure_link
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.torch_internals import pytree
 from penstock.runtime.train.data_order import DataOrder
 from penstock.runtime.train.training_file import TrainingFile
 from penstock.runtime.transport.current_group import get_group, rank

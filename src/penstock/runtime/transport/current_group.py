@@ -15,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.device.connections import default_backend
+from penstock.runtime.torch_internals.lookup import find_private
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import CONNECT, TRANSPORTS, Processes
 from penstock.runtime.transport.store import PrefixStore
@@ -106,7 +107,9 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
     """The group of this name, connected when it is first asked for."""
     if name not in _joined or _joined[name].closed:
         _warn_of_restarts(rank)
-        store: Any = PrefixStore(f"penstock/{_this_start()}/{name}", dist.distributed_c10d._get_default_store())
+        store: Any = PrefixStore(
+            f"penstock/{_this_start()}/{name}", find_private("torch.distributed.distributed_c10d._get_default_store")()
+        )
         _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, check_tensor, explain_registration
 from penstock.runtime.tensors.layout import is_dense
 from penstock.runtime.tensors.pickling import load_pickler
+from penstock.runtime.torch_internals import pytree
 
 _ALIGN = 64
 """Tensors in a frame are aligned as they would be in memory of their own."""

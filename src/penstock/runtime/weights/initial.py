@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from penstock.errors import WeightsError
 from penstock.runtime.model.random_streams import draw_from, preserve_random_state
+from penstock.runtime.torch_internals.modules import own_buffers, own_children, own_parameters
 from penstock.runtime.weights.source import OwnedTensors, drop, move, named_tensors, put, put_built
 
 
@@ -44,7 +45,7 @@ class Initial:
         """Initialise one module with all tensors that it holds itself, so that it draws the same whichever of them are owned."""
         direct = {
             f"{name}.{key}".lstrip("."): tensor
-            for key, tensor in (*module._parameters.items(), *module._buffers.items())
+            for key, tensor in (*own_parameters(module).items(), *own_buffers(module).items())
             if tensor is not None
         }
         new = {key: tensor for key, tensor in direct.items() if id(tensor) in owned and id(tensor) not in done}
@@ -95,7 +96,7 @@ def _submodules_first(owned: OwnedTensors) -> Iterator[tuple[str, nn.Module]]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        for key, inner in module._modules.items():
+        for key, inner in own_children(module).items():
             if inner is not None:
                 yield from walk(f"{name}.{key}".lstrip("."), inner)
         yield name, module

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from penstock.errors import WeightsError
 from penstock.runtime.model.random_streams import preserve_random_state
+from penstock.runtime.torch_internals import pytree
+from penstock.runtime.torch_internals.autograd import TorchDispatchMode
+from penstock.runtime.torch_internals.tensors import identify_storage
 from penstock.runtime.weights.source import OwnedTensors, named_tensors, put_built
 
 _AT_ONCE = 8
@@ -83,17 +84,17 @@ class _FreeOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Free the tensors of a module that is built and now registered in another one."""
         for prefix in next(self._names, []):
             named = list(named_tensors(prefix, module))
-            kept = {tensor.untyped_storage()._cdata for name, tensor in named if name in self._owned}
+            kept = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
             for _, tensor in named:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in kept | self._sizes.keys():
-                    self._sizes[storage._cdata] = storage, storage.nbytes()
+                if identify_storage(storage) not in kept | self._sizes.keys():
+                    self._sizes[identify_storage(storage)] = storage, storage.nbytes()
                     storage.resize_(0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not value.is_meta:
-                self._allocate(value.untyped_storage()._cdata)
+                self._allocate(identify_storage(value.untyped_storage()))
         return func(*args, **(kwargs or {}))
 
     def _allocate(self, address: int) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from penstock.errors import FileFormatError, WeightsError
 from penstock.ir.formats.reading import read_json
+from penstock.runtime.torch_internals.modules import non_persistent_buffers, own_buffers
 from penstock.runtime.weights.source import OwnedTensors, put
 
 _TYPES = {
@@ -143,4 +144,4 @@ def _read_index(folder: Path) -> dict[str, SafetensorsFile]:
 def _non_persistent(owned: OwnedTensors) -> set[int]:
     """The identities of buffers that are not part of the state dict."""
     modules = (module for part in owned.modules.values() for module in part.modules())
-    return {id(module._buffers[name]) for module in modules for name in module._non_persistent_buffers_set}
+    return {id(own_buffers(module)[name]) for module in modules for name in non_persistent_buffers(module)}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from penstock.errors import WeightsError
 from penstock.runtime.model.partition import Partition
+from penstock.runtime.torch_internals.lookup import find_private
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,6 @@ def move(tensor: Tensor, device: torch.device | str) -> None:
 def _replace(tensor: Tensor, value: Tensor) -> None:
     """Replace the values but keep the object and its attributes, so that all who hold it, tied layers for example, see them."""
     if isinstance(tensor, nn.Parameter):
-        value = torch.Tensor._make_subclass(type(tensor), value.detach(), tensor.requires_grad)
+        value = find_private("torch.Tensor._make_subclass")(type(tensor), value.detach(), tensor.requires_grad)
     value.__dict__.update(tensor.__dict__)
     torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from penstock.errors import PlacementError
 from penstock.runtime.model.hugging_face.stage_module import HuggingFaceStage, copy_attributes, find_hidden, get_attribute, is_embedding
 from penstock.runtime.model.hugging_face.structure import ModelStructure, RunOrder, check_layerdrop, copy_with, modules_on_path
 from penstock.runtime.model.random_streams import preserve_random_state
+from penstock.runtime.torch_internals import pytree
 
 _TWO_TOKENS = 1, 2
 _ROWS, _LENGTH = 2, 5

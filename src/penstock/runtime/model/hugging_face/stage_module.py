@@ -18,6 +18,7 @@ from penstock.runtime.batch.side_outputs import add_loss
 from penstock.runtime.model.hugging_face.router_loss import RouterLoss, RouterSums
 from penstock.runtime.model.hugging_face.structure import ModelStructure, RunOrder, check_layerdrop, copy_with, modules_on_path
 from penstock.runtime.model.random_streams import draw_from
+from penstock.runtime.torch_internals.modules import CHILDREN
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -213,7 +214,7 @@ def get_attribute(stand_in: nn.Module, name: str, inner: str) -> Any:
     try:
         return nn.Module.__getattr__(stand_in, name)
     except AttributeError:
-        module = stand_in.__dict__.get("_modules", {}).get(inner)
+        module = stand_in.__dict__.get(CHILDREN, {}).get(inner)
         if module is None or name.startswith("__"):
             raise
         return getattr(module, name)

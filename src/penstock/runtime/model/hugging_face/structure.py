@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from penstock.errors import PlacementError
+from penstock.runtime.torch_internals.modules import CHILDREN, own_buffers, own_children, own_parameters
 
 _ADVICE = 'give split=Layers("blocks", head=[...], tail=[...]) or a list with one module per stage'
 
@@ -91,8 +92,8 @@ def find_structure(wrapped: Any) -> ModelStructure:
         raise PlacementError(f"a {type(wrapped).__name__} is not a transformers model: {_ADVICE}")
     model = _unwrap_peft(wrapped)
     _check_adapter(wrapped)
-    base = str(model.base_model_prefix if model.base_model_prefix in model._modules else "model")
-    core = model._modules.get(base)
+    base = str(model.base_model_prefix if model.base_model_prefix in own_children(model) else "model")
+    core = own_children(model).get(base)
     if core is None or not hasattr(model, "get_output_embeddings") or model.get_output_embeddings() is None:
         raise PlacementError(f"{type(model).__name__} has no head over its hidden states: load it with AutoModelForCausalLM, or {_ADVICE}")
     layers = f"{base}.{_find_layer_list(core)}"
@@ -132,7 +133,7 @@ def _find_around(model: nn.Module, layers: str) -> dict[str, nn.Module]:
     module, path = model, ""
     for step in layers.split("."):
         _check_on_path(module, path)
-        for name, child in module._modules.items():
+        for name, child in own_children(module).items():
             if child is not None and name != step:
                 around[f"{path}{name}"] = child
         module, path = module.get_submodule(step), f"{path}{step}."
@@ -141,7 +142,7 @@ def _find_around(model: nn.Module, layers: str) -> dict[str, nn.Module]:
 
 def _check_on_path(module: nn.Module, path: str) -> None:
     place = f"{path.rstrip('.') or 'the model'}, a {type(module).__name__},"
-    own = [name for name, tensor in (*module._parameters.items(), *module._buffers.items()) if tensor is not None]
+    own = [name for name, tensor in (*own_parameters(module).items(), *own_buffers(module).items()) if tensor is not None]
     if own:
         raise PlacementError(f"{place} holds {own[0]!r} itself, which belongs to no layer: {_ADVICE}")
     if "forward" in vars(module):
@@ -174,8 +175,8 @@ def copy_with(module: nn.Module, replaced: Mapping[str, nn.Module], path: str = 
     if not any(name.startswith(f"{path}.") or not path for name in replaced):
         return module
     twin = copy.copy(module)
-    twin.__dict__["_modules"] = {
+    twin.__dict__[CHILDREN] = {
         name: child if child is None else copy_with(child, replaced, f"{path}.{name}".lstrip("."))
-        for name, child in module._modules.items()
+        for name, child in own_children(module).items()
     }
     return twin
