@@ -119,7 +119,7 @@ def test_no_forward_before_the_first_step(name: str) -> None:
         x, y = data()
         made.step(x, target=y)
         counts.append([int(module[1].num_batches_tracked) for module in modules])  # type: ignore[arg-type]
-    ahead = 5 if (2, 12) <= VERSION < (2, 14) else 4  # torch 2.14 restores buffers, torch 2.11 runs ahead without gradients
+    ahead = 5 if VERSION < (2, 14) else 4  # since 2.14 torch restores buffers after its extra forward
     assert counts == [[ahead] * len(counts[0]), [4] * len(counts[0])]
 
 
@@ -363,7 +363,7 @@ def test_a_step_frees_its_memory(name: str) -> None:
             assert not forward_cache(stage)
             assert not stage.bwd_cache
             assert not stage.dw_runner
-            assert all(info.buffer is None for infos in stage.args_recv_info.values() for info in infos)
+            assert all(getattr(info, "buffer", None) is None for infos in stage.args_recv_info.values() for info in infos)
             assert not any(stage.grad_recv_info.values())
 
 

@@ -6,6 +6,17 @@ from typing import Any
 
 from torch.distributed.pipelining import _utils as _torch_utils
 
+from penstock.compat.torch.installed import (  # noqa: F401 - torch 2.11 has none of them
+    InferenceMode,
+    PipeliningMetadataError,
+    _DTensorMeta,
+    _StageMeta,
+    _TensorMeta,
+    extract_tensor_meta,
+    extract_tensor_metas,
+    to_local_if_dtensor,
+    validate_and_normalize_to_tuple,
+)
 from penstock.ir.placement import Placement
 
 

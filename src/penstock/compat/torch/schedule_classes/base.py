@@ -414,7 +414,8 @@ class _PipelineSchedule(ABC):
         if HAS_METADATA:
             _TORCH_SCHEDULE._warmup_p2p(self, stages, has_backward, p2p_done)
         else:
-            wait_for_works(start_batch([op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]))
+            ops = [(stage, op) for stage in stages for op in stage._get_init_p2p_neighbors_ops()]
+            wait_for_works(start_batch([op for stage, op in ops if op.group_peer != stage.group_rank]))
 
     def _initialize_pipeline_distributed_state(self, stages: list[Any], has_backward: bool, initialize_p2p: bool) -> None:
         """Open the connections between ranks, on torch 2.15 and later."""

@@ -117,6 +117,16 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
                 value.detach().zero_()  # it stands for another stage's output, but is uninitialized memory
         return super()._compute_outputs(*args, module=module, **kwargs)
 
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
+        """Run that forward on torch 2.11, which has another function for it."""
+        self._inference_mode = InferenceMode.DYNAMIC
+        before = [(buffer, buffer.clone()) for buffer in self.submod.buffers()]
+        try:
+            return cast(Any, super())._shape_inference(args, kwargs)
+        finally:
+            for buffer, value in before:
+                buffer.copy_(value)
+
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         for buffer, before in self._buffers or ():
