@@ -457,4 +457,4 @@ def test_every_option_keeps_the_numbers() -> None:
         "defer_pp_recv": True,
     }
     modules, (x, y) = blocks(3), data()
-    assert_same(run(OURS, "ScheduleInterleavedZeroBubble", modules, x, y, 4, defer_pp_recv=True, **options), loop(modules, x, y, 4))
+    assert_same(run(OURS, "ScheduleInterleavedZeroBubble", modules, x, y, 4, **options), loop(modules, x, y, 4))

@@ -70,6 +70,19 @@ def test_the_same_script_on_both_packages(workers: Workers, name: str, ranks: in
         assert_same(outcomes[1], loop(modules, *batch, 8, scale))
 
 
+OPTIONS = {"max_outstanding_sends": 3, "defer_reduce_grad_wait": True, "unshard_lookahead": "auto", "max_active_stages": 2}
+
+
+@pytest.mark.parametrize("defer_pp_recv", [False, True])
+@pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
+def test_waits_between_ranks(workers: Workers, name: str, defer_pp_recv: bool) -> None:
+    """With the options of torch 2.15 a rank waits for its sends, and releases their outputs, in the midst of a step."""
+    modules, batch = blocks(4), data(16)
+    options = {**OPTIONS, "defer_pp_recv": defer_pp_recv}
+    found = together(workers.run(train, (OURS, name, modules, [batch], 8, options), ranks=2), name, 2, 4)
+    assert_same(found, loop(modules, *batch, 8))
+
+
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
 def test_uneven_microbatches_and_changing_batches(workers: Workers, name: str) -> None:
     total = 2 if name in SINGLE else 4
