@@ -40,9 +40,9 @@ from penstock.compat.torch.orders.actions import (
 from penstock.compat.torch.orders.generation import _get_1f1b_rank_ops, _get_warmup_ops
 from penstock.compat.torch.orders.liveness import (
     PipelineActivationLiveness,
-    _assign_pipeline_activation_slots,
     analyze_pipeline_activation_liveness,
 )
+from penstock.compat.torch.orders.liveness import assign_slots as _assign_pipeline_activation_slots
 from penstock.compat.torch.orders.lowering import (
     _add_reduce_grad,
     _add_send_recv,
@@ -50,11 +50,13 @@ from penstock.compat.torch.orders.lowering import (
     _defer_recv_ops,
     _merge_bw,
     _requires_reduce_grad,
-    _resolve_unshard_lookahead,
 )
+from penstock.compat.torch.orders.lowering import resolve_unshard_lookahead as _resolve_unshard_lookahead
 from penstock.compat.torch.orders.tables import _format_pipeline_order
 from penstock.compat.torch.orders.validation import _dump_chrometrace, _simulate_comms_compute, _validate_schedule
-from penstock.compat.torch.orders.waits import _add_wait_send, _add_wait_send_budget, _validate_send_waits
+from penstock.compat.torch.orders.waits import add_send_waits as _add_wait_send
+from penstock.compat.torch.orders.waits import limit_sends as _add_wait_send_budget
+from penstock.compat.torch.orders.waits import validate_send_waits as _validate_send_waits
 from penstock.compat.torch.schedule_classes.base import _TARGET_CHUNK_SPEC, _PipelineSchedule
 from penstock.compat.torch.schedule_classes.multi import PipelineScheduleMulti
 from penstock.compat.torch.schedule_classes.named import (

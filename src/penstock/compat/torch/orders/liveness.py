@@ -79,10 +79,10 @@ def analyze_pipeline_activation_liveness(
             together = [lifetimes[stage, microbatch] for stage in stages]
             whole = min(start for start, _ in together), max(end for _, end in together)
             lifetimes.update(dict.fromkeys(((stage, microbatch) for stage in stages), whole))
-        of_microbatch, num_slots = _assign_pipeline_activation_slots([lifetimes[stages[0], microbatch] for microbatch in range(count)])
+        of_microbatch, num_slots = assign_slots([lifetimes[stages[0], microbatch] for microbatch in range(count)])
         slots = {key: of_microbatch[key[1]] for key in lifetimes}
     else:
-        assigned, num_slots = _assign_pipeline_activation_slots(list(lifetimes.values()))
+        assigned, num_slots = assign_slots(list(lifetimes.values()))
         slots = dict(zip(lifetimes, assigned, strict=True))
     return PipelineActivationLiveness(pp_rank, granularity, stages, count, MappingProxyType(slots), num_slots, MappingProxyType(lifetimes))
 
@@ -116,7 +116,7 @@ def _find_lifetimes(row: Row, stages: Sequence[int], count: int) -> dict[Key, In
     return {key: (starts[key], ends[key]) for key in expected}
 
 
-def _assign_pipeline_activation_slots(intervals: Sequence[Interval]) -> tuple[list[int], int]:
+def assign_slots(intervals: Sequence[Interval]) -> tuple[list[int], int]:
     """Assign the lowest free slot to each interval, in the order in which they begin; return the slots and how many there are."""
     slots = [0] * len(intervals)
     used: list[tuple[int, int]] = []

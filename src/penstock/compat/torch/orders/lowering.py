@@ -43,7 +43,7 @@ from penstock.compat.torch.orders.tables import (
     unpack_rows,
     wait_code,
 )
-from penstock.compat.torch.orders.waits import _add_wait_send, _add_wait_send_budget, add_reduction_waits
+from penstock.compat.torch.orders.waits import add_reduction_waits, add_send_waits, limit_sends
 from penstock.errors import PassError
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
@@ -87,7 +87,7 @@ class LoweringOptions:
 
 def lower_order(order: Order, placement: Placement, options: LoweringOptions) -> DenseOrder:
     """Lower a compute order as `_PipelineScheduleRuntime` does: sharding, reductions, messages, then waits."""
-    lookahead = _resolve_unshard_lookahead(options.unshard_lookahead, len(order), options.max_active_stages)
+    lookahead = resolve_unshard_lookahead(options.unshard_lookahead, len(order), options.max_active_stages)
     _refuse_many_at_once(order, options.max_active_stages)
     passes: list[Pass] = [ReduceGrad()]
     if set(lookahead) == {options.max_active_stages}:
@@ -100,12 +100,12 @@ def lower_order(order: Order, placement: Placement, options: LoweringOptions) ->
         lowered = {rank: drop_idle(add_reduction_waits(row, options.defer_reduce_grad_wait)) for rank, row in lowered.items()}
     lowered = _add_messages(lowered, placement)
     if options.writes_waits:
-        lowered = _add_wait_send(lowered)
+        lowered = add_send_waits(lowered)
     rank_of_stage = placement.copies[0].__getitem__
     if options.defer_pp_recv:
         lowered = _defer_recv_ops(lowered, rank_of_stage)
     if options.max_outstanding_sends is not None:
-        lowered = _add_wait_send_budget(lowered, rank_of_stage, options.max_outstanding_sends)
+        lowered = limit_sends(lowered, rank_of_stage, options.max_outstanding_sends)
     return lowered
 
 
@@ -120,7 +120,7 @@ def _refuse_many_at_once(order: Order, most: int) -> None:
                 )
 
 
-def _resolve_unshard_lookahead(unshard_lookahead: UnshardLookahead, num_pp_ranks: int, max_active_stages: int) -> tuple[int, ...]:
+def resolve_unshard_lookahead(unshard_lookahead: UnshardLookahead, num_pp_ranks: int, max_active_stages: int) -> tuple[int, ...]:
     """Return how many stages each rank unshards ahead. With `auto`, a rank that has longer to wait for its first input unshards more."""
     if not _is_count(max_active_stages):
         raise ValueError(f"max_active_stages must be a positive integer, got {max_active_stages!r}")

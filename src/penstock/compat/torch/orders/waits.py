@@ -92,7 +92,7 @@ def validate_reduction_waits(order: Order) -> None:
 # Sends ----------------------------------------------------------------------------------------------------------------
 
 
-def _add_wait_send(comm_actions: Order) -> DenseOrder:
+def add_send_waits(comm_actions: Order) -> DenseOrder:
     """Add a wait for each send: of activations after their backward on this rank, which needs the receiver's answer; else at the end."""
     return {rank: _add_waits_to_row(row) for rank, row in comm_actions.items()}
 
@@ -121,7 +121,7 @@ def has_send_waits(order: Order) -> bool:
     return any(part.computation_type in _SEND_OF for row in order.values() for part in _list_parts(row))
 
 
-def _validate_send_waits(comm_actions: Order) -> None:
+def validate_send_waits(comm_actions: Order) -> None:
     """Refuse an order in which a send has no wait after it, or a wait no send before it."""
     for rank, row in comm_actions.items():
         pending: dict[_Action, None] = {}
@@ -240,13 +240,13 @@ def refuse_wait_cycles(order: Order, stage_to_rank: StageToRank) -> None:
         raise ValueError("Pipeline sends, receives, and waits form a cycle: move each wait behind the actions that its receiver needs")
 
 
-def _add_wait_send_budget(comm_actions: Order, stage_to_rank: StageToRank, max_outstanding_sends: int) -> DenseOrder:
+def limit_sends(comm_actions: Order, stage_to_rank: StageToRank, max_outstanding_sends: int) -> DenseOrder:
     """Move waits forward so that no rank has more than `max_outstanding_sends` sends under way; refuse an order that cannot be kept so.
 
     Before a send that would exceed the limit, the rank waits for an earlier one: if possible one whose receive must have been posted by
     then, else any for which waiting cannot block its own receiver.
     """
-    _validate_send_waits(comm_actions)
+    validate_send_waits(comm_actions)
     graph = _SendGraph(comm_actions, stage_to_rank)
     if graph.has_cycle():
         raise ValueError("Pipeline sends, receives, and waits form a cycle")

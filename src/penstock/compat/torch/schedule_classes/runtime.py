@@ -25,7 +25,7 @@ from penstock.compat.torch.orders.actions import (
     _ComputationType,
     split_action,
 )
-from penstock.compat.torch.orders.lowering import LoweringOptions, _resolve_unshard_lookahead, lower_order
+from penstock.compat.torch.orders.lowering import LoweringOptions, lower_order, resolve_unshard_lookahead
 from penstock.compat.torch.orders.tables import (
     DenseOrder,
     Order,
@@ -38,12 +38,12 @@ from penstock.compat.torch.orders.tables import (
 )
 from penstock.compat.torch.orders.validation import _simulate_comms_compute
 from penstock.compat.torch.orders.waits import (
-    _add_wait_send,
-    _add_wait_send_budget,
-    _validate_send_waits,
+    add_send_waits,
     has_send_waits,
+    limit_sends,
     refuse_wait_cycles,
     validate_reduction_waits,
+    validate_send_waits,
 )
 from penstock.compat.torch.schedule_classes.multi import Format, PipelineScheduleMulti
 from penstock.compat.torch.schedule_classes.runner import _PipelineContext
@@ -110,7 +110,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _take_lowered(self, actions: Order) -> DenseOrder:
         """Check an order that has its messages. Waits may be left out: a step waits for everything at its end."""
         order = {rank: [_refuse_idle(action) for action in row] for rank, row in actions.items()}
-        lookahead = _resolve_unshard_lookahead(self._lowering.unshard_lookahead, len(order), self._lowering.max_active_stages)
+        lookahead = resolve_unshard_lookahead(self._lowering.unshard_lookahead, len(order), self._lowering.max_active_stages)
         if set(lookahead) != {self._lowering.max_active_stages}:
             raise ValueError(
                 "unshard_lookahead cannot be applied to an already-lowered compute_comms schedule: load the compute-only order instead"
@@ -118,11 +118,11 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         validate_reduction_waits(order)
         limit, rank_of_stage = self._lowering.max_outstanding_sends, self.stage_index_to_group_rank.__getitem__
         if has_send_waits(order):
-            _validate_send_waits(order)
+            validate_send_waits(order)
             refuse_wait_cycles(order, rank_of_stage)
         elif limit is not None:
-            order = _add_wait_send(order)
-        return order if limit is None else _add_wait_send_budget(order, rank_of_stage, limit)
+            order = add_send_waits(order)
+        return order if limit is None else limit_sends(order, rank_of_stage, limit)
 
     def _validate_deferred_gradient_reduction(self) -> None:
         """Refuse to defer the wait for reductions of FSDP stages that share their streams and buffers for communication."""
