@@ -9,7 +9,7 @@ from typing import Any
 
 import penstock as ps
 from penstock.cli.main import main
-from penstock.ir.csv_form import read_csv
+from penstock.ir.formats.csv_form import read_csv
 from penstock.verifier.verify import check
 
 PAGES = {
