@@ -126,7 +126,8 @@ def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
     graph, messages, group = flat.graph(), flat.messages, table.rows.group
     before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _beside_messages(table, flat), strict=True))
     pairs = np.unique(np.stack((after, before)), axis=1)
-    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "begun", "last", "source", "target", "channel")}
+    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
+    ends |= {name: whole(getattr(table.deliveries, name)) for name in ("begun", "last")}
     columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
     return {
         "timed": True,
