@@ -130,7 +130,10 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         used = np.flatnonzero(rows.is_kind(*RECEIVES)[local.before])
         last = np.full(len(rows.codes), -1, dtype=np.int64)
         np.maximum.at(last, local.before[used], local.after[used])
+        sent = np.full(len(rows.codes), len(rows.codes), dtype=np.int64)
+        sent[table.links.messages.after] = table.links.messages.before
         begin, when = np.flatnonzero(last >= 0), When.START
+        begin = begin[np.argsort(sent[begin], kind="stable")]  # the order of `table.deliveries`, in which the page adds them up too
         last = last[begin]
         lower = np.minimum(rows.stage[begin], peer_stages(rows)[begin])
     else:
@@ -144,12 +147,12 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
     kept = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
     return [
-        _changes(_RECEIVE_BUFFERS, send, When.START, kept),
-        _changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
         _changes(_RECEIVE_BUFFERS, begin, when, size),
         _changes(_RECEIVE_BUFFERS, last, When.END, -size),
         _changes(_RECEIVE_BUFFERS, begun, When.END, partial),
         _changes(_RECEIVE_BUFFERS, made, When.END, -partial),
+        _changes(_RECEIVE_BUFFERS, send, When.START, kept),
+        _changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
     ]
 
 
