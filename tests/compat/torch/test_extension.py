@@ -111,7 +111,8 @@ def test_messages_of_several_groups_in_one_batch(package: Package) -> None:
     batch = mock.Mock(side_effect=lambda ops: [op.group.group_name for op in ops])
     groups = {name: SimpleNamespace(group_name=name) for name in "ab"}
     schedules = package.schedules
-    with mock.patch.object(dist, "isend", sent), mock.patch.object(dist, "batch_isend_irecv", batch):
+    received = mock.Mock(side_effect=lambda tensor, **named: named["group"].group_name)
+    with mock.patch.multiple(dist, isend=sent, irecv=received, batch_isend_irecv=batch):
 
         def op(function: Any, group: str) -> Any:
             return SimpleNamespace(op=function, tensor=torch.ones(1), group=groups[group], group_peer=1, peer=1, tag=3)
