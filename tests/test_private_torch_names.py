@@ -74,7 +74,7 @@ def test_the_name_exists(name: str) -> None:
 SHARDED = {
     "FSDPModule": ("_get_fsdp_state",),
     "state": ("_state_ctx", "_is_root", "_root_post_backward_final_callback"),
-    "group": ("_all_gather_result",),
+    "group": ("_all_gather_result", "_wait_for_post_backward"),
     "parameter": ("_unsharded_param",),
 }
 """Attributes of `fully_shard`'s objects, which exist only in a process group."""

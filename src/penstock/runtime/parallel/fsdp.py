@@ -101,7 +101,7 @@ class ShardedStage:
             check_private(part._get_fsdp_state(), "_state_ctx", "_is_root", "_root_post_backward_final_callback")
         self.groups = [group for part in self.modules for group in _groups(part)]
         for group in self.groups:
-            check_private(group, "_all_gather_result")
+            check_private(group, "_all_gather_result", "_wait_for_post_backward")
         self.gathered: list[tuple[int, int]] = []
         """When each gather of this step began, and when it was seen to have ended."""
         self._handles: list[Any] = []
