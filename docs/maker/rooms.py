@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 PICTURE = Path(__file__).parents[1] / "architecture.svg"
-WIDTH, HEIGHT = 1000, 784
+WIDTH, HEIGHT = 1000, 852
 PLAIN, TORCH, PAGE = "#e8eef7", "#fdeedd", "#e6f4ea"
 """Fill of rooms without torch, of those that import it, and of the page's source."""
 INNER = "#ffffff"
@@ -44,16 +44,16 @@ ROOMS = (
     Room("cli", "one command per file", 60, 20, 454, 68, inside=(("commands", "training"),)),
     Room("testing", "every check, for a schedule of your own", 526, 20, 454, 68),
     Room("compat", "the peers' own names over our parts", 60, 100, 920, 68, TORCH, (("torch", "deepspeed"),)),
-    Room("draw", "timelines as pictures", 60, 180, 300, 77, inside=(("terminal", "figures"),)),
-    Room("studio", "the page's server", 60, 269, 300, 77),
-    Room("web", "the page, in TypeScript", 60, 358, 300, 77, PAGE, (("core", "state", "draw", "parts"),)),
+    Room("draw", "timelines as pictures", 60, 180, 300, 89, inside=(("terminal", "figures"),)),
+    Room("studio", "the page's server", 60, 281, 300, 89),
+    Room("web", "the page, in TypeScript", 60, 382, 300, 89, PAGE, (("core", "state", "draw", "parts"),)),
     Room(
         "runtime",
         "trains with a program; pipeline.py is the door",
         372,
         180,
         608,
-        255,
+        291,
         TORCH,
         (
             ("train", "checkpoint"),
@@ -62,31 +62,32 @@ ROOMS = (
             ("model",),
             ("batch", "split_backward", "transport"),
             ("tensors", "device"),
+            ("torch_internals",),
         ),
     ),
     Room(
         "planner",
         "from a model and a memory limit to a plan with its bound",
         60,
-        447,
+        483,
         920,
         68,
         inside=(("profile", "partition", "order_search", "bounds", "exact"),),
     ),
-    Room("passes", "schedule to program, one pass per file", 60, 527, 454, 36),
-    Room("schedules", "one algorithm per file", 526, 527, 454, 36),
-    Room("verifier", "one rule per invariant", 60, 575, 454, 68, inside=(("rules",),)),
-    Room("simulator", "when everything runs, and why ranks wait", 526, 575, 454, 68, inside=(("event_loops", "comparison"),)),
-    Room("ir", "the language: actions, placements, dependencies, costs", 60, 655, 920, 68, inside=(("formats",),)),
-    Room("text", "numbers, units, tables", 60, 735, 454, 36),
-    Room("errors.py", "the error tree", 526, 735, 454, 36),
+    Room("passes", "schedule to program, one pass per file", 60, 563, 454, 68, inside=(("deepspeed",),)),
+    Room("schedules", "one algorithm per file", 526, 563, 454, 68),
+    Room("verifier", "one rule per invariant", 60, 643, 454, 68, inside=(("rules",),)),
+    Room("simulator", "when everything runs, and why ranks wait", 526, 643, 454, 68, inside=(("event_loops", "comparison"),)),
+    Room("ir", "the language: actions, placements, dependencies, costs", 60, 723, 920, 68, inside=(("formats",),)),
+    Room("text", "numbers, units, tables", 60, 803, 454, 36),
+    Room("errors.py", "the error tree", 526, 803, 454, 36),
 )
 
 
 def picture() -> str:
     """The whole picture."""
     parts = [part for room in ROOMS for part in room.draw()]
-    arrow = '<path d="M30 40 V750 M22 736 L30 750 L38 736" fill="none" stroke="#8a94a6" stroke-width="2"/>'
+    arrow = '<path d="M30 40 V818 M22 804 L30 818 L38 804" fill="none" stroke="#8a94a6" stroke-width="2"/>'
     caption = '<text x="20" y="400" transform="rotate(-90 20 400)" text-anchor="middle" fill="#5b6472">imports go down</text>'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="14">'
     label = "<title>The rooms of Penstock</title>"

@@ -43,7 +43,7 @@ def test_the_example_of_a_refusal_needs_no_torch():
 def test_make_alone_lists_the_targets():
     done = subprocess.run(["make", "--no-print-directory"], capture_output=True, text=True, check=True, cwd=ROOT)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    assert listed == ["help", "setup", "demo", "test", "quick", "matrix", "fuzz", "page", "bench", "paper", "docs", "deepspeed"]
+    assert listed == ["help", "setup", "demo", "test", "quick", "matrix", "fuzz", "page", "bench", "paper", "docs", "deepspeed", "titan"]
 
 
 @pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev,release]'")])
