@@ -119,7 +119,8 @@ def test_just_in_time_is_refused_under_rendezvous_where_it_would_hang() -> None:
 )
 def test_paired_equals_the_peers_lowering(name: str, ranks: int, microbatches: int, options: dict[str, Any]) -> None:
     schedule = ps.schedule(name, ranks, microbatches, **options)
-    rows = {r: _add_reduce_grad([_Action.from_str(str(a)) for a in schedule[r]], microbatches) for r in range(ranks)}
+    reduced = {r: _add_reduce_grad([_Action.from_str(str(a)) for a in schedule[r]], microbatches) for r in range(ranks)}
+    rows = {r: [action for action in row if "WAIT" not in str(action)] for r, row in reduced.items()}  # since 2.15 there are waits
     peer = _add_send_recv(rows, schedule.placement.rank_of, schedule.stages)  # type: ignore[arg-type]
     ours = ps.lower(schedule)
     for rank in range(ranks):
