@@ -114,7 +114,7 @@ tables = st.one_of(schedules_of_any_kind, programs())
 
 @st.composite
 def disturbed(draw: st.DrawFn) -> Table:
-    """A table with two actions of a rank swapped, so that it may wait for ever."""
+    """A table with two actions of a rank swapped, so that it may wait forever."""
     table = draw(tables)
     rows = [list(row) for row in table]
     row = rows[draw(st.integers(0, len(rows) - 1))]

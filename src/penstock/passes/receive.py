@@ -53,7 +53,7 @@ def check_place(pass_name: str, option: str, place: Placing) -> None:
 
 
 def prove(program: Program, place: Placing) -> Program:
-    """Return the program after a proof that no rank waits for ever.
+    """Return the program after a proof that no rank waits forever.
 
     Paired receives are placed along one order in which every rank gets to its end and both ends of every message stand at
     one moment, so that order is the proof, under either semantics.
@@ -142,7 +142,7 @@ def _paired(linker: Linker, messages: _Receives) -> Rows:
     rounds = walk(acting, waits, lag)
     if len(missing.after) or not rounds.complete:
         raise PassError(
-            "the order cannot run: some rank waits for ever for an action that comes later or is missing; verify the schedule to see which"
+            "the order cannot run: some rank waits forever for an action that comes later or is missing; verify the schedule to see which"
         )
     turn = rounds.step[acting.group[np.maximum(place, 0)]]
     return _merged(rows, messages, turn, turn[messages.send], sender)

@@ -131,6 +131,6 @@ class _Budget:
         rank, held = full[0] if full else (rank, pending[rank])
         shown = ", ".join(str(rows.part_at(int(self.sends[send]))) for send in held)
         return PassError(
-            f"outstanding={self.limit} of pass wait-send: ranks would wait for each other for ever. Rank {rank} has {shown} outstanding, "
+            f"outstanding={self.limit} of pass wait-send: ranks would wait for each other forever. Rank {rank} has {shown} outstanding, "
             "and no receive of them can be posted before it sends more: raise the limit, or place the receives earlier"
         )

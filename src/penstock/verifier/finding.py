@@ -21,7 +21,7 @@ class Severity(IntEnum):
     """How bad a finding is, the worst first."""
 
     HANG = 0
-    """Ranks wait for each other for ever."""
+    """Ranks wait for each other forever."""
     WRONG = 1
     """Work is missing, repeated, or done on the wrong data."""
     MEMORY = 2

@@ -241,7 +241,7 @@ def test_labels_of_another_microbatch() -> None:
         (changed(0, without("BackwardPass")), "the batch ends before it has run on what buffer 1 holds"),
         (changed(0, lambda _, each: [*each, s.SendGrad(0)]), "it cannot run: the first stage has no previous stage"),
         (changed(1, lambda _, each: [*each, s.RecvGrad(0)]), "it cannot run: the last stage has no next stage"),
-        (changed(0, without("SendActivation")), "it waits for ever: stage 0 sends 0 activations"),
+        (changed(0, without("SendActivation")), "it waits forever: stage 0 sends 0 activations"),
         (changed(0, without("OptimizerStep")), "the stages run it 0, 1 times"),
         (changed(1, without("ReduceTiedGrads")), "the stages run it 1, 0 times"),
         (

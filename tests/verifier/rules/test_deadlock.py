@@ -1,4 +1,4 @@
-"""Ranks that wait for ever, and how that is told."""
+"""Ranks that wait forever, and how that is told."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_good_by_channel_refused_by_rendezvous() -> None:
     assert (
         "rank 0 and rank 1 disagree about their 2nd exchange: rank 0 runs 0SEND_F1 (step 3), rank 1 runs 1SEND_B0 (step 3)" in found.message
     )
-    assert "rank 1 waits for ever in step 5 (1F1)" in found.message
+    assert "rank 1 waits forever in step 5 (1F1)" in found.message
     assert "paired" in found.remedy
 
 

@@ -148,7 +148,7 @@ def _check_closing(streams: Sequence[Stream]) -> Iterator[Finding]:
 
 
 def find_blocked(program: Program) -> Iterator[Finding]:
-    """The ranks that wait for ever if receives block and sends do not, each with the receive where it stops.
+    """The ranks that wait forever if receives block and sends do not, each with the receive where it stops.
 
     The verifier's channels let a receive return at once and computation wait for the data; an instruction that receives waits itself.
     """

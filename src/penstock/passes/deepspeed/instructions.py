@@ -106,7 +106,7 @@ def _clock(schedule: Table, style: str) -> list[list[Slot]]:
                 slots[rank].append(None)
         step += 1
         if idle > 2:
-            raise PassError("the order cannot run: some rank waits for ever; verify the schedule to see which")
+            raise PassError("the order cannot run: some rank waits forever; verify the schedule to see which")
     return slots
 
 

@@ -184,7 +184,7 @@ class StreamReader:
             if self._received < len(self.coming):
                 self.holds[buffer] = self.coming[self._received]
             else:
-                yield f"it waits for ever: stage {self.stage - 1} sends {len(self.coming)} activations", "Send one more, or remove it"
+                yield f"it waits forever: stage {self.stage - 1} sends {len(self.coming)} activations", "Send one more, or remove it"
             self._received += 1
         elif instruction.name == "LoadMicroBatch":
             if self.duties.first:

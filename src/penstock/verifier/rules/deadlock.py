@@ -1,4 +1,4 @@
-"""No rank waits for ever."""
+"""No rank waits forever."""
 
 from __future__ import annotations
 

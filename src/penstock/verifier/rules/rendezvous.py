@@ -78,7 +78,7 @@ def _disagreement(context: Context, pair: int, place: int, ends: tuple[int, int]
         f"rank {rank} runs {context.name(entry)} (step {int(context.rows.step[entry])})" if entry >= 0 else f"rank {rank} has no more"
         for rank, entry in zip(ranks, ends, strict=True)
     ]
-    so = f", so rank {int(context.rows.rank[waiting])} waits for ever in {_step(context, waiting)}" if waiting >= 0 else ""
+    so = f", so rank {int(context.rows.rank[waiting])} waits forever in {_step(context, waiting)}" if waiting >= 0 else ""
     message = (
         f"rank {ranks[0]} and rank {ranks[1]} disagree about their {ordinal(place + 1)} exchange: {', '.join(runs)}; "
         f"neither it nor anything behind it completes{so}"

@@ -35,7 +35,7 @@ RULES = (
     Rule("order", order, "every action follows what it needs of its own rank"),
     Rule("matching", matching, "messages are received in the order of their channel", lambda context: context.table.lowered),
     Rule("retired", retired, "every send is waited for once", is_retired),
-    Rule("deadlock", deadlock, "no rank waits for ever"),
+    Rule("deadlock", deadlock, "no rank waits forever"),
     Rule("sharding", sharding, "parameters are unsharded when used", is_sharded),
     Rule("reduction", reduction, "gradients are reduced once, after the last weight gradient", is_reduced),
     Rule(

@@ -15,7 +15,7 @@ from penstock.verifier.context import Context, position_in
 
 
 class Waits(NamedTuple):
-    """`after[k]` waits for `before[k]`; if that is -1, for ever, for the code `never[k]`. `slot[k]`: for a slot, not for data."""
+    """`after[k]` waits for `before[k]`; if that is -1, forever, for the code `never[k]`. `slot[k]`: for a slot, not for data."""
 
     before: Ints
     after: Ints
@@ -44,7 +44,7 @@ def _data(context: Context) -> Waits:
 
 
 def _retirements(context: Context) -> Waits:
-    """A WAIT_SEND waits until the receive of its message is posted; for ever, if there is none."""
+    """A WAIT_SEND waits until the receive of its message is posted; forever, if there is none."""
     rows = context.rows
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS) & context.inside) if context.table.lowered else np.zeros(0, dtype=np.int64)
     send = context.linker.sends_awaited(waits) if len(waits) else waits

@@ -281,7 +281,7 @@ def limit_sends(comm_actions: Order, stage_to_rank: StageToRank, max_outstanding
 
 
 def _choose_send(graph: _SendGraph, pending: list[_Action], before: int) -> _Action | None:
-    """Choose the send to wait for before an action; `None` if every wait might last for ever."""
+    """Choose the send to wait for before an action; `None` if every wait might last forever."""
     stalling: _Action | None = None
     for send in pending:
         following = graph.remove_wait(send)
