@@ -18,14 +18,14 @@ TITAN := .venv-titan
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick matrix fuzz page bench paper docs deepspeed titan lint
+.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs deepspeed titan lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
 
 setup: $(DEV)  ## create .venv and install everything that the tests need
 
-demo: $(BASE)  ## measure, plan, prove and train a small GPT on 4 processes, and write demo/report.html
+demo: $(BASE)  ## measure, plan, prove and train a small GPT, one process per core up to 4, against 1F1B, and write demo/report.html
 	@$(BIN)/python examples/demo.py
 
 test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TORCH=2.15.0 chooses the version of torch, for other targets too
@@ -52,6 +52,9 @@ page: $(DEV) $(PAGE)  ## check the studio's page: types, unit tests, that it is 
 
 bench: $(DEV)  ## measure the speed as ratios to the installed torch and write bench/report.md; BENCH="lowering --short" chooses
 	$(BIN)/python benchmarks/run.py $(BENCH)
+
+cases: $(DEV)  ## run cases that torch's own pipelining got wrong on the installed torch and on Penstock; CASES="4 9" chooses
+	$(BIN)/python benchmarks/peer_cases.py $(CASES)
 
 paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 	$(BIN)/python benchmarks/paper.py

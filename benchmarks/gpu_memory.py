@@ -24,8 +24,7 @@ from penstock.runtime.execution.executor import Executor
 from penstock.runtime.measure.profile import profile
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
-from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.group import Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.transport.group import Activity, Group, Inbox, Operation, Outbox, Route
 
 RANKS, MICROBATCHES = 4, 8
 WANTED = 0.05
@@ -115,6 +114,9 @@ class _Alone(Group):
 
 
 class _Dropped(Outbox):
+    def begin(self) -> None:
+        pass
+
     def put(self, value: Any) -> None:
         pass
 
@@ -126,6 +128,9 @@ class _Made(Inbox):
         super().__init__()
         self.sample, self.gradients = sample, gradients
         self.ready: dict[int, Any] = {}
+
+    def begin(self) -> None:
+        pass
 
     def expect(self, cell: int) -> Operation:
         self.times.append((0, 0, 0))

@@ -19,7 +19,7 @@ from benchmarks.rows import Case, Row, within
 
 import penstock as ps
 from penstock.planner.bounds.lower_bound import lower_bound
-from penstock.planner.exact.solver import solve
+from penstock.planner.exact import solve
 from penstock.planner.order_search.search import search
 
 PEERS = {

@@ -27,7 +27,20 @@ from benchmarks.rows import Case, Found  # noqa: E402
 
 from penstock.errors import MissingExtraError  # noqa: E402
 
-SUITES = ("generation", "lowering", "verification", "scale", "simulation", "planner", "overhead", "split_backward", "runtime", "compat")
+SUITES = (
+    "generation",
+    "lowering",
+    "verification",
+    "scale",
+    "simulation",
+    "planner",
+    "batch_orders",
+    "overhead",
+    "split_backward",
+    "runtime",
+    "compat",
+    "studio",
+)
 
 Say = Callable[[str, int, int], None]
 """Takes what is done now, how much of the suite is done, and how much there is."""

@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -98,7 +98,7 @@ def _many() -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Measured:
-    """Seconds on one rank, one a round: a step and its main thread's processor time, ours and torch's; and what was predicted."""
+    """Seconds on one rank, one per round: a step and its main thread's processor time, ours and torch's; and what was predicted."""
 
     step: list[float]
     cpu: list[float]
@@ -114,8 +114,15 @@ class Measured:
 
 
 def _slowest(ranks: list[Measured]) -> Measured:
-    """The rank that takes longest is the step."""
-    return max(ranks, key=lambda found: statistics.median(found.cpu))
+    """The busiest rank, with each round's step from the common start until the last rank is done.
+
+    Torch's step returns on the last rank while the first still has a backward to run; ours returns on all ranks when the result is there.
+    So steps on one rank do not compare.
+    """
+    busiest = max(ranks, key=lambda found: statistics.median(found.cpu))
+    step = [max(times) for times in zip(*(found.step for found in ranks), strict=True)]
+    peer_step = [max(times) for times in zip(*(found.peer_step for found in ranks), strict=True)]
+    return replace(busiest, step=step, peer_step=peer_step)
 
 
 def measure(name: str, shape: tuple[int, int], stage: Callable[..., nn.Module], size: dict[str, int], rounds: int) -> Measured:

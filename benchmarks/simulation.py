@@ -12,8 +12,8 @@ from benchmarks.measure import once, seconds_of
 from benchmarks.rows import Case, Row, within
 
 import penstock as ps
-from penstock.simulator.event_loops.engine import run as run_engine
 from penstock.simulator.event_loops.flat import Flat
+from penstock.simulator.event_loops.loops import run as run_engine
 
 COSTS = ps.Costs(latency=0.1)
 

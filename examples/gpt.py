@@ -22,10 +22,10 @@ class Shape:
     """How large the model is."""
 
     vocabulary: int = 256
-    context: int = 64
-    width: int = 128
+    context: int = 256
+    width: int = 192
     heads: int = 4
-    blocks: int = 6
+    blocks: int = 16
 
 
 class Embedding(nn.Module):

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from penstock.runtime.launch.workers import Workers
 
 # The same examples every time, so that a change is judged by what it does; `--hypothesis-profile=hunt` draws other ones.
-settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=40, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("penstock", deadline=None, derandomize=True, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("penstock"), max_examples=15)
 settings.register_profile("hunt", settings.get_profile("penstock"), derandomize=False, max_examples=300)
 settings.load_profile("penstock")
@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 
 APART = re.compile(
-    r"tests/(compat|models|docs|studio)/|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models)\.py::"
+    r"tests/(compat|models|docs|studio)/|/test_(bad_input|checkpoint_resume|search|search_orders|advice|differences|memory|shared|hanayo|compiled|main|whole_backward|running_statistics|bounds_exact|budget|boundaries|planted_faults|ends|operators_types|random_models|slices)\.py::"
 )
 """What the quick run leaves out besides: the peers' names, whole models, pages, and files that take long for what they tell."""
 

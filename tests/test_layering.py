@@ -32,13 +32,27 @@ ALLOWED: dict[str, set[str]] = {
     "studio": {"ir", "simulator", "verifier", "passes", "schedules", "planner"},
     "runtime": {"ir", "simulator", "verifier", "passes", "schedules", "planner"},
     "compat": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "runtime"},
+    "integrations": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "runtime"},
     "testing": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "runtime"},
     "__main__": {"cli"},
-    "cli": {"ir", "simulator", "verifier", "passes", "schedules", "planner", "draw", "studio", "runtime", "compat", "testing"},
+    "cli": {
+        "ir",
+        "simulator",
+        "verifier",
+        "passes",
+        "schedules",
+        "planner",
+        "draw",
+        "studio",
+        "runtime",
+        "compat",
+        "integrations",
+        "testing",
+    },
 }
 # Beyond that only inside a function: timelines and plans are saved by the part that draws them.
 WHEN_CALLED = {("simulator", "draw"), ("planner", "draw")}
-TORCH = {"runtime", "compat"}
+TORCH = {"runtime", "compat", "integrations"}
 # Who may use the package by its public names, which reach into every part.
 ON_TOP = {"cli", "testing", "__main__"}
 
@@ -105,13 +119,13 @@ def test_only_the_runtime_and_the_peers_names_import_torch(path: Path) -> None:
 def test_only_the_device_room_calls_a_device() -> None:
     """Nothing else has to change for another kind of device."""
     calls = {path for path in FILES if re.search(r"torch\.(cuda|mps|xpu)\b|libcuda", path.read_text(encoding="utf-8"))}
-    assert calls == {SOURCE / "runtime/device/gpu.py", SOURCE / "runtime/device/multiprocessors.py"}
+    assert calls == {SOURCE / "runtime/device/gpu.py", SOURCE / "runtime/device/streams.py"}
     users = {path for path in FILES if any(module == "penstock.runtime.device.gpu.cuda" for module, _ in imports_of(path))}
     assert users
     assert {path.parent for path in users} == {SOURCE / "runtime/device"}
 
 
-# The rooms of the runtime, each with the rooms that it may import, also for types. `pipeline` and `options` stand above `measure`.
+# The rooms of the runtime, each with the rooms that it may import, also for types. `pipeline` stands above `measure`.
 ROOMS: dict[str, set[str]] = {
     "torch_internals": set(),
     "device": {"torch_internals"},
@@ -119,11 +133,23 @@ ROOMS: dict[str, set[str]] = {
     "split_backward": {"torch_internals", "tensors"},
     "transport": {"torch_internals", "device", "tensors"},
     "batch": {"torch_internals", "tensors"},
-    "model": {"torch_internals", "device", "tensors", "split_backward", "batch"},
+    "sequence": {"torch_internals"},
+    "model": {"torch_internals", "device", "tensors", "split_backward", "batch", "sequence"},
     "weights": {"torch_internals", "model"},
     "parallel": {"torch_internals", "device", "tensors", "transport", "batch", "model"},
-    "execution": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel"},
-    "measure": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "model", "parallel", "execution"},
+    "execution": {"torch_internals", "device", "tensors", "split_backward", "transport", "batch", "sequence", "model", "parallel"},
+    "measure": {
+        "torch_internals",
+        "device",
+        "tensors",
+        "split_backward",
+        "transport",
+        "batch",
+        "sequence",
+        "model",
+        "parallel",
+        "execution",
+    },
     "launch": {"torch_internals", "device", "tensors", "transport"},
     "checkpoint": {"torch_internals", "model", "transport", "pipeline"},
     "train": {"torch_internals", "device", "transport", "launch", "model", "measure", "checkpoint", "pipeline"},

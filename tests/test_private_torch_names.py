@@ -94,15 +94,20 @@ OF_OBJECTS: dict[str, Any] = {
 }
 NOT_ON_A_CPU = {"_timeout"}
 """Attributes of NCCL's options; `tests/gpu` runs them, and the library checks for them."""
-NOT_OF_TORCH = {"_can_record_outputs"}
-"""An attribute of transformers' models."""
+NOT_OF_TORCH = {"_can_record_outputs", "_is_stateful", "_attn_implementation"}
+"""Attributes of transformers' models and their configurations."""
 EITHER = {"_fsdp_param_group", "_fsdp_param_groups"}
 """One of these exists, according to the version."""
 WITH_FALLBACK = {"_reset_iter_state"}
 """Attributes that not every version has, and that the library asks for."""
 
 
-@pytest.mark.parametrize("name", [name for name, files in ATTRIBUTES.items() if outside_the_drop_in(files)])
+def of_torch(files: list[str]) -> list[str]:
+    """Leaves out the adapters: private names of other packages are checked beside them, in `tests/integrations`."""
+    return [file for file in outside_the_drop_in(files) if not file.startswith("integrations/")]
+
+
+@pytest.mark.parametrize("name", [name for name, files in ATTRIBUTES.items() if of_torch(files)])
 def test_the_attribute_exists_or_is_checked_elsewhere(name: str) -> None:
     if name in OF_OBJECTS:
         assert hasattr(OF_OBJECTS[name], name)

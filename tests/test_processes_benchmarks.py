@@ -49,6 +49,36 @@ def test_a_short_run_fills_the_report(tmp_path: Path) -> None:
             assert f"| {row['case']} | {row['against']} |" in text
 
 
+_HIDES = """
+import sys
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, path=None, target=None):
+        hidden = name.split(".")[0] in ("ortools", "numba", "llvmlite", "matplotlib")
+        return None if hidden else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+"""
+"""Makes a process find no optional packages, as if they were not installed."""
+
+
+def test_a_short_run_without_optional_packages(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_HIDES, encoding="utf-8")
+    command = [sys.executable, str(ROOT / "benchmarks" / "run.py"), "simulation", "planner", "--short", "--out", str(tmp_path / "out")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "src")])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert all(suite["rows"] and not suite["errors"] for suite in found["suites"].values())
+    assert "left out" in done.stdout
+
+
 # Rows -----------------------------------------------------------------------------------------------------------------
 
 
@@ -184,3 +214,94 @@ def test_a_figure_shows_limits_where_they_count() -> None:
     found = Found("one", "", [Row("a row", [0.5, 0.7], [1.0, 1.0], limit=0.25)])
     assert ratios(found) != ratios(found, judged=False)
     assert b"a row" in ratios(found)
+
+
+# Cases of torch's own package -----------------------------------------------------------------------------------------
+
+
+def _peer_cases(tmp_path: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "peer_cases.py"), *arguments, "--json", str(tmp_path / "cases.json")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=environment)
+    return done, json.loads((tmp_path / "cases.json").read_text(encoding="utf-8"))
+
+
+def test_cases_are_run_on_every_engine(tmp_path: Path) -> None:
+    """One of each kind: gradients, a step, an order, a count."""
+    done, found = _peer_cases(tmp_path, "4", "10b", "12b", "15")
+    assert done.returncode == 0, done.stderr
+    assert list(found["cases"]) == ["4", "10b", "12b", "15"]
+    for number, case in found["cases"].items():
+        assert case["Penstock"]["symptom"] == case["drop-in"]["symptom"] == "right", number
+        assert case["torch"]["text"]
+        assert f"| {number} | {case['title']} |" in done.stdout
+
+
+def test_an_unknown_case_is_refused() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "peer_cases.py"), "22"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert "no case '22'; there are 1a, 1b" in done.stderr
+
+
+def test_the_state_follows_from_what_was_measured() -> None:
+    from benchmarks.cases.outcome import Case, Outcome
+    from benchmarks.peer_cases import judge
+
+    case = Case("1", "", "missing", lambda engine: Outcome("right", ""))
+    states = [judge(case, Outcome(symptom, "")) for symptom in ("right", "missing", "hangs")]
+    assert states == ["fixed", "still wrong", "changed"]
+
+
+def test_hanging_crashing_and_raising_are_results() -> None:
+    """In a process of its own, because ranks are forked."""
+    code = """
+import os, time, sys
+sys.path.insert(0, sys.argv[1])
+from benchmarks.peer_cases import run_case
+from benchmarks.cases.outcome import Case, Outcome
+import torch.distributed as dist
+def hang(engine):
+    time.sleep(100)
+def crash(engine):
+    os.abort()
+def fail(engine):
+    raise ValueError("no such thing")
+def wrong_on_one(engine):
+    return Outcome("differs" if dist.get_rank() else "right", f"rank {dist.get_rank()}")
+for run, ranks in ((hang, 1), (crash, 1), (fail, 2), (wrong_on_one, 2)):
+    outcome = run_case(Case("0", "", "", run, ranks=ranks), None, 5 if run is hang else 100)
+    print(outcome.symptom, "|", outcome.text)
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(ROOT)], capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
+    assert done.stdout.splitlines() == [
+        "hangs | 1 of 1 ranks hang",
+        "crashes | the process crashes: SIGABRT",
+        "raises | raises ValueError: no such thing",
+        "differs | rank 1",
+    ], done.stderr
+
+
+def test_gradients_are_compared_by_kind() -> None:
+    import torch
+    from benchmarks.cases.outcome import compare_gradients
+    from torch import nn
+
+    mine, wanted = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+    wanted.weight.grad = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert compare_gradients([mine], [wanted]).symptom == "missing"
+    for grad, symptom in ((1.0, "right"), (1.25, "scaled"), (None, "differs")):
+        mine.weight.grad = torch.ones(2, 2) if grad is None else grad * wanted.weight.grad
+        assert compare_gradients([mine], [wanted]).symptom == symptom
+
+
+def test_the_fewest_loads() -> None:
+    """By hand: 0, 1 and 2 are loaded; 1 makes room for 3, because 0 and 2 are needed before; 1 comes again."""
+    from benchmarks.cases.waste import least_loads
+
+    assert least_loads([0, 1, 2, 3, 0, 2, 1], 3) == 5
+    assert least_loads([0, 1, 0, 1], 2) == 2

@@ -27,14 +27,16 @@ class Group:
     about: str
     module: str
     names: tuple[str, ...] = ()
+    first: tuple[str, ...] = ()
+    """What a reader looks for, at the top of the page."""
 
     @cached_property
     def all_names(self) -> list[str]:
-        """Those that are the library's own, in the order of the package, errors last."""
+        """The library's own names: `first`, then the others in the order of the package, errors last."""
         module = importlib.import_module(self.module)
         listed = [name for name in self.names or module.__all__ if not name.startswith("_")]
         own = [name for name in listed if getattr(getattr(module, name), "__module__", self.module).startswith("penstock")]
-        return sorted(own, key=lambda name: name.endswith("Error"))
+        return [*self.first, *sorted((name for name in own if name not in self.first), key=lambda name: name.endswith("Error"))]
 
 
 def _error_names() -> tuple[str, ...]:
@@ -47,8 +49,15 @@ GROUPS = (
         "penstock",
         "`import penstock as ps` loads next to nothing; each name is imported when it is first used.",
         "penstock",
+        first=("schedule", "available", "lower", "verify", "simulate", "Costs", "plan", "Profile", "Layer", "Plan", "plan_job", "Job"),
     ),
-    Group("reference/runtime.md", "penstock.runtime", "Training, with the `torch` extra.", "penstock.runtime"),
+    Group(
+        "reference/runtime.md",
+        "penstock.runtime",
+        "Training, with the `torch` extra.",
+        "penstock.runtime",
+        first=("Pipeline", "StepResult", "launch", "rank", "Checkpoints"),
+    ),
     Group("reference/testing.md", "penstock.testing", "The conformance suite for schedules of your own.", "penstock.testing"),
     Group(
         "reference/torch.md",

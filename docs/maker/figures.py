@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import Any
 
 import penstock as ps
-from penstock.ir.placement import Placement
 from penstock.schedules.registry import algorithm
 
 
@@ -49,9 +48,9 @@ class Figures:
     messages: int
 
 
-def costs_of(placement: Placement, times: Times) -> ps.Costs:
-    """The costs of the stages: a rank's share, divided among those that it holds of one copy of the model."""
-    share = placement.ranks / placement.stages
+def costs_of(schedule: ps.Schedule, times: Times) -> ps.Costs:
+    """The costs of an action: a rank's share, divided among its stages of one copy of the model and the slices of a microbatch."""
+    share = schedule.ranks / schedule.stages / schedule.slices
     return ps.Costs(f=times.f * share, i=times.i * share, w=times.w * share, activation=share, weight_stash=share)
 
 
@@ -69,14 +68,14 @@ def needs(name: str) -> str:
 def simulated(name: str, ranks: int, microbatches: int, **options: Any) -> ps.Timeline:
     """The timeline of a schedule with equal times."""
     schedule = ps.schedule(name, ranks=ranks_of(name, ranks), microbatches=microbatches, **options)
-    return ps.simulate(schedule, costs_of(schedule.placement, Times()), engine="plain")
+    return ps.simulate(schedule, costs_of(schedule, Times()), engine="plain")
 
 
 def measured(name: str, ranks: int, microbatches: int, times: Times | None = None, **options: Any) -> Figures:
     """What the simulator says. What is held counts to the backward for the weights."""
     times = times or Times()
     schedule = ps.schedule(name, ranks=ranks_of(name, ranks), microbatches=microbatches, **options)
-    found = ps.simulate(schedule, costs_of(schedule.placement, times), engine="plain")
+    found = ps.simulate(schedule, costs_of(schedule, times), engine="plain")
     work = float(found.busy[0])
     span = float((found.finished - found.begun).max())
     return Figures(found.makespan, found.makespan - work, span - work, found.bubble, max(found.peak_memory), found.num_messages)

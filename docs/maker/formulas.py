@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from maker.figures import Times
+from penstock.schedules.registry import algorithm
 
 EQUAL = Times()
 Idle = Callable[[int, int, int, Times], float]
@@ -15,7 +16,7 @@ Messages = Callable[[int, int, int], int]
 
 @dataclass(frozen=True)
 class Formula:
-    """p ranks, m microbatches, v chunks; the figures of the fullest rank, in a rank's share of the model."""
+    """p ranks, m microbatches, v chunks, the default number of slices; the figures of the fullest rank, in a rank's share of the model."""
 
     idle: Idle | None
     peak: Peak | None
@@ -51,6 +52,11 @@ def _grouped(p: int, m: int, v: int, t: Times) -> float:
     return ((p - 1) * (t.f + t.i) + (v - 1) * (p - _half(p)) * t.f) / v
 
 
+def _slices(name: str) -> int:
+    """The number of slices that the formulas and figures are for."""
+    return algorithm(name).slices or 1
+
+
 def _half(p: int) -> int:
     return -(-p // 2)
 
@@ -70,6 +76,18 @@ FORMULAS = {
     "interleaved-1f1b": Formula(_fill_and_drain, lambda p, m, v: (p * v + p - 1) / v),
     "interleaved-zb": Formula(_zero_bubble, lambda p, m, v: p),
     "looped-bfs": Formula(_fill_and_drain, lambda p, m, v: m),
+    "seq-zb-h1": Formula(
+        lambda p, m, v, t: _zero_bubble(p, m, v, t) / _slices("seq-zb-h1"),
+        lambda p, m, v: min((p - 1 + _slices("seq-zb-h1")) / _slices("seq-zb-h1"), m),
+    ),
+    "seq1f1b": Formula(
+        lambda p, m, v, t: _fill_and_drain(p, m, v, t) / _slices("seq1f1b"),
+        lambda p, m, v: min((p - 1 + _slices("seq1f1b")) / _slices("seq1f1b"), m),
+    ),
+    "slimpipe": Formula(
+        lambda p, m, v, t: _fill_and_drain(p, m, v, t) / _slices("slimpipe"),
+        lambda p, m, v: min(1 + 2 * (p - 1) / (_slices("slimpipe") * v), m),
+    ),
     "v-half": Formula(_v_half, lambda p, m, v: (p + 2) // 2),
     "v-min": Formula(_v_min, lambda p, m, v: (p + 4) // 3),
     "zb-auto": Formula(_zero_bubble, lambda p, m, v: p, at_most=True),
@@ -94,4 +112,6 @@ def messages_of(name: str, placement: str) -> tuple[str, Messages]:
     """How many messages a step has, in letters and as a function."""
     if name == "data-parallel":
         return "0", lambda p, m, v: 0
-    return FORWARD_ONLY if name == "inference" else MESSAGES[placement]
+    text, count = FORWARD_ONLY if name == "inference" else MESSAGES[placement]
+    slices = _slices(name)
+    return (text, count) if slices == 1 else (f"{text}q", lambda p, m, v: slices * count(p, m, v))

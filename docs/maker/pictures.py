@@ -8,8 +8,8 @@ from functools import partial
 import penstock as ps
 from maker.figures import simulated
 from penstock.draw.figures.canvas import render
+from penstock.draw.figures.plots import draw_tradeoff
 from penstock.draw.figures.timelines import draw_timelines
-from penstock.draw.figures.tradeoff import draw_tradeoff
 from penstock.schedules.registry import algorithms
 
 RANKS, MICROBATCHES = 4, 8

@@ -1,4 +1,4 @@
-"""The table of schedules, for the README and the documentation; run as a script it writes the README's."""
+"""Tables of schedules: all with their formulas for the documentation, and five for the README, which it writes as a script."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from penstock.schedules.registry import Algorithm, Shape, algorithms
 
 README = Path(__file__).parents[2] / "README.md"
 RANKS, MICROBATCHES = 8, 32
+IN_README = ("1f1b", "interleaved-1f1b", "zb-h1", "zbv", "dualpipe-v")
 PLACE = re.compile(r"(<!-- schedules:[^>]*-->\n)(.*?)(\n<!-- end of schedules -->)", flags=re.DOTALL)
 
 
@@ -47,9 +48,17 @@ def _row(each: Algorithm, link: Callable[[str], str]) -> tuple[str, ...]:
     )
 
 
+def readme_table() -> str:
+    """A few schedules with what the simulator measures."""
+    head = ("name", "idea", "time that ranks are idle", "activations held")
+    known = algorithms()
+    figures = {name: measured(name, RANKS, MICROBATCHES) for name in IN_README}
+    return rows([head, *((f"`{name}`", known[name].summary, f"{each.bubble:.1%}", f"{each.peak:g}") for name, each in figures.items())])
+
+
 def with_table(readme: str) -> str:
     """The README's text with its table made anew."""
-    return PLACE.sub(lambda found: found[1] + schedule_table() + found[3], readme)
+    return PLACE.sub(lambda place: place[1] + readme_table() + place[3], readme)
 
 
 if __name__ == "__main__":

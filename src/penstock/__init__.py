@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from penstock.errors import LoweringError as LoweringError
     from penstock.errors import PenstockError as PenstockError
     from penstock.errors import PlanError as PlanError
+    from penstock.errors import ScheduleError as ScheduleError
     from penstock.errors import VerifyError as VerifyError
     from penstock.ir.action import Action as Action
+    from penstock.ir.codes import B as B
+    from penstock.ir.codes import F as F
+    from penstock.ir.codes import I as I
+    from penstock.ir.codes import W as W
+    from penstock.ir.codes import overlap as overlap
     from penstock.ir.costs import Costs as Costs
     from penstock.ir.formats.files import load as load
     from penstock.ir.graph import StageGraph as StageGraph
@@ -22,10 +29,22 @@ if TYPE_CHECKING:
     from penstock.passes.lower import lower as lower
     from penstock.passes.lower import lower_rank as lower_rank
     from penstock.passes.pass_list import PassList as PassList
+    from penstock.planner.batches.batch_planner import BatchOrder as BatchOrder
+    from penstock.planner.batches.batch_planner import BatchPlanner as BatchPlanner
+    from penstock.planner.batches.packing import Packing as Packing
+    from penstock.planner.batches.packing import pack as pack
+    from penstock.planner.job import Configuration as Configuration
+    from penstock.planner.job import Job as Job
+    from penstock.planner.job import JobPlan as JobPlan
+    from penstock.planner.job import Machines as Machines
+    from penstock.planner.job import plan_job as plan_job
+    from penstock.planner.job import predict_job as predict_job
     from penstock.planner.plan import Plan as Plan
     from penstock.planner.plan import plan as plan
     from penstock.planner.profile import Layer as Layer
     from penstock.planner.profile import Profile as Profile
+    from penstock.schedules.registry import Layout as Layout
+    from penstock.schedules.registry import Shape as Shape
     from penstock.schedules.registry import available as available
     from penstock.schedules.registry import register as register
     from penstock.schedules.registry import schedule as schedule
@@ -33,39 +52,37 @@ if TYPE_CHECKING:
     from penstock.simulator.simulate import simulate as simulate
     from penstock.simulator.simulate import simulate_many as simulate_many
     from penstock.simulator.timeline import Timeline as Timeline
+    from penstock.verifier.finding import Finding as Finding
     from penstock.verifier.proof import Proof as Proof
     from penstock.verifier.verify import verify as verify
 
 # Where each public name lives; imported when first asked for, so that `import penstock` loads next to nothing.
-_HOMES = {
-    "PenstockError": "penstock.errors",
-    "PlanError": "penstock.errors",
-    "VerifyError": "penstock.errors",
-    "Action": "penstock.ir.action",
-    "Costs": "penstock.ir.costs",
-    "load": "penstock.ir.formats.files",
-    "StageGraph": "penstock.ir.graph",
-    "Kind": "penstock.ir.kind",
-    "Placement": "penstock.ir.placement",
-    "Program": "penstock.ir.program",
-    "Schedule": "penstock.ir.schedule",
-    "lower": "penstock.passes.lower",
-    "lower_rank": "penstock.passes.lower",
-    "PassList": "penstock.passes.pass_list",
-    "Plan": "penstock.planner.plan",
-    "plan": "penstock.planner.plan",
-    "Layer": "penstock.planner.profile",
-    "Profile": "penstock.planner.profile",
-    "available": "penstock.schedules.registry",
-    "register": "penstock.schedules.registry",
-    "schedule": "penstock.schedules.registry",
-    "retime": "penstock.simulator.simulate",
-    "simulate": "penstock.simulator.simulate",
-    "simulate_many": "penstock.simulator.simulate",
-    "Timeline": "penstock.simulator.timeline",
-    "Proof": "penstock.verifier.proof",
-    "verify": "penstock.verifier.verify",
+_NAMES = {
+    "errors": "LoweringError PenstockError PlanError ScheduleError VerifyError",
+    "ir.action": "Action",
+    "ir.codes": "F B I W overlap",
+    "ir.costs": "Costs",
+    "ir.formats.files": "load",
+    "ir.graph": "StageGraph",
+    "ir.kind": "Kind",
+    "ir.placement": "Placement",
+    "ir.program": "Program",
+    "ir.schedule": "Schedule",
+    "passes.lower": "lower lower_rank",
+    "passes.pass_list": "PassList",
+    "planner.batches.batch_planner": "BatchOrder BatchPlanner",
+    "planner.batches.packing": "Packing pack",
+    "planner.job": "Configuration Job JobPlan Machines plan_job predict_job",
+    "planner.plan": "Plan plan",
+    "planner.profile": "Layer Profile",
+    "schedules.registry": "Layout Shape available register schedule",
+    "simulator.simulate": "retime simulate simulate_many",
+    "simulator.timeline": "Timeline",
+    "verifier.finding": "Finding",
+    "verifier.proof": "Proof",
+    "verifier.verify": "verify",
 }
+_HOMES = {name: f"penstock.{module}" for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = ["__version__", *_HOMES]  # noqa: PLE0604 - the names are the table's
 

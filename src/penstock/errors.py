@@ -86,6 +86,10 @@ class VerifyError(PenstockError, ValueError):
         super().__init__(report)
 
 
+class LoweringError(PassError, VerifyError):
+    """A schedule that cannot become a program, with every finding of the verifier about it."""
+
+
 class StageCallError(PenstockError, RuntimeError, TypeError):
     """A stage's module does not take the arguments of a step; torch says so with one type in the first step and the other later."""
 
@@ -112,6 +116,10 @@ class CheckpointError(PenstockError, RuntimeError):
 
 class WeightsError(PenstockError, ValueError):
     """Values that a parameter should have and cannot get: a file without it, or a layer that does not say how it begins."""
+
+
+class IntegrationError(PenstockError, ValueError):
+    """An option of another training stack that has no meaning on a pipeline; the message names the way out."""
 
 
 class SplitError(PenstockError, RuntimeError):

@@ -7,7 +7,7 @@ import json
 import pytest
 
 import penstock as ps
-from penstock.cli.costs import divide_among_stages
+from penstock.cli.sources import divide_among_stages
 
 
 def names(out: str) -> list[str]:
@@ -105,7 +105,7 @@ def test_one_figure_shows_all_in_the_order_of_the_table(run, tmp_path, suffix):
         (("zbv", "zvb"), "did you mean 'zbv'"),
         (("zbv{chunks=two}",), "chunks=two is not a whole number"),
         (("zbv{hope=1}",), "no option 'hope'"),
-        (("zbv", "-o", "a.json"), "not one of .svg, .png, .html"),
+        (("zbv", "-o", "a.json"), "not one of .svg, .pdf, .png, .html"),
         (("zbv", "--by", "luck"), "'makespan', 'bubble', 'peak', 'messages'"),
         (("zbv", "--costs", "f"), "--costs: "),
         (("gone.csv",), "there is no file gone.csv"),
@@ -119,3 +119,8 @@ def test_a_shape_needs_a_name(refused, tmp_path):
     ps.schedule("gpipe", ranks=4, microbatches=8).to_csv(tmp_path / "a.csv")
     assert "for schedules by name" in refused(2, "compare", tmp_path / "a.csv", "-p", 4)
     assert "has its own shape" in refused(2, "compare", f"{tmp_path / 'a.csv'}{{chunks=2}}", "zbv")
+
+
+def test_makespans_have_the_unit_that_suits_them(run):
+    out = run("compare", "1f1b", "gpipe", "-p", 4, "-m", 8, "--costs", "f=0.0001,i=0.0001,w=0.0001", "--unit", "s").out
+    assert out.count("3.3 ms") == 2

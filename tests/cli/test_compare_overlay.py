@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.simulator.comparison.scaling import scaled
 
 TABLE = ps.schedule("1f1b", ranks=4, microbatches=8)
 USUAL = ps.Costs(latency=0.125)
@@ -23,7 +22,7 @@ def files(tmp_path, monkeypatch):
     ran = replace(ps.simulate(ps.lower(TABLE), SLOW), source="measured")
     ps.simulate(TABLE, USUAL).save("predicted.json")
     ran.save("measured.json")
-    scaled(ran, 1e-3).save("seconds.json")
+    ran.scaled(1e-3).save("seconds.json")
     return ran
 
 
@@ -85,7 +84,10 @@ def test_a_prediction_by_name_and_costs_leaves_measured_times_alone(run, files):
 def test_units(run, files):
     """Measured times are seconds; converted to the prediction's unit they have its magnitude."""
     apart = run("compare", "predicted.json", "seconds.json")
-    assert "the units must differ" in apart.out
+    assert apart.code == 2
+    assert "the unit of the predicted times is not known" in apart.err
+    assert "--scale" in apart.err
+    assert "the units must differ" in run("compare", "predicted.json", "seconds.json", "--scale", "1").out
     result = run("compare", "predicted.json", "seconds.json", "--unit", "ms")
     assert "the units must differ" not in result.out
     assert "seconds.json against predicted.json, in ms" in result.out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import penstock as ps
-from penstock.cli.costs import divide_among_stages, read_costs
+from penstock.cli.sources import divide_among_stages, read_costs
 from penstock.errors import FileFormatError, UsageError
 
 
@@ -76,3 +76,15 @@ def test_every_schedule_does_the_same_work_for_a_rank_s_costs(name):
     schedule = ps.schedule(name, ranks=4, microbatches=8)
     timeline = ps.simulate(schedule, divide_among_stages(ps.Costs(f=1, i=2, w=3), schedule.stages, schedule.ranks))
     assert timeline.busy.sum() == pytest.approx(8 * 4 * 6)
+
+
+def test_a_time_of_full_backwards_needs_full_backwards(run, refused):
+    assert run("simulate", "1f1b", "--costs", "b=40").code == 0
+    assert run("simulate", "zbv", "--costs", "i=1,w=39,b=40").code == 0
+    said = refused(2, "simulate", "ZBVZeroBubble", "--costs", "b=40")
+    assert said.startswith("--costs: b is the time of a full backward, and zbv runs none: give i and w")
+
+
+def test_costs_of_a_rank_are_divided_among_slices_too() -> None:
+    costs = ps.Costs(f=4, i=4, w=4, activation=8, output=2, parameters=6)
+    assert divide_among_stages(costs, stages=4, ranks=2, slices=2) == ps.Costs(f=1, i=1, w=1, activation=2, output=1, parameters=3)

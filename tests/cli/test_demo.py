@@ -17,18 +17,28 @@ ROOT = Path(__file__).parents[2]
 def test_the_demo_trains_and_reports(tmp_path):
     """A short version, from the command's first line to the page."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "COLUMNS": "200"}
-    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--steps", "4", "--batch", "16", "--seconds", "0"]
+    command = [sys.executable, str(ROOT / "examples" / "demo.py"), "--steps", "4", "--seconds", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr
     heads = re.findall(r"^\d\. (\w+)", done.stdout, flags=re.MULTILINE)
-    assert heads == ["Measure", "Plan", "Prove", "Train", "Compare", "Overlay"]
-    assert "candidates fit" in done.stdout
-    assert re.search(r"peak memory: [\d.]+MiB of 15MiB allowed", done.stdout)
+    assert heads == ["Measure", "Plan", "Prove", "Train", "Compare", "Overlay", "Measure"]
+    assert re.search(r"\d+ candidates: \d+ fit", done.stdout)
+    limit = re.search(r"--memory-limit (\w+)", done.stdout)
+    assert limit is not None
+    assert re.search(rf"peak memory: [\d.]+MiB of {limit[1]} allowed", done.stdout)
     for step in (1, 4):
         assert re.search(rf"step {step}, microbatch loop: equal (to the last bit|up to rounding)", done.stdout)
     assert "step 4 of 4: loss" in done.stderr
     assert f"The report is in {Path('demo') / 'report.html'}" in done.stdout
-    assert "<h2>Measured over predicted</h2>" in (tmp_path / "demo" / "report.html").read_text()
+    page = (tmp_path / "demo" / "report.html").read_text()
+    assert "<h2>Measured over predicted</h2>" in page
+    sentence = done.stdout.rstrip().splitlines()[-1]
+    assert re.match(rf"Within the same {limit[1]} per rank, the plan (trains|takes) [\d.]+ times as (fast|long) as 1f1b \(", sentence)
+    assert re.search(r"with the loss and gradients of the unpipelined model, (to the last bit|up to rounding)\.$", sentence)
+    assert f"<p>{sentence}</p>" in page
+    counts = re.search(r"\d+ candidates: .*", done.stdout)
+    assert counts is not None
+    assert counts[0] in page
 
 
 def test_the_example_of_a_refusal_needs_no_torch():
@@ -43,7 +53,22 @@ def test_the_example_of_a_refusal_needs_no_torch():
 def test_make_alone_lists_the_targets():
     done = subprocess.run(["make", "--no-print-directory"], capture_output=True, text=True, check=True, cwd=ROOT)
     listed = [line.split()[1] for line in done.stdout.splitlines()]
-    assert listed == ["help", "setup", "demo", "test", "quick", "matrix", "fuzz", "page", "bench", "paper", "docs", "deepspeed", "titan"]
+    assert listed == [
+        "help",
+        "setup",
+        "demo",
+        "test",
+        "quick",
+        "matrix",
+        "fuzz",
+        "page",
+        "bench",
+        "cases",
+        "paper",
+        "docs",
+        "deepspeed",
+        "titan",
+    ]
 
 
 @pytest.mark.parametrize(("target", "package"), [("demo", "'.[torch,fast,solve,plot]'"), ("setup", "'.[dev,release]'")])

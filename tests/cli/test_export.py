@@ -84,6 +84,11 @@ def test_names_in_files_cannot_end_the_script(export, tmp_path):
     assert "<script>alert" not in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+def test_a_page_is_not_printed_to_a_terminal(refused, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "-o FILE.html" in refused(2, "export", "zbv")
+
+
 def test_exports_to_stdout(run):
     result = run("export", "gpipe", "-p", 2, "-m", 2)
     assert (result.code, len(documents(result.out))) == (0, 1)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from penstock.passes.registry import passes
+from penstock.passes.pass_list import passes
 from penstock.schedules.registry import algorithms
 
 
@@ -30,7 +30,8 @@ def test_json_has_every_schedule(run):
         assert listed[name]["memory"] == each.memory
     assert listed["interleaved-1f1b"]["options"]["chunks"] == algorithms()["interleaved-1f1b"].layout.chunks
     assert "group_size" in listed["interleaved-1f1b"]["options"]
-    assert listed["gpipe"]["options"] == {}
+    assert listed["gpipe"]["options"] == {"slices": 1}
+    assert listed["1f1b"]["options"] == {}
 
 
 @pytest.mark.parametrize("width", [60, 80, 200])

@@ -18,6 +18,11 @@ from penstock.ir.program import Program
         (("--merge-backward",), {"merge_backward": True}),
         (("--receive", "just-in-time"), {"receive": "just-in-time"}),
         (("--receive", "2", "--fsdp"), {"receive": 2, "fsdp": True}),
+        (("--waits",), {"waits": True}),
+        (("--offload", "50"), {"offload": 50}),
+        (("--offload", "100+0+50", "--fsdp"), {"offload": (100, 0, 50), "fsdp": True}),
+        (("--max-outstanding-sends", "2"), {"max_outstanding_sends": 2}),
+        (("--defer-reduce-grad-wait", "--receive", "just-in-time"), {"defer_reduce_grad_wait": True, "receive": "just-in-time"}),
     ],
 )
 def test_options_equal_the_library_s(run, tmp_path, options, keywords):
@@ -32,8 +37,22 @@ def test_options_equal_the_library_s(run, tmp_path, options, keywords):
         assert one["rank"] == rank
     run("lower", *shape, *options, "-o", tmp_path / "a.json")
     assert ps.load(tmp_path / "a.json") == wanted
-    run("lower", *shape, *options, "-o", tmp_path / "a.csv")
-    assert ps.load(tmp_path / "a.csv") == wanted
+    if "offload" not in keywords:
+        run("lower", *shape, *options, "-o", tmp_path / "a.csv")
+        assert ps.load(tmp_path / "a.csv") == wanted
+
+
+def test_offload_options_that_cannot_be_read(refused, tmp_path):
+    shape = ("lower", "zbv", "-p", 3, "-m", 5)
+    assert "--offload: share=101 of pass offload" in refused(2, *shape, "--offload", "101")
+    assert "--offload: option share=50+half" in refused(2, *shape, "--offload", "50+half")
+    assert "3 ranks" in refused(1, *shape, "--offload", "50+50")
+    assert "PyTorch cannot express" in refused(1, *shape, "--offload", "50", "-o", tmp_path / "a.csv")
+
+
+def test_limits_on_sends_that_cannot_be_kept(refused):
+    assert "give 1 or more, got 0" in refused(2, "lower", "zbv", "-p", 3, "-m", 5, "--max-outstanding-sends", 0)
+    assert "the options for waits" in refused(2, "lower", "zbv", "-p", 3, "-m", 5, "--waits", "--passes", "reduce-grad")
 
 
 def test_one_rank_is_a_numbered_list(run):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
 
@@ -26,6 +27,19 @@ def loaded(*args: str) -> set[str]:
 @pytest.mark.parametrize("args", [("--help",), ("list",), ("show", "--help"), ("simulate", "--help"), ("compare", "--help")])
 def test_help_and_list_load_nothing_heavy(args: tuple[str, ...]) -> None:
     assert not loaded(*args) & {"numpy", *HEAVY}
+
+
+def used_by_child(*args: str) -> float:
+    """CPU seconds of a process, which do not depend on what else the machine does."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run([sys.executable, *args], check=True, capture_output=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
+@pytest.mark.parametrize("args", [("--help",), ("list",)])
+def test_help_and_list_take_little_time(args: tuple[str, ...]) -> None:
+    assert min(used_by_child("-m", "penstock", *args) for _ in range(3)) < 0.4
 
 
 @pytest.mark.parametrize("args", [("show", "zbv"), ("lower", "1f1b"), ("verify", "1f1b"), ("simulate", "zbv"), ("compare", "zbv", "1f1b")])
@@ -85,7 +99,7 @@ def test_an_unexpected_error_is_not_swallowed(monkeypatch):
     def fail(*_: object, **__: object) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("penstock.schedules.registry.algorithms", fail)
+    monkeypatch.setattr("penstock.cli.commands.list.algorithms", fail)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["list"])
 
@@ -94,7 +108,7 @@ def test_an_interrupt_exits_quietly_with_130(run, monkeypatch):
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("penstock.schedules.registry.algorithms", interrupt)
+    monkeypatch.setattr("penstock.cli.commands.list.algorithms", interrupt)
     result = run("list")
     assert (result.code, result.out, result.err) == (130, "", "")
 

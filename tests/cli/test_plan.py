@@ -10,7 +10,7 @@ import signal
 import pytest
 
 import penstock as ps
-from penstock.cli.progress import show_planning
+from penstock.cli.output import show_planning
 from penstock.planner import plan as planning
 from penstock.planner.request import Progress
 from penstock.text.units import Units
@@ -102,13 +102,18 @@ def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
         (("-p", 2, "-m", 4, "--transformer", TINY.replace("layers=6", "layers=6.5")), "layers must be a whole number"),
         (("-p", 2, "--transformer", TINY), "give one of the two: --microbatches, or --batch"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "40Gib"), "--memory-limit: '40Gib' is not a size"),
-        (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "4,5,6"), "3 values for 2 ranks"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", "4MiB,5MiB,6MiB"), "3 values for 2 ranks"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--bandwidth", "fast"), "--bandwidth: 'fast' is not a size"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--latency", -1), "--latency"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "--schedules", "zvb"), "did you mean 'zbv'"),
         (("-p", 2, "--batch", 4, "--transformer", TINY, "--microbatch-sizes", "one"), "'one' is not a list of whole numbers"),
         (("-p", 2, "-m", 4, "--transformer", TINY, "-o", "plan.csv"), "the suffix is not one of .json"),
-        (("-p", 2, "-m", 4, "--transformer", TINY, "--figure", "plan.pdf"), "the suffix is not one of .svg, .png"),
+        (("-p", 2, "-m", 4, "--transformer", TINY, "--figure", "plan.gif"), "the suffix is not one of .svg, .pdf, .png"),
+        (
+            ("-p", 2, "-m", 4, "--transformer", TINY, "--memory-limit", 40),
+            "--memory-limit 40: memory is in bytes here, so write the unit, like 40GiB",
+        ),
+        (("-p", 2, "-m", 4, "--transformer", TINY.replace("1e9", "1TFLOPS")), "flops=1TFLOPS: it is the rate of a device"),
         (("-p", 20, "-m", 4, "--transformer", TINY), "8 layers are too few for 20 ranks"),
     ],
 )
@@ -207,3 +212,26 @@ def test_shows_no_progress_if_stderr_is_not_a_terminal(monkeypatch):
     with show_planning(Units()) as tell:
         tell(Progress("searching", 1, 2))
     assert stderr.getvalue() == ""
+
+
+LONG = "layers=6 hidden=64 heads=4 sequence=32768 vocabulary=100 flops=1e9"
+
+
+def test_slices_of_long_sequences(run, tmp_path):
+    args = ["--transformer", LONG, "-p", 2, "-m", 1, "--seconds", 0, "--schedules", "1f1b,seq1f1b", "-o", tmp_path / "plan.json"]
+    chosen = run("plan", *args)
+    assert chosen.code == 0
+    plan = ps.Plan.load(tmp_path / "plan.json")
+    assert plan.slices > 1
+    lengths = ", ".join(f"{length:,}" for length in plan.slice_lengths)
+    assert f"slices       {lengths} tokens" in chosen.out
+    assert run("plan", *args, "--slices", "1,2", "--slice-granularity", 4096).code == 0
+    plan = ps.Plan.load(tmp_path / "plan.json")
+    assert plan.slices == 2
+    assert all(length % 4096 == 0 for length in plan.slice_lengths)
+
+
+def test_slices_of_an_unknown_length_are_refused(run, profile):
+    result = run("plan", "--profile", profile, "-p", 2, "-m", 2, "--slices", 4)
+    assert result.code != 0
+    assert "the profile cannot time a slice, because it does not say how many tokens a sequence has" in result.err

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 import penstock as ps
 from penstock.cli.main import main
 from penstock.cli.training.options import TrainOptions
+from penstock.cli.training.session import ROUND_STEPS, ROUNDS, WARM_UP, count_cores
 from penstock.runtime import DataOrder
 from penstock.runtime.train import ranks as rank_processes
 
@@ -107,11 +109,41 @@ def test_auto_measures_plans_and_saves_everything(run, pool, file, tmp_path):
     assert measured.source == "measured"
     assert measured.makespan == found["measured"]
     page = report.read_text()
-    for title in ("The candidates of the plan", "Proved before it ran", "The predicted step", "Measured over predicted"):
+    for title in ("The candidates of the plan, predicted", "Proved before it ran", "The predicted step", "Measured over predicted"):
         assert f"<h2>{title}</h2>" in page
     assert not re.search(r'(src|href)="(?!#)', page)  # one file, offline
     again = train(run, file, "--schedule", plan, "--steps", 3)
     assert again["losses"] == found["losses"]
+
+
+@pytest.mark.slow
+def test_a_plan_is_measured_in_turns_with_another_schedule(run, pool, file, tmp_path):
+    report = tmp_path / "report.html"
+    options = ("--steps", 2, "--seconds", 0, "--memory-limit", "1MiB", "--against", "1f1b", "--report", report)
+    found = train(run, file, *options)
+    against = found["against"]
+    assert against["schedule"] == "1f1b"
+    assert len(against["measured"]) == len(against["own_measured"]) == ROUNDS * (ROUND_STEPS - WARM_UP)
+    speedup = statistics.median(against["measured"]) / statistics.median(against["own_measured"])
+    assert against["speedup"] == pytest.approx(speedup)
+    assert found["cores"] == (count_cores() if count_cores() < 4 else None)
+    page = report.read_text()
+    assert "<h2>The plan against 1f1b</h2>" in page
+    assert "step, measured" in page
+    assert "Within the same 1MiB per rank, the plan t" in page
+    assert page.count("processes share") == (count_cores() < 4)
+    own = run("train", file, "--ranks", 4, "--batch", 16, "--device", "cpu", *options)
+    assert "starting 4 processes" in own.err
+    assert own.out.rstrip().splitlines()[-1].startswith("Within the same 1MiB per rank, the plan t")
+
+
+def test_a_schedule_to_compare_with_must_exist_and_needs_a_plan(refused, file):
+    assert "did you mean '1f1b'" in refused(2, "train", file, "-p", 4, "--against", "1f1")
+    assert "--against is for planning" in refused(2, "train", file, "-p", 4, "--schedule", "zbv", "--against", "1f1b")
+
+
+def test_a_limit_without_a_unit_is_not_taken_for_bytes(refused, file):
+    assert "write the unit, like 40GiB" in refused(2, "train", file, "-p", 4, "--memory-limit", 40)
 
 
 def test_a_run_resumes_from_its_checkpoint(run, pool, file, tmp_path):
@@ -210,6 +242,14 @@ def test_a_plan_is_used_only_as_it_was_proved(refused, file, plan_file, options,
 def test_a_plan_sets_the_batch(file, plan_file):
     assert TrainOptions(str(file), schedule=str(plan_file)).batch == 16
     assert TrainOptions(str(file)).batch == 32
+
+
+@pytest.mark.slow
+def test_a_plan_in_unknown_units_is_compared_at_the_scale_that_fits(run, pool, file, tmp_path):
+    profile = ps.Profile([ps.Layer(f=1.0, i=1.0, w=1.0)] * 4, microbatch=4)
+    ps.plan(profile, ranks=4, microbatches=4, seconds=0).save(tmp_path / "plan.json")
+    found = train(run, file, "--schedule", tmp_path / "plan.json", "--steps", 2)
+    assert 0 < found["scale"] < 0.1  # seconds per unit: every layer of the plan takes 1 forward
 
 
 def test_a_report_in_a_folder_that_cannot_be_created(refused, file, tmp_path, monkeypatch):

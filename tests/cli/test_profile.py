@@ -80,10 +80,10 @@ def test_sizes_links_and_the_optimizer(run, file):
 def test_the_example_can_be_profiled_and_planned(run, tmp_path):
     result = run("profile", f"{GPT}:build", "-o", tmp_path / "p.json", "--microbatch-sizes", 2, "--warmup", 1, "--repeats", 2)
     assert result.code == 0, result.err
-    assert len(ps.Profile.load(tmp_path / "p.json")) == 8
+    assert len(ps.Profile.load(tmp_path / "p.json")) == 18
     planned = run("plan", "--profile", tmp_path / "p.json", "-p", 4, "--batch", 32, "--seconds", 0, "-o", tmp_path / "plan.json")
     assert planned.code == 0, planned.err
-    assert sum(ps.Plan.load(tmp_path / "plan.json").partition) == 8
+    assert sum(ps.Plan.load(tmp_path / "plan.json").partition) == 18
 
 
 @pytest.mark.parametrize(
@@ -109,3 +109,26 @@ def test_wrong_usage_exits_with_2(refused, file, args, said):
 def test_a_file_that_cannot_run_is_refused(refused, tmp_path):
     (tmp_path / "broken.py").write_text("import nowhere_to_be_found")
     assert "broken.py could not be run: ModuleNotFoundError" in refused(2, "profile", f"{tmp_path / 'broken.py'}:build")
+
+
+SEQUENCES = """
+import torch
+from torch import nn
+
+def build():
+    return [nn.Embedding(8, 4), nn.Linear(4, 4)], torch.zeros(2, 16, dtype=torch.long)
+
+def convolved():
+    return [nn.Embedding(8, 4), nn.Conv1d(16, 16, 1)], torch.zeros(2, 16, dtype=torch.long)
+"""
+
+
+def test_slices_are_measured(run, tmp_path):
+    (tmp_path / "model.py").write_text(SEQUENCES)
+    args = ["--slices", 4, "--warmup", 0, "--repeats", 1, "--device", "cpu", "--microbatch-sizes", "2"]
+    result = run("profile", f"{tmp_path / 'model.py'}:build", *args, "-o", tmp_path / "p.json")
+    assert result.code == 0
+    assert "slices are known too; their times are fitted with an error of" in result.out
+    assert ps.Profile.load(tmp_path / "p.json").tokens == 16
+    result = run("profile", f"{tmp_path / 'model.py'}:convolved", *args)
+    assert "slices are not known: it does not say what a slice takes on 1 Conv1d" in result.out

@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from penstock.cli import progress as module
-from penstock.cli.progress import show_steps
+from penstock.cli import output as module
+from penstock.cli.main import main
+from penstock.cli.output import show_steps
 
 
 class Terminal(io.StringIO):
@@ -74,3 +75,13 @@ def test_an_error_propagates_and_removes_the_bar(monkeypatch):
     with pytest.raises(RuntimeError, match="broken"):
         fail()
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("command", [("verify", "zbv"), ("lower", "zbv"), ("export", "zbv", "-o", "page.html")])
+def test_long_work_of_commands_shows_its_progress(command, monkeypatch, tmp_path, capsys):
+    """Each command that builds, proves or writes for long names its work."""
+    monkeypatch.chdir(tmp_path)
+    terminal = on_a_terminal(monkeypatch)
+    monkeypatch.setattr(module, "PATIENCE", 0.0)
+    assert main([*command, "-p", "2", "-m", "2"]) == 0
+    assert any(word in terminal.getvalue() for word in ("proving", "lowering and proving", "building the page"))

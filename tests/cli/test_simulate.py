@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 import penstock as ps
-from penstock.draw.terminal.lines import plain_text
-from penstock.draw.terminal.timeline import ASCII_BARS, timeline_lines
+from penstock.draw.palette import plain_text
+from penstock.draw.terminal import ASCII_BARS, timeline_lines
 from penstock.schedules.registry import algorithms
 
 
@@ -133,7 +133,7 @@ def test_ascii_if_stdout_cannot_encode_more():
         (("zbv", "--costs", "f=much"), "--costs: f must be a number"),
         (("zbv", "--costs", "f=[1,2]"), "f has 2 values for 8 stages"),
         (("zbv", "--costs", "gone.toml"), "there is no file gone.toml"),
-        (("zbv", "-o", "a.gif"), "not one of .trace.json, .json, .svg, .png, .html"),
+        (("zbv", "-o", "a.gif"), "not one of .trace.json, .json, .svg, .pdf, .png, .html"),
         (("zbv", "-o", "/no/such/folder/a.svg"), "no folder"),
         (("zbv", "--unit", "weeks"), "--unit: unit must be one of s, ms, us, ns"),
         (("zbv", "--receive", "later"), "--receive"),

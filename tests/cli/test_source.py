@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import penstock as ps
-from penstock.cli.schedule_source import ScheduleSource, parse_options
+from penstock.cli.sources import ScheduleSource, parse_options
 from penstock.errors import UsageError
 from penstock.ir.formats.files import save
 
@@ -87,4 +87,4 @@ def test_malformed_options_are_refused(text):
 
 def test_an_option_twice_or_unknown_is_refused(refused):
     assert "group_size is given twice" in refused(2, "show", "interleaved-1f1b", "-O", "group_size=4", "-O", "group_size=8")
-    assert "no option 'groups'; its options: group_size, chunks" in refused(2, "show", "interleaved-1f1b", "-O", "groups=4")
+    assert "no option 'groups'; its options: group_size, slices, chunks" in refused(2, "show", "interleaved-1f1b", "-O", "groups=4")

@@ -36,6 +36,22 @@ def test_the_proof_equals_the_library_s(run):
     assert said["results"][0]["proof"] == json.loads(json.dumps(ps.verify(program, semantics="rendezvous").to_json()))
 
 
+def test_outstanding_sends(run, refused, tmp_path):
+    """A name is lowered with the options; a file is checked against the limit as it is."""
+    shape, waits = ("zbv", "-p", 4, "-m", 8), ("--max-outstanding-sends", 2, "--defer-reduce-grad-wait")
+    program = ps.lower(ps.schedule("zbv", ranks=4, microbatches=8), max_outstanding_sends=2, defer_reduce_grad_wait=True)
+    proof = ps.verify(program, max_outstanding_sends=2)
+    assert "outstanding" in proof.rules
+    assert run("verify", *shape, *waits).out == f"{proof}\n"
+    path = tmp_path / "program.csv"
+    program.to_csv(path)
+    assert run("verify", path, "--max-outstanding-sends", 2).code == 0
+    result = run("verify", path, "--max-outstanding-sends", 1)
+    assert result.code == 1
+    assert "sends outstanding, but at most 1 may be" in result.out
+    assert "checked as it is" in refused(2, "verify", path, "--defer-reduce-grad-wait")
+
+
 def test_a_refusal_equals_the_library_s_and_exits_with_1(run, swapped):
     result = run("verify", swapped)
     with pytest.raises(ps.VerifyError) as refusal:
@@ -79,6 +95,16 @@ def test_memory_limit_in_activations(run, limit, code):
 @pytest.mark.parametrize(("limit", "code"), [("16GiB", 0), ("15.9GiB", 1)])
 def test_memory_limit_in_bytes(run, limit, code):
     assert run("verify", "gpipe", "-p", 2, "-m", 8, "--memory-limit", limit, "--activation", "2GiB").code == code
+
+
+@pytest.mark.parametrize(("limit", "host", "code"), [("3", "4", 0), ("3", "3", 1), ("2", "4", 1)])
+def test_host_memory_limit(run, refused, tmp_path, limit, host, code):
+    options = ("--offload", 100, "--memory-limit", limit, "--host-memory-limit", host)
+    assert run("verify", "1f1b", "-p", 4, "-m", 8, *options).code == code
+    ps.lower(ps.schedule("1f1b", ranks=4, microbatches=8), offload=100).to_csv(tmp_path / "a.csv")
+    assert run("verify", tmp_path / "a.csv", *options[2:]).code == code
+    assert "a FILE is checked as it is" in refused(2, "verify", tmp_path / "a.csv", "--offload", 100)
+    assert "is in bytes" in refused(2, "verify", "1f1b", "--host-memory-limit", "1GiB")
 
 
 def test_weight_stash_counts(run):

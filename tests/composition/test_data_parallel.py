@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+import penstock as ps
 from composition.parallel import (
     SIZES,
     WIDTH,
@@ -126,6 +127,32 @@ def test_loss_by_valid_tokens_over_all_data_ranks(workers: Workers, shard: bool)
         return Outcome.of(pipe, pipe.step(mine, target=target, microbatches=2))
 
     check(workers.run(train), by_batch(model, tokens, targets, loss_fn))
+
+
+@KINDS
+def test_data_ranks_order_their_own_microbatches(workers: Workers, shard: bool) -> None:
+    """Each in its own order gives the numbers of the whole batch; schedules that differ are refused before the step."""
+    model, (x, y) = perceptrons(2), batch(sum(SIZES))
+
+    def train() -> tuple[Outcome, str]:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = pipeline(model, "1f1b", mesh, shard=shard)
+        mine, target = split_over(mesh, x, y, SIZES)
+        inputs, targets = mine.tensor_split(4), target.tensor_split(4)
+        first = mesh.get_local_rank("dp") == 0
+        outcome = Outcome.of(pipe, pipe.step_list(inputs, targets, order=[2, 0, 3, 1] if first else [1, 3, 0, 2]))
+        planner = ps.BatchPlanner(schedule("1f1b", 2), ps.Costs(), sequence=1, schedules=["zb-h1"])
+        order = planner.order([1, 9, 2, 5])
+        assert order.schedule.name == "zb-h1"
+        with pytest.raises(PipelineError) as caught:
+            pipe.step_list(inputs, targets, order=order if first else None)
+        return outcome, str(caught.value)
+
+    results = workers.run(train)
+    check([outcome for outcome, _ in results], by_batch(model, x, y))
+    for _, text in results:
+        assert "the data ranks run different schedules" in text
+        assert "zb-h1-" in text
 
 
 def test_all_weights_zero_is_refused_on_all(workers: Workers) -> None:

@@ -13,15 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
-import penstock as ps
 from composition.matrix import FEATURES
 from composition.parallel import Outcome, batch, by_loop, check, mesh_of, perceptrons, schedule, split_over
 from penstock.runtime import Checkpoints, GradScaler, Pipeline
 from penstock.runtime.launch.workers import Workers
-from penstock.runtime.model.recompute import Recomputed
+from penstock.runtime.model.transforms import Recomputed
+from penstock.schedules.registry import algorithms
 from runtime.models import Numbers, by_batch
 
-FAMILIES = sorted(set(ps.available()) - {"inference"})
+FAMILIES = [name for name, each in algorithms().items() if name != "inference" and not each.is_sliced]
 EVEN = ("chimera", "dualpipe")
 """Run on an even number of ranks, so that four processes do not make a mesh of them for hybrid sharding."""
 SIZES = {1: (13,), 2: (6, 7), 4: (5, 4, 7, 6)}

@@ -17,6 +17,7 @@ from composition.parallel import Outcome, batch, check, counted, mesh_of, percep
 from penstock.ir.kind import Kind
 from penstock.runtime import Pipeline
 from penstock.runtime.launch.workers import Workers
+from runtime.live import observe_actions
 from runtime.models import by_batch
 
 SIZES = (6, 7)
@@ -103,17 +104,14 @@ def test_parameters_are_held_as_the_simulator_says(workers: Workers) -> None:
         mine, target = split_over(mesh, x, y, SIZES)
         pipe.step(mine, target=target)
         executor, held = pipe._executor(4, True), []
-        run, full_size = executor.run, sum(p.numel() for p in model[0].parameters())
+        full_size = sum(p.numel() for p in model[0].parameters())
 
-        def watched(feed: Any) -> Any:
-            def look(at: int) -> None:
-                sizes = [sum(p.numel() for p in stage.module.parameters() if type(p) is nn.Parameter) for stage in pipe.stages.values()]
-                begun = [index for index, each in pipe.data.sharded.items() if each.pending]
-                held.append((str(executor.actions[at]), sum(size == full_size for size in sizes) + len(begun)))
+        def look(at: int) -> None:
+            sizes = [sum(p.numel() for p in stage.module.parameters() if type(p) is nn.Parameter) for stage in pipe.stages.values()]
+            begun = [index for index, each in pipe.data.sharded.items() if each.pending]
+            held.append((str(executor.actions[at]), sum(size == full_size for size in sizes) + len(begun)))
 
-            return run(feed, look)
-
-        executor.run = watched
+        observe_actions(executor, look)
         pipe.step(mine, target=target)
         assert pipe.program() == program
         return pipe.rank, held

@@ -1,7 +1,8 @@
 """The pages, and the blocks of code in them.
 
-A block is run unless the line before it says `<!-- parsed: why -->`; then it is read and checked, not run. A comment that
-begins with `<!-- python` holds code that is run and not shown.
+A block is run unless the line before it says `<!-- parsed: why -->`; then it is read and checked, not run. With `<!-- sample: why -->`
+it is run, and shows what it printed on one machine: elsewhere only the form has to be the same, see `docs.samples`.
+A comment that begins with `<!-- python` holds code that is run and not shown.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ LANGUAGES = {"python", "console", "sh", "toml", "json", "text"}
 """Languages of a block; `text` is not code."""
 
 _FENCE = re.compile(
-    r"^(?:<!-- parsed: (?P<reason>[^\n]+?) -->\n\n?)?(?P<indent>[ ]*)```(?P<language>[^\s`]*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
+    r"^(?:<!-- (?P<mark>parsed|sample): (?P<reason>[^\n]+?) -->\n\n?)?"
+    r"(?P<indent>[ ]*)```(?P<language>[^\s`]*)(?: +title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
     r"(?P<text>.*?)^(?P=indent)```[ ]*$"
     r"|^<!-- python\n(?P<hidden>.*?)^-->$",
     flags=re.MULTILINE | re.DOTALL,
@@ -30,13 +32,14 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One block: its first line, its language and text, the file it is written to, and why it is not run."""
+    """One block: its first line, its language and text, the file it is written to, and why it is not run or only a sample."""
 
     line: int
     language: str
     text: str
     title: str | None = None
     reason: str | None = None
+    sample: str | None = None
 
 
 def blocks(page: str) -> Iterator[Block]:
@@ -46,7 +49,9 @@ def blocks(page: str) -> Iterator[Block]:
         text = hidden if hidden is not None else found["text"]
         start = found.start("hidden" if hidden is not None else "text")
         language = "python" if hidden is not None else found["language"]
-        yield Block(page.count("\n", 0, start) + 1, language, textwrap.dedent(text), found["title"], found["reason"])
+        reasons = {"parsed": None, "sample": None, found["mark"]: found["reason"]}
+        line = page.count("\n", 0, start) + 1
+        yield Block(line, language, textwrap.dedent(text), found["title"], reasons["parsed"], reasons["sample"])
 
 
 def written() -> list[str]:

@@ -7,6 +7,7 @@ import pytest
 from docs import commands
 from docs.blocks import Block, blocks, generated, starts_processes, takes_long, text_of, written
 from docs.pages import Page
+from docs.samples import missing_lines
 from maker.command_pages import examples
 
 WRITTEN = [page for page in written() if not starts_processes(page)]
@@ -52,6 +53,28 @@ def test_blocks_have_lines_titles_and_reasons() -> None:
         Block(11, "toml", "a = 1\n", title="a.toml"),
         Block(14, "python", "x = 1\n"),
     ]
+    assert list(blocks("<!-- sample: timed -->\n```console\n$ x\n```\n")) == [Block(3, "console", "$ x\n", sample="timed")]
+
+
+SAMPLE = "plan: zbv on 4 ranks\n  makespan     10.5 ms\n  stage  rank  layers\n      0     1  0-3\n"
+
+
+def test_a_sample_of_another_machine_matches() -> None:
+    printed = "plan: 1f1b on 4 ranks\n  makespan     9.75 s, bubble 3 %\n  bound        9 s\n  stage  rank  layers\n      0     0  0\n"
+    assert missing_lines(SAMPLE, printed) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "missing"),
+    [
+        (SAMPLE.replace("makespan", "time"), ["makespan", "stage rank layers"]),
+        (SAMPLE.replace("rank  layers", "rank"), ["stage rank layers"]),
+        (SAMPLE.replace("plan: zbv", "zbv"), ["plan", "makespan", "stage rank layers"]),
+        ("", ["plan", "makespan", "stage rank layers"]),
+    ],
+)
+def test_a_sample_of_other_output_does_not(changed: str, missing: list[str]) -> None:
+    assert missing_lines(SAMPLE, changed) == missing
 
 
 @pytest.mark.usefixtures("folder")

@@ -9,13 +9,13 @@ from maker.advice import advice
 from maker.figures import Figures, measured
 from maker.formulas import FORMULAS, messages_of
 from maker.pictures import pictures
-from maker.table import README, schedule_table, with_table
+from maker.table import README, readme_table, with_table
 from penstock.schedules.registry import algorithms
 
 
 def test_the_readme_contains_the_generated_table() -> None:
     text = README.read_text(encoding="utf-8")
-    assert schedule_table() in text, "run python docs/maker/table.py to write it"
+    assert readme_table() in text, "run python docs/maker/table.py to write it"
     assert with_table(text) == text
 
 
@@ -70,5 +70,11 @@ def test_comparisons_in_the_advice_are_true(ranks: int, microbatches: int) -> No
     idle, peak, _ = share("grouped-interleaved", found["interleaved-1f1b"])
     assert 0.4 < peak < 0.6
     assert 0.7 < idle < 1.1
+    sliced = measured("seq1f1b", ranks, microbatches, slices=ranks)
+    assert (sliced.idle, sliced.peak) == pytest.approx((plain.idle / ranks, 2 - 1 / ranks))
+    assert measured("seq-zb-h1", ranks, microbatches, slices=ranks).idle == pytest.approx(found["zb-h1"].idle / ranks)
+    slim = measured("slimpipe", ranks, microbatches, slices=ranks)
+    assert (slim.idle, slim.peak) == pytest.approx((sliced.idle / 2, 1 + 2 * (ranks - 1) / (2 * ranks)))
+    assert 1.8 < slim.messages / sliced.messages < 2.5
     assert min(each.messages for each in found.values() if each.messages) == found["inference"].messages
     assert messages == 2

@@ -90,9 +90,22 @@ def test_every_command_is_in_the_reference_and_in_the_readme() -> None:
         assert f"| `penstock {name}" in readme
 
 
+@pytest.mark.slow
+def test_search_needs_no_server(site: Path) -> None:
+    """Browsers load neither JSON nor workers from a folder, so the index is a script and the worker's stand-in a local file."""
+    assert (site / "search/search_index.js").read_text(encoding="utf-8").startswith("var __index = {")
+    assert '<script src="assets/iframe-worker.js"' in (site / "index.html").read_text(encoding="utf-8")
+
+
+def test_the_reference_begins_with_what_readers_look_for() -> None:
+    pages = api_pages()
+    for path, first in {"reference/penstock.md": "schedule", "reference/runtime.md": "Pipeline"}.items():
+        assert pages[path].split("\n## ")[1].startswith(f"{first}\n")
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     pages = api_pages()
     for group in GROUPS:
         for name in group.all_names:
             assert f"\n## {name}\n" in pages[group.path]
-    assert set(ps.__all__) - {"__version__"} == set(GROUPS[0].all_names)
+    assert sorted({*ps.__all__} - {"__version__"}) == sorted(GROUPS[0].all_names)

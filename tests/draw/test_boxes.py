@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.boxes import collective_boxes, compute_boxes, optimizer_boxes
+from penstock.draw.boxes import collective_boxes, compute_boxes, optimizer_boxes, widest_label
 from penstock.ir.kind import Kind
 
 
@@ -44,3 +47,26 @@ def test_optimizer_ends_each_rank():
     assert end.tolist() == timeline.finished.tolist()
     assert (end - start).tolist() == pytest.approx([2 * 1.3] * 4)  # two stages a rank
     assert len(optimizer_boxes(SAMPLES["1f1b"])[0]) == 0
+
+
+@pytest.mark.parametrize(("microbatches", "slices"), [(2, 3), (12, 11), (11, 1)])
+def test_labels_name_the_slice(microbatches, slices):
+    timeline = ps.simulate(ps.schedule("seq1f1b", ranks=2, microbatches=microbatches, slices=slices))
+    boxes = compute_boxes(timeline)
+    labels = [boxes.name_unit(box) for box in range(len(boxes))]
+    actions = [span.action for rank in range(2) for span in timeline.spans(rank)]
+    assert labels == [str(action).split(action.kind.name)[1] for action in actions]
+    assert boxes.unit_widths().tolist() == list(map(len, labels))
+    assert len(widest_label(timeline.table)) == max(map(len, labels))
+
+
+def test_pictures_and_traces_name_slices(tmp_path):
+    timeline = ps.simulate(ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=2))
+    timeline.save(tmp_path / "slices.svg")
+    timeline.save(tmp_path / "slices.trace.json")
+    assert "2 microbatches of 2 slices" in (tmp_path / "slices.svg").read_text()
+    events = json.loads((tmp_path / "slices.trace.json").read_text())["traceEvents"]
+    assert {event["name"]: event["args"]["slice"] for event in events if event["name"] in ("0F1.1", "1B0.1")} == {
+        "0F1.1": [1],
+        "1B0.1": [1],
+    }

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.draw.differences import MOST_ROWS, describe_differences, section_lines
+from penstock.draw.summary import MOST_ROWS, describe_differences, section_lines
 from penstock.ir.costs import Costs
 from penstock.simulator.comparison.differences import Differences, differences
 
 
-def laid(name: str, ranks: int, microbatches: int, one: Costs, other: Costs) -> Differences:
+def laid(name: str, ranks: int, microbatches: int, one: Costs, other: Costs, **options: float) -> Differences:
     table = ps.schedule(name, ranks=ranks, microbatches=microbatches)
-    return differences(ps.simulate(table, one), replace(ps.simulate(ps.lower(table), other), source="measured"))
+    return differences(ps.simulate(table, one), replace(ps.simulate(ps.lower(table), other), source="measured"), **options)
 
 
 def said(found: Differences, **options: object) -> dict[str, list[str]]:
@@ -97,7 +97,7 @@ def test_early_actions_units_and_order_are_reported():
     found = laid("gpipe", 3, 4, Costs(f=2), Costs(f=[1, 1, 1]))
     assert "too early" in said(found)["where they part"][1]
     assert any(title.startswith("what makes it 6 shorter") for title in said(found))
-    text = said(laid("1f1b", 2, 4, Costs(f=100, i=100, w=100), Costs()))["predicted and measured"]
+    text = said(laid("1f1b", 2, 4, Costs(f=100, i=100, w=100), Costs(), scale=1.0))["predicted and measured"]
     assert any("0.01 times as long as predicted: the units must differ" in line for line in text)
     tables = [ps.simulate(ps.schedule(name, ranks=2, microbatches=4)) for name in ("1f1b", "gpipe")]
     text = said(differences(*tables), words=("first", "second"))["first and second"]

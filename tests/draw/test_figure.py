@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 from itertools import combinations
 from typing import Any
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ from penstock.draw.figures.timelines import draw_timelines
 from penstock.draw.palette import TONES, shade
 from penstock.errors import MissingExtraError, UsageError
 from penstock.ir.kind import Kind
+from penstock.text.units import Units
 
 pytestmark = pytest.mark.slow
 
@@ -256,3 +258,21 @@ def test_rows_are_separated_if_there_is_room():
     assert [line[0, 0] for line in apart if line[0, 3]] == sorted([0, 1, 2, 3, 4, 5] * 6)
     assert sum(line[0, 3] == 0 for line in apart) == 3 * 12
     assert space_rows(image.repeat(1000, axis=0), 3000, (0.25, 0.75)).shape == (6000, 1, 3)
+
+
+def test_times_and_sizes_have_units_that_suit_them():
+    """A makespan of 0.33 s is 330 ms, on the axis too; memory in bytes is written in binary units, inside the figure."""
+    timeline = SAMPLES["1f1b"].scaled(0.01)
+    bytes_held = replace(timeline.costs, activation=5.0 * 2**20)
+    timeline = replace(timeline, costs=bytes_held).in_units(Units("s", in_bytes=True))
+    figure = draw_timelines(timeline)
+    figure.draw_without_rendering()
+    texts = [text for axes in figure.axes for text in axes.texts]
+    written = " ".join(text.get_text() for text in texts)
+    assert f"makespan {timeline.makespan * 1e3:.4g} ms" in written
+    assert f"{max(timeline.peak_memory) / 2**20:.4g}MiB" in written
+    (axis,) = [axes for axes in figure.axes if axes.get_xlabel()]
+    assert axis.get_xlabel() == "time (ms)"
+    ticks = [float(label.get_text()) for label in axis.get_xticklabels()]
+    assert ticks == pytest.approx([place * 1e3 for place in axis.get_xticks()])
+    assert all(figure.bbox.x0 <= text.get_window_extent().x0 and text.get_window_extent().x1 <= figure.bbox.x1 for text in texts)

@@ -17,7 +17,7 @@ from draw.test_html import Page
 from penstock.draw.boxes import compute_boxes
 from penstock.draw.figures import rank_rows
 from penstock.draw.figures.canvas import render
-from penstock.draw.figures.overlay import EARLY, LATE, draw_overlay
+from penstock.draw.figures.timelines import EARLY, LATE, draw_overlay
 from penstock.draw.html import overlay_html
 from penstock.draw.save import save_overlay
 from penstock.errors import UsageError
@@ -99,7 +99,7 @@ def test_lateness_is_drawn_to_scale():
     np.testing.assert_allclose(np.array(heights) / heights[0], np.array(most) / most[0], atol=0.01)
     assert not any(group(root, f"early-0-{rank}") for rank in range(4))
     said = texts(root)
-    assert f"late, up to +{max(most):.4g}" in said
+    assert f"late, up to {max(most):.4g}" in said
     assert not any(text.startswith("early") for text in said)
 
 
@@ -108,7 +108,24 @@ def test_early_actions_have_another_colour():
     found = differences(SAMPLES["1f1b"], ps.simulate(table, ps.Costs(f=[1, 0.5, 1, 1])))
     root = tree(found)
     assert any(group(root, f"early-0-{rank}") for rank in range(4))
-    assert any(text.startswith("early, up to -") for text in texts(root))
+    assert f"early, up to {-found.lateness.late.min():.4g}" in texts(root)
+
+
+def test_every_text_is_inside_the_figure_and_times_have_units_that_suit_them():
+    found = slowed("1f1b")
+    pair = differences(found.predicted.scaled(9.997e-3), found.measured.scaled(9.997e-3), scale=1.0)
+    figure = draw_overlay(pair, unit="s")
+    figure.draw_without_rendering()
+    frame = figure.bbox
+    shown = [text for axes in figure.axes for text in (*axes.texts, axes.xaxis.label) if text.get_text()]
+    for text in shown:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0
+        assert box.x1 <= frame.x1, text.get_text()
+    words = [text.get_text() for text in shown]
+    assert "time (ms)" in words
+    assert any(word.startswith("+") and word.endswith(" ms") for word in words)
+    assert any(f"makespan {pair.makespan.predicted * 1e3:.4g} ms predicted" in word for word in words)
 
 
 def test_the_first_difference_is_framed():

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import penstock as ps
-from penstock.draw.differences import TextSection
 from penstock.draw.figures.canvas import GRID, INK
-from penstock.draw.figures.loss_curve import draw_loss_curve
+from penstock.draw.figures.plots import draw_loss_curve
 from penstock.draw.figures.timelines import draw_timelines
 from penstock.draw.html import Card, Section, report_html
+from penstock.draw.summary import TextSection
 
 VOID = {"meta", "br", "hr", "img", "link", "path", "use", "rect", "stop"}
 
@@ -48,15 +48,19 @@ def made() -> str:
         Section("Four").figure(draw_loss_curve([3.0, 2.0, 1.0]), "the loss"),
     ]
     return report_html(
-        "A report & more", "What it is", [Card("loss", "1 → 2", "note", good=True), Card("other", "3", good=False)], sections, "made"
+        "A report & more",
+        ["What it is", "and why"],
+        [Card("loss", "1 → 2", "note", good=True), Card("other", "3", good=False)],
+        sections,
+        "made",
     )
 
 
 def test_the_page_is_complete_and_works_offline(made):
-    found = Balanced(made)
-    assert not found.open
-    assert found.seen.count("svg") == 2
-    assert found.seen.count("section") == 4
+    parser = Balanced(made)
+    assert not parser.open
+    assert parser.seen.count("svg") == 2
+    assert parser.seen.count("section") == 4
     assert not re.search(r'(?:src|href)="(?!#)', made)
     assert "http" not in re.sub(r'xmlns(?::xlink)?="[^"]*"', "", made)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +16,13 @@ from penstock.ir.kind import COMPUTE, Kind
 ALL = list(dict.fromkeys(TONES.values()))
 
 # Machado, Oliveira and Fernandes, "A physiologically-based model for simulation of color vision deficiency" (2009), severity 1,
-# on linear RGB.
+# on linear RGB; and for the two common ones also Viénot, Brettel and Mollon (1999).
 VISION = {
     "usual": np.eye(3),
     "protanopia": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deuteranopia": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "protanopia, Viénot": [[0.11238, 0.88762, 0.0], [0.11238, 0.88762, 0.0], [0.00401, -0.00401, 1.0]],
+    "deuteranopia, Viénot": [[0.29275, 0.70725, 0.0], [0.29275, 0.70725, 0.0], [-0.02234, 0.02234, 1.0]],
     "tritanopia": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
 }
 
@@ -79,6 +83,32 @@ def test_kinds_and_two_chunks_can_be_told_apart_with_colour_blindness(vision):
     seen = {name: lab(np.clip(np.array(VISION[vision]) @ linear(tone.fill), 0, 1)) for name, tone in SHADES.items()}
     nearest = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2)}
     assert min(nearest.values()) > 10, min(nearest, key=nearest.__getitem__)
+
+
+@pytest.mark.parametrize("vision", VISION)
+@pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
+def test_no_chunk_of_a_kind_looks_like_one_of_another_kind(vision, chunks):
+    seen = {
+        (kind, chunk): lab(np.clip(np.array(VISION[vision]) @ linear(shade(TONES[kind], chunk, chunks).fill), 0, 1))
+        for kind in COMPUTE
+        for chunk in range(chunks)
+    }
+    apart = {(a, b): float(np.linalg.norm(seen[a] - seen[b])) for a, b in combinations(seen, 2) if a[0] != b[0]}
+    assert min(apart.values()) > 15, min(apart, key=apart.__getitem__)
+
+
+def test_the_studio_has_the_same_colours():
+    source = (Path(__file__).parents[2] / "web" / "src" / "draw" / "colours.ts").read_text()
+    fills = dict(re.findall(r'^  ([FBIW]): \{.*fill: "(#\w+)"', source, flags=re.MULTILINE))
+    assert fills == {kind.name: TONES[kind].fill for kind in COMPUTE}
+    ranges = {
+        name: tuple(map(float, text.split(","))) for name, text in re.findall(r"^const (DARKER|LIGHTER) = \[(.*)\];", source, re.MULTILINE)
+    }
+    shades = re.search(r"^const SHADES.*= \{ (.*) \};", source, re.MULTILINE)
+    assert shades is not None
+    assert {kind: ranges[name] for kind, name in re.findall(r"(\w): (\w+)", shades[1])} == {
+        kind.name: TONES[kind].shades for kind in COMPUTE
+    }
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 5, 8])

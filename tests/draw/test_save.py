@@ -8,7 +8,6 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.figures import canvas
 from penstock.draw.save import save, save_picture
 from penstock.errors import FileFormatError
 
@@ -21,6 +20,7 @@ TIMELINE = SAMPLES["fsdp"]
         ("a.json", b"{"),
         ("a.trace.json", b'{"traceEvents"'),
         ("a.svg", b"<?xml"),
+        ("a.pdf", b"%PDF"),
         ("a.png", b"\x89PNG"),
         ("a.html", b"<!DOCTYPE html>"),
         ("A.SVG", b"<?xml"),
@@ -53,15 +53,23 @@ def test_options_reach_the_picture(tmp_path):
 
 @pytest.mark.parametrize("name", ["a.gif", "a", "json", "trace.jso"])
 def test_other_suffixes_are_refused_with_the_list(tmp_path, name):
-    with pytest.raises(FileFormatError, match=r"not one of \.trace\.json, \.json, \.svg, \.png, \.html"):
+    with pytest.raises(FileFormatError, match=r"not one of \.trace\.json, \.json, \.svg, \.pdf, \.png, \.html"):
         TIMELINE.save(tmp_path / name)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_pdf_is_the_same_every_time_and_has_fonts_that_journals_accept(tmp_path):
+    one, other = tmp_path / "a.pdf", tmp_path / "b.pdf"
+    TIMELINE.save(one)
+    TIMELINE.save(other)
+    assert one.read_bytes() == other.read_bytes()
+    assert b"/Type3" not in one.read_bytes()
 
 
 def test_several_timelines_can_only_be_saved_as_a_picture(tmp_path):
     save_picture([TIMELINE, SAMPLES["zbv"]], tmp_path / "a.svg")
     assert (tmp_path / "a.svg").exists()
-    with pytest.raises(FileFormatError, match=r"not one of \.svg, \.png, \.html"):
+    with pytest.raises(FileFormatError, match=r"not one of \.svg, \.pdf, \.png, \.html"):
         save_picture([TIMELINE], tmp_path / "a.json")
 
 
@@ -72,7 +80,7 @@ def test_a_failure_keeps_the_old_file(tmp_path, monkeypatch):
     def fail(*_: object, **__: object) -> bytes:
         raise RuntimeError("no ink")
 
-    monkeypatch.setattr(canvas, "render", fail)
+    monkeypatch.setattr("penstock.draw.save.render", fail)
     with pytest.raises(RuntimeError, match="no ink"):
         TIMELINE.save(path)
     assert path.read_text() == "old"

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.draw.palette import TONES
-from penstock.draw.terminal.grid import grid_legend, grid_lines
-from penstock.draw.terminal.lines import paint, plain_text
+from penstock.draw.palette import TONES, paint, plain_text
+from penstock.draw.terminal import grid_legend, grid_lines
 from penstock.ir.grid import Grid
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

@@ -9,9 +9,8 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.palette import TONES, shade
-from penstock.draw.terminal.lines import paint, plain_text
-from penstock.draw.terminal.timeline import ASCII_BARS, BARS, IDLE, MOST_RANKS, sparkline, timeline_lines
+from penstock.draw.palette import TONES, paint, plain_text, shade
+from penstock.draw.terminal import ASCII_BARS, BARS, IDLE, MOST_RANKS, sparkline, timeline_lines
 from penstock.ir.kind import Kind
 
 ESCAPE = re.compile(r"\x1b\[[0-9;]*m")

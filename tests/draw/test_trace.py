@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.trace import build_trace
+from penstock.draw.save import build_trace
 from penstock.errors import UsageError
 
 TICK = 0.125
@@ -43,10 +43,10 @@ def check(timeline: ps.Timeline, **options: Any) -> None:
     check_flows(data["traceEvents"], slices)
 
 
-def check_flows(found: list[dict[str, Any]], slices: dict[tuple[int, int], list[tuple[float, float]]]) -> None:
+def check_flows(trace_events: list[dict[str, Any]], slices: dict[tuple[int, int], list[tuple[float, float]]]) -> None:
     """Check that every arrow has both ends, each in a slice of its track."""
     flows = defaultdict(list)
-    for event in found:
+    for event in trace_events:
         if event["ph"] in "stf":
             flows[event["id"]].append(event)
             lane = slices[event["pid"], event["tid"]]
@@ -79,13 +79,13 @@ def test_traces_under_any_costs_are_valid(name, times, contention, lower):
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe", "fsdp"])
 def test_slices_equal_the_spans(name):
     timeline = SAMPLES[name]
-    found = Counter((event["pid"], event["name"], event["ts"]) for event in events(timeline, "X") if "wait" in event["args"])
+    waits = Counter((event["pid"], event["name"], event["ts"]) for event in events(timeline, "X") if "wait" in event["args"])
     wanted = Counter(
         (rank, " & ".join(map(str, span.action.parts)), round(span.start * 1000 / TICK) * TICK)
         for rank in range(timeline.ranks)
         for span in timeline.spans(rank)
     )
-    assert found == wanted
+    assert waits == wanted
 
 
 def test_messages_equal_the_transfers():

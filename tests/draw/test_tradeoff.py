@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import penstock as ps
-from penstock.draw.figures.tradeoff import draw_tradeoff
+from penstock.draw.figures.plots import draw_tradeoff
 from penstock.errors import FileFormatError, UsageError
 
 MODEL = ps.Profile([ps.Layer(f=5, i=7, w=3, activation=1, weight_stash=0.5, parameters=2)] * 8, latency=0.5)
@@ -63,20 +63,52 @@ def test_names_do_not_cover_each_other(plan):
     assert not any(one.overlaps(other) for place, one in enumerate(boxes) for other in boxes[:place])
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_names_are_inside_the_frame_and_off_marks_and_lines(plan):
+    figure = draw_tradeoff(plan)
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    frame = axes.get_window_extent()
+    places = [axes.transData.transform(mark) for mark in marks(figure)]
+    edges = [line.get_window_extent() for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert len(edges) == 2
+    for text in axes.texts:
+        box = text.get_window_extent()
+        assert frame.x0 <= box.x0
+        assert box.x1 <= frame.x1
+        assert frame.y0 <= box.y0
+        assert box.y1 <= frame.y1
+        assert not any(box.contains(*place) for place in places), text.get_text()
+        assert not any(box.x0 < edge.x1 and edge.x0 < box.x1 and box.y0 < edge.y1 and edge.y0 < box.y1 for edge in edges)
+
+
+def test_the_legend_is_off_the_data(plan):
+    figure = draw_tradeoff(plan)
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    assert legend.get_window_extent().y1 < figure.axes[0].get_window_extent().y0
+
+
+def test_times_have_a_unit_that_suits_them(plan):
+    profile = replace(MODEL, layers=[replace(layer, f=0.005, i=0.007, w=0.003) for layer in MODEL.layers], latency=0.0005, time_unit="s")
+    axes = draw_tradeoff(ps.plan(profile, ranks=4, microbatches=8, memory_limit=14.0, seconds=0)).axes[0]
+    assert axes.get_ylabel() == "predicted makespan (ms)"
+    assert axes.collections[-1].get_offsets()[0][1] == pytest.approx(plan.objective)
+
+
+@pytest.mark.parametrize("suffix", ["svg", "pdf", "png"])
 def test_files(plan, tmp_path, suffix):
     path = tmp_path / f"plan.{suffix}"
     plan.save(path)
     again = path.read_bytes()
     plan.save(path)
     assert path.read_bytes() == again
-    assert again.startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
+    assert again.startswith({"svg": b"<?xml", "pdf": b"%PDF", "png": b"\x89PNG"}[suffix])
     if suffix == "svg":
         assert plan.name in again.decode()
 
 
 def test_plans_that_cannot_be_drawn_are_refused(plan, tmp_path):
     with pytest.raises(FileFormatError, match="not one of"):
-        plan.save(tmp_path / "plan.pdf")
+        plan.save(tmp_path / "plan.gif")
     with pytest.raises(UsageError, match="no alternatives"):
         draw_tradeoff(replace(plan, alternatives=()))

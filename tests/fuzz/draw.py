@@ -19,7 +19,7 @@ from penstock.ir.kind import Kind
 from penstock.ir.table import Table
 from penstock.schedules.registry import algorithms
 
-SCHEDULES = tuple(name for name in algorithms() if name not in ("inference", "data-parallel"))
+SCHEDULES = tuple(name for name, each in algorithms().items() if name not in ("inference", "data-parallel") and not each.is_sliced)
 """Every schedule that trains one model."""
 _FORMS = ("name",) * 9 + ("text",) * 2 + ("csv", "json", "program", "program-csv") * 2 + ("permuted",) * 2 + ("planned",)
 _TREES = tuple(name for name in WRITERS if name not in (*REFUSED, "loss", "tensor"))

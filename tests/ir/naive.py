@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.ir.action import Action
+from penstock.ir.action import Action, unpack_row
 from penstock.ir.dependencies import needs
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
 from penstock.passes.buffers import Buffers
 from penstock.passes.receive import Receive
 
@@ -71,9 +72,16 @@ def shared_rows(rows: Sequence[Sequence[Action]], placement: Placement, graph: S
 
 def one_message_per_edge(schedule: Schedule, receive: str | int = "paired") -> Program:
     """The program that Penstock 0.1 made of a schedule: readers of an output have a message each, also on one rank."""
-    rows = lowered_rows(list(schedule), schedule.placement, schedule.graph)
-    program = Program.from_actions(rows, schedule.placement, microbatches=schedule.microbatches, graph=schedule.graph)
+    rows = lowered_rows(numbered(schedule), schedule.placement, schedule.graph)
+    program = Program.from_actions(
+        rows, schedule.placement, microbatches=schedule.microbatches, graph=schedule.graph, slices=schedule.slices
+    )
     return Buffers().apply(Receive(receive).apply(program))
+
+
+def numbered(table: Table) -> list[tuple[Action, ...]]:
+    """The rows with one number for microbatch and slice, as PyTorch has them."""
+    return [unpack_row(table.row(rank)) for rank in range(table.ranks)]
 
 
 def lowered_rows(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph) -> list[list[Action]]:
@@ -110,11 +118,13 @@ class NaiveLinks:
     missing: set[tuple[int, str]] = field(default_factory=set)
 
 
-def naive_links(rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph, microbatches: int, lowered: bool) -> NaiveLinks:
-    """What the linker must find, by looking through all entries for each need."""
+def naive_links(
+    rows: Sequence[Sequence[Action]], placement: Placement, graph: StageGraph, microbatches: int, lowered: bool, slices: int = 1
+) -> NaiveLinks:
+    """What the linker must find, by looking through all entries for each need. Slices are numbers among the microbatches."""
     entries = [part for row in rows for action in row for part in action.parts]
     ranks = [rank for rank, row in enumerate(rows) for action in row for _ in action.parts]
-    search = _Search(entries, placement, graph, microbatches, lowered)
+    search = _Search(entries, placement, graph, microbatches, lowered, slices)
     for number, part in enumerate(entries):
         if search.inside(part):
             search.needs_of(number, part)
@@ -133,6 +143,7 @@ class _Search:
     graph: StageGraph
     microbatches: int
     lowered: bool
+    slices: int = 1
     links: NaiveLinks = field(default_factory=NaiveLinks)
 
     def inside(self, part: Action) -> bool:
@@ -158,6 +169,14 @@ class _Search:
 
     def needs_of(self, number: int, part: Action) -> None:
         assert part.microbatch is not None
+        place = part.microbatch % self.slices
+        if part.kind is Kind.F and place > 0:
+            self.note(self.links.local, Action(part.stage, Kind.F, part.microbatch - 1), number)
+        if part.kind in (Kind.B, Kind.I) and place < self.slices - 1:
+            self.note(self.links.local, Action(part.stage, Kind.I, part.microbatch + 1), number)
+        copies = [Action(part.stage, kind, part.microbatch) for kind in (Kind.OFFLOAD, Kind.RELOAD)]
+        if part.kind in (Kind.B, Kind.I) and any(self.first(copy) is not None for copy in copies):
+            self.note(self.links.local, copies[1], number)
         for need in needs(part, self.graph):
             if not crosses(self.placement, part.stage, need.stage, part.microbatch):
                 self.note(self.links.local, need, number)

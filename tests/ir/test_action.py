@@ -19,7 +19,7 @@ from ir.strategies import actions, compute_actions
 from penstock.errors import ActionError
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action, unpack_actions, unpack_row
-from penstock.ir.kind import COMPUTE, RECEIVES, SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, COPIES, RECEIVES, SEND_WAITS, SENDS, Kind
 
 
 @given(actions)
@@ -122,7 +122,8 @@ def test_an_action_cannot_be_changed() -> None:
 def test_the_kinds_fall_into_classes() -> None:
     assert {kind for kind in Kind if kind.is_compute} == {*COMPUTE, Kind.OVERLAP_F_B}
     assert {kind for kind in Kind if kind.is_communication} == {*SENDS, *RECEIVES}
-    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES, *SEND_WAITS}
+    assert {kind for kind in Kind if kind.has_microbatch} == {*COMPUTE, *SENDS, *RECEIVES, *SEND_WAITS, *COPIES}
+    assert {kind for kind in Kind if kind.is_copy} == set(COPIES)
     assert {kind for kind in Kind if kind.is_send_wait} == set(SEND_WAITS)
 
 
@@ -145,7 +146,7 @@ def test_the_parts_of_an_overlap_are_its_sub_actions(parts: list[Action]) -> Non
         ((3, Kind.F, 0, (), 1), "a F action has no peer"),
         ((3, Kind.SEND_F, 0, (), 3), "peer 3 of stage 3"),
         ((3, Kind.SEND_F, 0, (), -1), "peer -1 of stage 3"),
-        ((0, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0),) * 2), "no stage, microbatch or peer of its own"),
+        ((0, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0),) * 2), "no stage, microbatch, slice or peer of its own"),
         ((-1, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0),)), "two or more sub-actions, got 1"),
         ((-1, Kind.OVERLAP_F_B, None, (Action(0, Kind.F, 0), Action(0, Kind.SEND_F, 0))), "0SEND_F0 cannot be overlapped"),
     ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import penstock as ps
 from penstock.errors import CostsError, FileFormatError
 from penstock.ir.costs import CONTENTION, Costs, parse_size
 
 amounts = st.floats(0, 1e12)
 PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 PER_STAGE = ("parameters", "shard", "unshard", "reduce", "optimizer")
-ONE_NUMBER = ("latency", "overlap", "bandwidth")
+ONE_NUMBER = ("latency", "overlap", "bandwidth", "host_latency", "host_bandwidth")
 an_action = st.one_of(amounts, st.lists(st.one_of(amounts, st.lists(amounts, max_size=4)), max_size=4))
 any_costs = st.fixed_dictionaries(
     {},
@@ -28,12 +29,13 @@ any_costs = st.fixed_dictionaries(
         **{name: st.one_of(amounts, st.lists(amounts, max_size=4)) for name in PER_STAGE},
         **{name: st.floats(1e-9, 1e12) for name in ONE_NUMBER},
         "contention": st.sampled_from(CONTENTION),
+        "host_link_shared": st.integers(1, 8),
     },
 ).map(lambda given: Costs(**given))
 
 
 def test_every_field_is_of_one_form() -> None:
-    assert {field.name for field in fields(Costs)} == {*PER_ACTION, *PER_STAGE, *ONE_NUMBER, "contention"}
+    assert {field.name for field in fields(Costs)} == {*PER_ACTION, *PER_STAGE, *ONE_NUMBER, "contention", "host_link_shared"}
 
 
 @given(amounts, st.integers(1, 9))
@@ -126,6 +128,39 @@ def test_numbers_of_numpy_are_numbers() -> None:
     costs = Costs(f=np.float32(0.5), latency=np.int64(3), w=[np.float64(1), np.int32(2)])  # type: ignore[arg-type]
     assert costs == Costs(f=0.5, latency=3, w=(1.0, 2.0))
     assert type(costs.f) is float
+
+
+def test_arrays_of_numpy_are_sequences() -> None:
+    costs = Costs(f=np.array([1, 2]), i=np.arange(6.0).reshape(2, 3), b=np.array(4), parameters=np.ones(2, dtype=np.float32))  # type: ignore[arg-type]
+    assert costs == Costs(f=(1.0, 2.0), i=((0.0, 1.0, 2.0), (3.0, 4.0, 5.0)), b=4.0, parameters=(1.0, 1.0))
+    assert Costs.from_json(costs.to_json()) == costs
+    for field in fields(Costs):
+        if field.name != "contention":
+            assert getattr(Costs(**{field.name: np.float64(2)}), field.name) == 2.0
+    with pytest.raises(CostsError, match=r"latency is one number"):
+        Costs(latency=np.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(CostsError, match=r"f\[1\] must be a finite number of at least 0, got -1"):
+        Costs(f=np.array([1, -1]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "costs", "unused"),
+    [
+        ("1f1b", {"b": 40}, []),
+        ("1f1b", {"i": 4, "w": 2}, []),
+        ("1f1b", {"i": 4, "b": 40}, ["i"]),
+        ("zbv", {"b": 40}, ["b"]),
+        ("zbv", {"i": 4, "w": [1.0] * 8}, []),
+        ("dualpipe-v", {"b": 40, "w": 3}, []),
+        ("inference", {"f": 3, "w": 3}, ["w"]),
+    ],
+)
+def test_times_that_no_action_takes(name: str, costs: dict[str, Any], unused: list[str]) -> None:
+    table = ps.schedule(name, ranks=4, microbatches=8)
+    assert Costs(**costs).list_unused(table) == unused
+    assert Costs(**costs).list_unused(ps.lower(table)) == unused
+    others = {name: value for name, value in costs.items() if name not in unused}
+    np.testing.assert_array_equal(ps.simulate(table, Costs(**costs)).end, ps.simulate(table, Costs(**others)).end)
 
 
 # Files ----------------------------------------------------------------------------------------------------------------
@@ -226,3 +261,30 @@ def test_what_is_no_size_is_refused_with_the_units(text: str) -> None:
 def test_a_size_that_is_no_amount_is_refused(value: object) -> None:
     with pytest.raises(CostsError, match=r"^a size must be"):
         parse_size(value)  # type: ignore[arg-type]
+
+
+SLICED = Costs(f=[[1, 3, 1, 3]], i=[[2, 5, 2, 5]], w=0, activation=[[4, 2, 4, 2]], parameters=1)
+"""Two microbatches of two slices: the first slice is longer, and the second one takes longer."""
+
+
+def test_unequal_slices_are_timed_and_held_each_by_itself():
+    schedule = ps.schedule("seq1f1b", ranks=1, microbatches=2, slices=2)
+    timeline = ps.simulate(schedule, SLICED)
+    assert timeline.makespan == 2 * (1 + 3 + 2 + 5)
+    starts = {str(span.action): span.start for span in timeline.spans(0)}
+    assert (starts["0F0.1"], starts["0B0.1"]) == (1, 4)
+    whole = ps.simulate(schedule, replace(SLICED, activation=6))
+    assert timeline.peak_memory[0] < whole.peak_memory[0]
+
+
+def test_a_memory_limit_counts_each_slice_by_its_size():
+    program = ps.lower(ps.schedule("gpipe", ranks=1, microbatches=2, slices=2))
+    ps.verify(program, memory_limit=13, costs=SLICED)  # both microbatches, and the parameters
+    with pytest.raises(ps.VerifyError, match="13"):
+        ps.verify(program, memory_limit=12.9, costs=SLICED)
+
+
+def test_as_many_values_as_slices_are_needed():
+    schedule = ps.schedule("seq1f1b", ranks=1, microbatches=2, slices=2)
+    with pytest.raises(CostsError, match=r"f\[0\] has 2 values for 4 microbatches, or slices of them"):
+        ps.simulate(schedule, Costs(f=[[1, 3]]))

@@ -39,16 +39,22 @@ def whole_rows(draw: st.DrawFn, placement: Placement, microbatches: int) -> list
     return [list(draw(st.permutations(row))) for row in rows]
 
 
+def slices_for(data: st.DataObject, placement: Placement) -> int:
+    """Slices need one copy of the model."""
+    return data.draw(st.integers(1, 3)) if len(placement.copies) == 1 else 1
+
+
 @settings(max_examples=120)
 @given(st.data(), placements(3), st.integers(1, 3), st.booleans())
 def test_whole_tables_link_as_the_search_does(data: st.DataObject, placement: Placement, microbatches: int, lowered: bool) -> None:
-    graph = data.draw(graphs(placement.stages))
+    graph, slices = data.draw(graphs(placement.stages)), slices_for(data, placement)
+    microbatches *= slices
     rows = data.draw(whole_rows(placement, microbatches))
     if lowered:
         rows = data.draw(st.sampled_from((lowered_rows, shared_rows)))(rows, placement, graph)
-    links = Linker(packed(rows), placement, graph, microbatches, lowered).links()
+    links = Linker(packed(rows).cut_into(slices), placement, graph, microbatches, lowered).links()
     found = as_sets(links, rows)
-    assert found == naive_links(rows, placement, graph, microbatches, lowered)
+    assert found == naive_links(rows, placement, graph, microbatches, lowered, slices)
     assert not found.missing
     assert len(found.local) == len(links.local.before)
     assert len(found.data) == len(links.data.before)
@@ -58,14 +64,15 @@ def test_whole_tables_link_as_the_search_does(data: st.DataObject, placement: Pl
 @given(st.data(), placements(3), st.integers(1, 2), st.booleans())
 def test_broken_tables_link_as_the_search_does(data: st.DataObject, placement: Placement, microbatches: int, lowered: bool) -> None:
     """Anything anywhere: missing and repeated actions, wrong ranks, odd peers, stages and microbatches beyond the counts."""
-    graph = data.draw(graphs(placement.stages))
+    graph, slices = data.draw(graphs(placement.stages)), slices_for(data, placement)
+    microbatches *= slices
     with_messages = data.draw(st.sampled_from((lowered_rows, shared_rows)))
     whole = with_messages(data.draw(whole_rows(placement, microbatches)), placement, graph)
     strange = data.draw(row_lists(placement.ranks, placement.stages, microbatches))
     rows = [data.draw(st.permutations(row + more)) for row, more in zip(whole, strange, strict=True)]
     rows = [row[: data.draw(st.integers(0, len(row)))] for row in rows]
-    links = Linker(packed(rows), placement, graph, microbatches, lowered).links()
-    assert as_sets(links, rows) == naive_links(rows, placement, graph, microbatches, lowered)
+    links = Linker(packed(rows).cut_into(slices), placement, graph, microbatches, lowered).links()
+    assert as_sets(links, rows) == naive_links(rows, placement, graph, microbatches, lowered, slices)
 
 
 def test_a_message_the_wrong_way_is_not_an_end_of_the_edge() -> None:

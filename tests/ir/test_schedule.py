@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.errors import ScheduleError
+from penstock.errors import ActionError, ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.codes import MAX_MICROBATCHES, F
 from penstock.ir.graph import StageGraph
@@ -101,3 +103,46 @@ def test_the_order_of_1f1b_is_right_on_the_last_rank(ranks: int, microbatches: i
     """PyTorch numbers the last rank's forwards from 1 to M; the data has microbatches 0 to M - 1."""
     last = [str(action) for action in ps.schedule("1f1b", ranks, microbatches)[-1]]
     assert last == [f"{ranks - 1}{kind}{m}" for m in range(microbatches) for kind in "FB"]
+
+
+# Written-out actions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(ps.available()))
+def test_actions_in_pytorchs_form_give_the_schedule_back(name: str) -> None:
+    schedule = ps.schedule(name, ranks=1 if name == "data-parallel" else 4, microbatches=8)
+    idle = {rank: [cell for action in row for cell in (None, action, "")] for rank, row in enumerate(schedule)}
+    text = [[str(action) for action in row] for row in schedule]
+    for actions in (idle, text, dict(enumerate(text))):
+        again = Schedule.from_actions(actions, slices=schedule.slices)
+        assert again == schedule
+        assert again.placement.copies == schedule.placement.copies
+
+
+def test_actions_of_torch() -> None:
+    torch = pytest.importorskip("torch.distributed.pipelining.schedules")
+    kinds = torch._ComputationType
+    forward, backward = torch._Action(0, kinds.FORWARD, 1), torch._Action(3, kinds.FULL_BACKWARD, 0)
+    both = torch._Action(-1, kinds.OVERLAP_F_B, None, (forward, backward))
+    order = {0: [torch._Action(0, kinds.FORWARD, 0), None, both], 1: [torch._Action(1, kinds.FORWARD, 0)]}
+    schedule = Schedule.from_actions(order, Placement.v(2))
+    assert [list(map(str, row)) for row in schedule] == [["0F0", "(0F1;3B0)OVERLAP_F_B"], ["1F0"]]
+
+
+@pytest.mark.parametrize(
+    ("actions", "said"),
+    [
+        ({0: ["0F0"], 2: ["1F0"]}, "there are 2 rows of actions, but none for rank 1"),
+        ([["0F0"], ["0B0", "1F0"]], r"placement cannot be inferred: .*\(rank 1\), cell 1: 0B0 is on rank 1, but stage 0 is on rank 0"),
+        ([[], []], "placement cannot be inferred, because there is no compute action: give placement="),
+        ([["0F0"], ["2F0"]], "placement cannot be inferred: .*stage 1 is on no rank, though stages go up to 2"),
+    ],
+)
+def test_a_placement_that_cannot_be_inferred(actions: Any, said: str) -> None:
+    with pytest.raises(ScheduleError, match=said):
+        Schedule.from_actions(actions)
+
+
+def test_what_is_no_action_is_named_with_its_place() -> None:
+    with pytest.raises(ActionError, match=r"entry 2 of rank 1: '1Fx' is not an action"):
+        Schedule.from_actions([["0F0"], [None, "1F0", "1Fx"]])

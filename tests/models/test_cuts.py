@@ -12,7 +12,7 @@ from torch import nn
 from models.tiny import DEPTH, batch, by_stages, by_whole, gpt2, llama, modernbert, nanochat, opt, xglm
 from penstock.errors import PlacementError
 from penstock.runtime import HuggingFace, Pipeline, launch
-from penstock.runtime.model.hugging_face.dry_run import digest_tensor
+from penstock.runtime.model.hugging_face.split import digest_tensor
 from penstock.runtime.model.hugging_face.stage_module import HuggingFaceStage
 from runtime.models import assert_close, assert_equal
 

@@ -210,6 +210,15 @@ def test_a_model_on_the_meta_device_gets_its_values_where_they_are_owned():
         assert absent > 0
 
 
+def test_slices_of_a_model_are_profiled_with_its_own_cache_and_loss():
+    model, inputs = llama(), batch()
+    rows, tokens = inputs["input_ids"].shape
+    measured = profile(model, inputs, slices=2, warmup=0, repeats=1)
+    assert (measured.tokens, measured.lacks_slices) == (tokens, "")
+    keys = [layer.slices.keys for layer in measured.layers if layer.slices is not None]
+    assert keys == [0.0, *([rows * 2 * 8 * (4 + 4)] * DEPTH), 0.0]  # keys and values of one head, and their gradients, of 4 bytes each
+
+
 def test_a_profile_has_every_unit_and_its_plan_runs():
     model, inputs = llama(), batch()
     measured = profile(model, inputs, microbatch_sizes=[2], warmup=1, repeats=1)

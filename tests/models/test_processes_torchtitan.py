@@ -108,6 +108,25 @@ def test_torchtitan_trains_with_our_files(tmp_path):
         assert results[name]["norms"] == pytest.approx(reference["norms"], rel=1e-5), name
 
 
+def test_a_split_backward_with_the_chunked_loss_trains_every_parameter(tmp_path):
+    """The chunked loss runs the head, so that the last norm is the end of the last stage's graph. Torch's split backward loses its
+    gradient; ours must not."""
+    file = str(tmp_path / "zbv.csv")
+    ps.schedule("zbv", ranks=2, microbatches=8).to_csv(file)
+    settings = {
+        "pipeline_parallel_schedule": "ZBVZeroBubble",
+        "pipeline_parallel_schedule_csv": file,
+        "module_fqns_per_model_part": MODULES,
+    }
+    whole = {**settings, "pipeline_parallel_schedule_csv": write_whole_backwards(tmp_path, "zbv")}
+    case: dict[str, Any] = {"steps": 1, "recompute": "none"}
+    ours = {**case, "plan": {"schedules": ["zbv"]}}
+    results = run_cases(tmp_path, {"ours": ours, "torch": {**case, "settings": settings}, "whole": {**case, "settings": whole}})
+    assert results["ours"]["missing"] == results["whole"]["missing"] == []
+    assert results["ours"]["norms"] == results["whole"]["norms"]
+    assert results["torch"]["missing"] == ["norm.weight"], "docs/torchtitan.md says that torch loses this gradient"
+
+
 def test_the_example_trains_and_torchtitan_finds_its_configuration(tmp_path):
     done = start(ROOT / "examples" / "torchtitan" / "train_debugmodel.py", "--training.steps", "2", "--dump_folder", str(tmp_path))
     assert done.returncode == 0, done.stderr[-6000:]

@@ -142,8 +142,29 @@ def test_batches_that_cannot_be_trained_on_are_refused():
     pipe = Pipeline(llama(), schedule="gpipe", microbatches=2)
     with pytest.raises(ScheduleError, match="give labels in it, or as target="):
         pipe.step(tokens)
-    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
-        pipe.step(inputs | {"num_items_in_batch": 12})
-    with pytest.raises(ScheduleError, match="num_items_in_batch in a batch"):
-        pipe.step_list([inputs | {"num_items_in_batch": torch.tensor(12)}])
-    assert torch.equal(pipe.step(inputs | {"num_items_in_batch": None}).loss, pipe.step(inputs).loss)
+    for count in (0, -1, float("nan"), "many"):
+        with pytest.raises(ScheduleError, match="num_items_in_batch is"):
+            pipe.step(inputs | {"num_items_in_batch": count})
+    with pytest.raises(ScheduleError, match="different numbers of items"):
+        pipe.step_list([inputs | {"num_items_in_batch": count} for count in (4, 5)])
+
+
+def test_the_number_of_items_is_what_the_loss_is_divided_by():
+    """As the model's own loss does: two steps with the number of both are one update over all labels."""
+    inputs, model = batch(), llama()
+    pipe = Pipeline(model, schedule="gpipe", microbatches=2)
+    items = int((inputs["labels"][:, 1:] != -100).sum())
+    plain = pipe.step(inputs).loss
+    gradient = model.lm_head.weight.grad.clone()
+    assert torch.equal(pipe.step(inputs | {"num_items_in_batch": None}).loss, plain)
+    model.zero_grad()
+    halves = [pipe.step(inputs | {"num_items_in_batch": count}).loss for count in (2 * items, torch.tensor(2 * items))]
+    whole = model(**inputs, num_items_in_batch=2 * items).loss
+    torch.testing.assert_close(halves[0], whole.detach(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(sum(halves), plain, rtol=1e-5, atol=0)
+    torch.testing.assert_close(model.lm_head.weight.grad, gradient, rtol=1e-5, atol=1e-8)
+    model.zero_grad()
+    listed = pipe.step_list(
+        [{name: value[half] for name, value in inputs.items()} | {"num_items_in_batch": items} for half in (slice(2), slice(2, None))]
+    )
+    torch.testing.assert_close(listed.loss, plain, rtol=1e-5, atol=0)

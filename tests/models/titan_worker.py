@@ -44,7 +44,7 @@ def build_config(case: dict[str, Any], folder: str) -> Any:
 
 
 def run(config: Any, case: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the losses and norms of all steps as this rank logged them."""
+    """Train, and return the losses and norms of all steps as this rank logged them, and the parameters without a gradient in the last."""
     trainer = config.build()
     losses: list[float] = []
     norms: list[float] = []
@@ -70,7 +70,8 @@ def run(config: Any, case: dict[str, Any]) -> dict[str, Any]:
     trainer.train()
     trainer.close()
     modules = config.parallelism.module_fqns_per_model_part
-    return {"losses": losses, "norms": norms, "modules": modules, "has_loss": trainer.pp_has_last_stage}
+    missing = [name for part in trainer.model_parts for name, parameter in part.named_parameters() if parameter.grad is None]
+    return {"losses": losses, "norms": norms, "modules": modules, "missing": missing, "has_loss": trainer.pp_has_last_stage}
 
 
 if __name__ == "__main__":

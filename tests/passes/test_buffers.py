@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
+from ir.naive import numbered
 from penstock.errors import PassError, VerifyError
 from penstock.ir.program import Program
 from penstock.passes.buffers import Buffers
@@ -57,7 +58,7 @@ SHAPES: list[tuple[str, int, int, dict[str, Any]]] = [
 def _played(program: Program) -> tuple[list[dict[int, int]], list[dict[int, int]]]:
     """Walk each row and keep the set of live inputs and gradients of each stage."""
     inputs, gradients = [], []
-    for rank, row in enumerate(program):
+    for rank, row in enumerate(numbered(program)):
         live_in: dict[int, set[int]] = {}
         live_out: dict[int, set[int]] = {}
         most_in: dict[int, int] = {}
@@ -118,7 +119,7 @@ def _random_run(program: Program, seed: int) -> dict[Channel, int]:
     """Run the ranks in a random order, one of them only when nothing else can, and count the messages sent and not yet used."""
     chance = random.Random(seed)
     slow = chance.randrange(program.ranks)
-    left = [list(row) for row in program]
+    left = [list(row) for row in numbered(program)]
     under_way: dict[Channel, list[tuple[int, int]]] = defaultdict(list)
     most: dict[Channel, int] = defaultdict(int)
     while any(left):
@@ -155,7 +156,7 @@ def test_counts_hold_for_messages_with_several_readers(schedule: ps.Schedule, re
     program = ps.lower(schedule, receive=receive)
     assert program.buffers is not None
     rank_of, chance, most = program.placement.rank_of, random.Random(seed), Counter[Channel]()
-    left = [list(row) for row in program]
+    left = [list(row) for row in numbered(program)]
     under_way: dict[Channel, set[tuple[int, int]]] = defaultdict(set)
     taken: set[tuple[Channel, tuple[int, int]]] = set()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -194,3 +196,23 @@ def test_pytorch_finds_our_waits_right(limit: int) -> None:
     schedules._validate_send_waits(theirs)
     made = runtime(2, 6)
     made._prepare_schedule_with_comms(theirs, format="compute_comms")
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, "reduce-grad,send-receive,buffers"),
+        ({"waits": True}, "reduce-grad{wait=now},send-receive,wait-send,buffers"),
+        ({"max_outstanding_sends": 2}, "reduce-grad{wait=now},send-receive,wait-send{outstanding=2},buffers"),
+        ({"defer_reduce_grad_wait": True}, "reduce-grad{wait=deferred},send-receive,wait-send,buffers"),
+        ({"fsdp": True, "waits": True}, "shard,reduce-grad{wait=now},send-receive,wait-send,buffers"),
+    ],
+)
+def test_options_of_lower_are_passes(options: dict[str, Any], passes: str) -> None:
+    schedule = ps.schedule("interleaved-1f1b", ranks=3, microbatches=6, chunks=2)
+    assert ps.lower(schedule, **options) == ps.PassList.parse(passes).apply(schedule)
+
+
+def test_a_limit_that_no_rank_could_send_under() -> None:
+    with pytest.raises(PassError, match="outstanding=0 of pass wait-send"):
+        ps.lower(ps.schedule("1f1b", ranks=2, microbatches=2), max_outstanding_sends=0)

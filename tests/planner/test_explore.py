@@ -8,8 +8,8 @@ import pytest
 
 import penstock as ps
 from penstock.errors import MissingExtraError
+from penstock.planner import exact
 from penstock.planner.budget import count_rounds
-from penstock.planner.exact import solver
 from penstock.planner.named_schedules import one_at_a_time
 from penstock.planner.order_search import search
 from penstock.planner.order_search.search import SearchResult
@@ -40,7 +40,7 @@ class Searching:
 @pytest.fixture
 def no_solver(monkeypatch):
     """The solver finds nothing."""
-    monkeypatch.setattr(solver, "solve", lambda problem, **given: SimpleNamespace(schedule=None, bound=0.0, objective=0.0))
+    monkeypatch.setattr(exact, "solve", lambda problem, **given: SimpleNamespace(schedule=None, bound=0.0, objective=0.0))
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def test_a_searched_order_is_chosen_if_it_is_faster(monkeypatch):
     assert plan.name == "searched"
     assert plan.schedule == ps.schedule("zbv", 4, 8)
     assert {each.name for each in plan.alternatives} == {"gpipe", "searched"}
-    assert "quicker than the best named schedule that fits, gpipe" in str(plan)
+    assert "no other candidate that fits is faster; next is gpipe: " in str(plan)
     assert [each for each in told if each.phase == "searching" and each.best_name == "searched"]
     phases = [each.phase for each in told]
     assert phases.index("timing") < phases.index("preparing") < phases.index("searching")
@@ -127,7 +127,7 @@ def test_recompute_is_searched_too_if_it_is_allowed(monkeypatch):
 
 def test_the_bound_of_the_solver_is_used(monkeypatch):
     monkeypatch.setattr(
-        solver,
+        exact,
         "solve",
         lambda problem, *, budget, start, workers: SimpleNamespace(schedule=start, bound=119.5, objective=1.0, proven=False),
     )
@@ -142,7 +142,7 @@ def test_without_the_solver_a_note_says_what_to_install(monkeypatch):
     def missing(problem, **given):
         raise MissingExtraError("the exact solver", "OR-tools", "solve")
 
-    monkeypatch.setattr(solver, "solve", missing)
+    monkeypatch.setattr(exact, "solve", missing)
     monkeypatch.setattr(search, "search", Searching())
     plan = ps.plan(ps.Profile(LAYERS[:2], latency=0.5), ranks=2, microbatches=7, schedules=["1f1b"], seconds=1.0)
     assert plan.notes == ("the exact solver needs OR-tools, which is not installed: pip install 'penstock[solve]'",)

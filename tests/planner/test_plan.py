@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +33,7 @@ def zoo(profile: ps.Profile, ranks: int, microbatches: int, limits: list[float] 
                 schedule = ps.schedule(name, ranks, microbatches, chunks=chunks)
             except ScheduleError:
                 continue
-            if not schedule.training or schedule.stages > len(profile):
+            if not schedule.training or schedule.stages > len(profile) or schedule.slices > 1:
                 continue
             cut = cut_layers(profile, schedule.placement, limits=limits)
             costs = stage_costs(profile, cut.sizes, schedule.placement, [False] * schedule.stages)
@@ -90,7 +92,9 @@ def plan() -> ps.Plan:
 
 def test_a_plan_keeps_its_promises(plan):
     check(plan, EVEN, 4, 8, [4.0] * 4)
-    assert {each.name for each in plan.alternatives} >= {name for name in algorithms() if algorithms()[name].layout.fixed}
+    assert {each.name for each in plan.alternatives} >= {
+        name for name, each in algorithms().items() if each.layout.fixed and not each.is_sliced
+    }
 
 
 def test_one_limit_per_rank_is_respected():
@@ -201,7 +205,10 @@ def test_progress_and_stopping():
     assert [each.done for each in told] == [0, 1, 2]
     assert told[0].total > 10
     assert told[2].best >= plan.objective
-    assert {each.name for each in plan.alternatives} - {"data-parallel", "inference"} == {told[k].what for k in range(3)}
+    left_out = {"data-parallel", "inference", *(name for name, each in algorithms().items() if each.is_sliced)}
+    assert {each.name for each in plan.alternatives} - left_out == {told[k].what for k in range(3)}
+    reasons = {each.name: each.reason for each in plan.alternatives}
+    assert reasons["seq1f1b"] == "it cuts sequences into slices, and a profile does not say what a slice takes"
     with pytest.raises(PlanError, match="stopped before anything"):
         ps.plan(EVEN, ranks=4, microbatches=8, stop=lambda: True)
 
@@ -348,3 +355,51 @@ def test_a_fast_plan_is_kept_unless_robustness_gains_more(monkeypatch):
     assert ps.plan(EVEN, **given).placement.stages == 1
     monkeypatch.setattr(planning, "measure_p95", lambda candidate, request: 100.0 - (2.0 if candidate.problem.stages > 1 else 0.0))
     assert ps.plan(EVEN, **given).placement.stages > 1
+
+
+# What callers of `found` may rely on -----------------------------------------------------------------------------------
+
+ROUGH = ps.Profile([ps.Layer(f=1 + 0.3 * (k % 3), i=1, w=0.7, activation=1, output=0.3, parameters=2) for k in range(11)], latency=0.2)
+
+
+def test_the_latest_candidates_by_place_are_the_plan_s_alternatives():
+    """Also after cuts were shifted and orders improved: the later version takes over the place."""
+    latest, events = {}, []
+
+    def found(candidate):
+        events.append(candidate)
+        latest[candidate.place] = candidate
+
+    plan = ps.plan(ROUGH, ranks=4, microbatches=8, rounds=30, seconds=600, found=found)
+    assert len(events) > len(latest)  # something was improved
+    tried = [candidate for candidate in plan.alternatives if candidate.placement]
+    assert [latest[place].objective for place in range(len(latest))] == [candidate.objective for candidate in tried]
+    assert [latest[place].fits for place in range(len(latest))] == [candidate.fits for candidate in tried]
+    assert latest[plan.chosen].schedule is plan.schedule
+    assert latest[plan.chosen].objective == plan.objective
+
+
+def test_no_candidate_fits_if_no_plan_does():
+    found = []
+    with pytest.raises(PlanError, match=r"no plan fits: \d+ candidates: "):
+        ps.plan(ROUGH, ranks=4, microbatches=8, memory_limit=8.0, seconds=0, found=found.append)
+    assert found
+    assert not any(candidate.fits for candidate in found)
+
+
+# Named schedules before searched orders --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("slower", "p95", "wins"), [(0.005, 100.0, True), (0.005, 99.0, True), (0.005, 101.0, False), (0.02, 100.0, False)]
+)
+def test_a_named_schedule_wins_within_one_percent_if_its_p95_is_not_worse(monkeypatch, slower, p95, wins):
+    problem = planning.Problem(ps.Placement.linear(2), 2, ps.Costs())
+    base = planning.Candidate.time("searched", problem, ps.schedule("1f1b", 2, 2))
+    searched = replace(base, objective=100.0, place=0)
+    named = replace(base, name="1f1b", objective=100.0 * (1 + slower), place=1)
+    request = SimpleNamespace(near=0.001, stop=lambda: False)
+    monkeypatch.setattr(planning, "measure_p95", lambda candidate, request: p95 if candidate.name == "1f1b" else 100.0)
+    winner, measured = planning.choose([searched, named], request)
+    assert (winner is named) is wins
+    assert measured == {0: 100.0, 1: p95}

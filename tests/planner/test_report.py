@@ -116,3 +116,49 @@ def test_sizes(value, said, up):
 
 def test_tables():
     assert list(format_table([("a", "bb"), ("ccc", "d")], left=(0,), indent="  ")) == ["  a    bb", "  ccc   d"]
+
+
+# The choice explains itself -------------------------------------------------------------------------------------------
+
+
+def test_runners_up_have_time_p95_memory_placement_and_a_trade_off(plan):
+    chosen = plan.alternatives[plan.chosen]
+    assert plan.runners_up
+    assert chosen not in plan.runners_up
+    assert len({other.shape for other in plan.runners_up}) == len(plan.runners_up)
+    for other in (chosen, *plan.runners_up):
+        cells = [other.name, other.placement, plan.units.time(other.objective), plan.units.time(other.p95), plan.units.size(other.peak)]
+        assert any(all(cell in line for cell in cells) for line in str(plan).splitlines()), cells
+    for other in plan.runners_up:
+        assert other.compare(chosen) in str(plan)
+    listed = plan.to_json()["runners_up"]
+    assert [(entry["name"], entry["p95"], entry["peak"]) for entry in listed] == [(o.name, o.p95, o.peak) for o in plan.runners_up]
+    assert [entry["compared"] for entry in listed] == [other.compare(chosen) for other in plan.runners_up]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": 101.4, "peak": 5.8}, "1.4% slower, 42% less memory"),
+        ({"objective": 99.66, "peak": 12.0}, "0.34% faster, 20% more memory"),
+        ({}, "as fast, the same memory"),
+        ({"p95": 120.0}, "as fast, 9.1% higher p95, the same memory"),
+    ],
+)
+def test_the_trade_off_in_words(plan, changes, words):
+    this = replace(plan.alternatives[plan.chosen], objective=100.0, peak=10.0, p95=110.0 if "p95" in changes else None)
+    assert replace(this, **changes).compare(this) == words
+
+
+def test_the_tally_counts_each_candidate_once(plan):
+    tried = [candidate for candidate in plan.alternatives if candidate.placement]
+    total, *parts = map(int, re.findall(r"\d+", plan.tally))
+    assert total == sum(parts) == len(tried)
+    assert f"{sum(candidate.fits for candidate in tried)} fit;" in plan.tally
+    assert plan.tally in str(plan)
+    assert plan.to_json()["tally"] == plan.tally
+
+
+def test_the_repr_has_units(plan):
+    assert plan.units.time(plan.objective) in repr(plan)
+    assert plan.units.size(max(plan.predicted.peak_memory)) in repr(plan)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from penstock.runtime.execution.executor import Executor
+from penstock.runtime.transport.group import EMPTY, Operation
 
 
 class Live(TorchDispatchMode):
@@ -43,3 +48,24 @@ class Live(TorchDispatchMode):
 def watch(tensor: Tensor) -> StorageWeakRef:
     """A reference to a tensor's memory that does not keep it; `expired()` says whether it is gone."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def observe_actions(executor: Executor, look: Callable[[int], None]) -> None:
+    """Call `look` with the number of each action after it has run, in all later steps."""
+
+    def observe(at: int, operation: Operation) -> Operation:
+        def run() -> None:
+            operation()
+            look(at)
+
+        return run
+
+    executor.replace_operations(executor.actions, [observe(at, operation) for at, operation in enumerate(executor.operations)])
+
+
+def count_held(executor: Executor) -> dict[str, int]:
+    """How many forward contexts, weight stashes and received messages an executor holds."""
+    registers = executor.links.registers
+    full = Counter(name[0] for name, number in registers.numbers.items() if registers.values[number] is not EMPTY)
+    posted = sum(len(inbox.posted) for inbox in executor.links.inboxes.values())
+    return {"contexts": full["context"], "stashes": full["stash"], "received": full["received"] + posted}

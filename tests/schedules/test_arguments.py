@@ -35,9 +35,7 @@ def test_unknown_option(name: str) -> None:
         ps.schedule(name, ranks=2, microbatches=4, colour="red")
 
 
-@pytest.mark.parametrize(
-    ("wrong", "meant"), [("1F1B", "1f1b"), ("zb-v", "zbv"), ("dualpip", "dualpipe"), ("interleaved", "interleaved-zb")]
-)
+@pytest.mark.parametrize(("wrong", "meant"), [("1F1", "1f1b"), ("zb-w", "zbv"), ("dualpip", "dualpipe"), ("interleaved", "interleaved-zb")])
 def test_unknown_name_offers_the_nearest(wrong: str, meant: str) -> None:
     with pytest.raises(UnknownNameError, match=f"no schedule '{wrong}': did you mean .*'{meant}'.*known: 1f1b, "):
         ps.schedule(wrong, ranks=2, microbatches=4)
@@ -62,3 +60,52 @@ def test_counts_that_do_not_fit_an_action() -> None:
         ps.schedule("interleaved-1f1b", ranks=3, microbatches=MAX_MICROBATCHES)
     with pytest.raises(PlacementError, match="stages"):
         ps.schedule("zbv", ranks=40_000, microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("1F1B", "1f1b"),
+        ("GPipe", "gpipe"),
+        ("ScheduleGPipe", "gpipe"),
+        ("Interleaved1F1B", "interleaved-1f1b"),
+        ("ScheduleInterleavedZeroBubble", "interleaved-zb"),
+        ("ZBVZeroBubble", "zbv"),
+        ("ScheduleDualPipeV", "dualpipe-v"),
+        ("LoopedBFS", "looped-bfs"),
+        ("zb_h1", "zb-h1"),
+        ("DUALPIPE", "dualpipe"),
+    ],
+)
+def test_names_of_pytorch_and_in_any_case(name: str, meant: str) -> None:
+    assert ps.schedule(name, ranks=4, microbatches=8) == ps.schedule(meant, ranks=4, microbatches=8)
+    assert ps.schedule(name, ranks=4, microbatches=8).name == meant
+    assert name in algorithms()
+    assert algorithms().get(name) is algorithms()[meant]
+    assert meant in ps.available()
+    assert name not in ps.available()
+
+
+def test_every_name_of_pytorch_has_the_placement_of_its_class() -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    v_shaped = {"ZBVZeroBubble", "DualPipeV"}
+    for name in ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "LoopedBFS", "ZBVZeroBubble", "DualPipeV"):
+        kind = schedules.get_schedule_class(name)
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
+        placement = ps.schedule(kind.__name__, ranks=2, microbatches=4).placement.kind
+        assert placement == ("linear" if single else "v" if name in v_shaped else "looped")
+
+
+def test_a_placement_that_is_no_layout() -> None:
+    def generate(shape: ps.Shape, rank: int) -> list[int]:
+        """Do nothing."""
+        return []
+
+    with pytest.raises(ScheduleError, match=r"schedule 'mine' has no placement 'liner': did you mean 'linear'"):
+        ps.register("mine", placement="liner")(generate)
+    assert "mine" not in algorithms()
+
+
+def test_the_order_of_forwards_in_groups() -> None:
+    assert ps.Shape(2, 2, 4).forwards(2) == [(0, 0), (0, 1), (1, 0), (1, 1), (0, 2), (0, 3), (1, 2), (1, 3)]
+    assert ps.Shape(2, 2, 2).forwards() == [(0, 0), (0, 1), (1, 0), (1, 1)]

@@ -85,7 +85,8 @@ def test_a_cycle_takes_the_first_slots_that_are_free_in_every_round() -> None:
     assert cycle.put(Kind.B, 1, 3 + 2 * PERIOD) == 3 * PERIOD + 2  # 3 is free but 4 is not: the first two together are 0 and 1
     assert cycle.put(Kind.B, 0, 1) == 4
     # Slots 2, 4, 11 and 18, and the same six later.
-    assert [f"{chunk}{kind.name}{i}" for kind, chunk, i in cycle.row(2)] == ["0B0", "0F0", "0B1", "0F1", "1F0", "1F1", "1B0", "1B1"]
+    row = [f"{chunk}{kind.name}{i}" for kind, chunk, i in cycle.row(ps.Shape(1, 2, 2))]
+    assert row == ["0B0", "0F0", "0B1", "0F1", "1F0", "1F1", "1B0", "1B1"]
 
 
 def test_only_what_fits_a_slot_comes_before_its_turn() -> None:
@@ -94,6 +95,6 @@ def test_only_what_fits_a_slot_comes_before_its_turn() -> None:
     end = 0
     for kind, chunk in ((Kind.F, 0), (Kind.F, 1), (Kind.B, 1), (Kind.B, 0)):
         end = cycle.put(kind, chunk, end)
-    done = Squeeze([cycle], 2)
+    done = Squeeze([cycle], ps.Shape(1, 2, 2))
     assert done.makespan == 2 * PERIOD
     assert len(done.rows[0]) == 8

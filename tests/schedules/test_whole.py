@@ -76,5 +76,5 @@ def test_chunks_and_waves_that_do_not_fit() -> None:
         ps.schedule("hanayo", ranks=4, microbatches=8, chunks=2, waves=2)
     with pytest.raises(ScheduleError, match="hanayo has no option 'wave'; its options: waves, chunks"):
         ps.schedule("hanayo", ranks=4, microbatches=8, wave=2)
-    with pytest.raises(ScheduleError, match="zbv has no option 'waves'; its options: none"):
+    with pytest.raises(ScheduleError, match="zbv has no option 'waves'; its options: slices"):
         ps.schedule("zbv", ranks=4, microbatches=8, waves=1)

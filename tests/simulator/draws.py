@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -30,28 +31,29 @@ EVEN = ("dualpipe", "chimera")
 
 
 @st.composite
-def zoo(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 7) -> Schedule:
+def zoo(draw: st.DrawFn, most_ranks: int = 4, most_microbatches: int = 7, most_slices: int = 3) -> Schedule:
     """Any registered schedule of a small shape, with or without edges that skip stages."""
     name = draw(st.sampled_from(sorted(ps.available())))
     layout = algorithm(name).layout
     ranks = 1 if name == "data-parallel" else draw(st.integers(1, most_ranks))
     ranks += ranks % 2 if name in EVEN else 0
     chunks = layout.chunks if layout.fixed else layout.unit[1] * draw(st.integers(1, 2))
-    made = ps.schedule(name, ranks=ranks, microbatches=draw(st.integers(1, most_microbatches)), chunks=chunks)
+    slices = {} if algorithm(name).slices is None else {"slices": draw(st.integers(1, most_slices))}
+    made = ps.schedule(name, ranks=ranks, microbatches=draw(st.integers(1, most_microbatches)), chunks=chunks, **slices)
     return made.with_graph(draw(graphs(made.stages))) if draw(st.booleans()) else made
 
 
 @st.composite
-def orders(draw: st.DrawFn) -> Schedule:
+def orders(draw: st.DrawFn, most_slices: int = 3) -> Schedule:
     """Any order that runs, on any placement, some actions overlapped."""
     placement = draw(placements())
     graph = draw(graphs(placement.stages))
-    microbatches = draw(st.integers(1, 4))
+    microbatches, slices = draw(st.integers(1, 4)), draw(st.integers(1, most_slices)) if len(placement.copies) == 1 else 1
     split = draw(st.lists(st.booleans(), min_size=placement.stages, max_size=placement.stages))
     rows: list[list[Action]] = [[] for _ in range(placement.ranks)]
-    for rank, group in _picked(placement, graph, microbatches, split, draw(st.randoms(use_true_random=False))):
+    for rank, group in _picked(placement, graph, (microbatches, slices), split, draw(st.randoms(use_true_random=False))):
         rows[rank].append(group[0] if len(group) == 1 else Action.overlap(*group))
-    return Schedule.from_actions(rows, placement, microbatches=microbatches, graph=graph)
+    return Schedule.from_actions(rows, placement, microbatches=microbatches, graph=graph, slices=slices)
 
 
 Made = set[tuple[bool, int, int]]
@@ -59,13 +61,15 @@ Made = set[tuple[bool, int, int]]
 
 
 def _picked(
-    placement: Placement, graph: StageGraph, microbatches: int, split: list[bool], random: Random
+    placement: Placement, graph: StageGraph, counts: tuple[int, int], split: list[bool], random: Random
 ) -> Iterator[tuple[int, list[Action]]]:
     """One action after the other, or two of one rank together, from those whose needs are met."""
-    todo = [Action(s, kind, m) for s, halves in enumerate(split) for m in range(microbatches) for kind in (Kind.F, *_backward(halves))]
+    microbatches, slices = counts
+    units = range(microbatches * slices)
+    todo = [Action(s, kind, m) for s, halves in enumerate(split) for m in units for kind in (Kind.F, *_backward(halves))]
     made: Made = set()
     while todo:
-        ready = [action for action in todo if _met(action, graph, made)]
+        ready = [action for action in todo if _met(action, graph, slices, made)]
         group = [random.choice(ready)]
         rank = placement.rank_of(group[0].stage, group[0].microbatch or 0)
         others = [a for a in ready if a != group[0] and placement.rank_of(a.stage, a.microbatch or 0) == rank]
@@ -82,8 +86,12 @@ def _backward(split: bool) -> tuple[Kind, ...]:
     return (Kind.I, Kind.W) if split else (Kind.B,)
 
 
-def _met(action: Action, graph: StageGraph, made: Made) -> bool:
+def _met(action: Action, graph: StageGraph, slices: int, made: Made) -> bool:
     stage, microbatch = action.stage, action.microbatch or 0
+    if action.kind is Kind.F and microbatch % slices and (True, stage, microbatch - 1) not in made:
+        return False
+    if action.kind in (Kind.B, Kind.I) and (microbatch + 1) % slices and (False, stage, microbatch + 1) not in made:
+        return False
     if action.kind is Kind.F:
         return all((True, other, microbatch) in made for other in graph.inputs_of(stage))
     if action.kind is Kind.W:
@@ -94,7 +102,7 @@ def _met(action: Action, graph: StageGraph, made: Made) -> bool:
 @st.composite
 def programs(draw: st.DrawFn, schedules: st.SearchStrategy[Schedule] | None = None) -> Program:
     """A schedule, lowered in any way; with few slots it may not run."""
-    schedule = draw(schedules or schedules_of_any_kind)
+    schedule = draw(schedules_of_any_kind if schedules is None else schedules)
     passes = ["merge-backward"] if draw(st.booleans()) else []
     if draw(st.booleans()):
         passes.append(f"shard{{lookahead={draw(st.integers(0, 3))},residency={draw(st.sampled_from(('all', '2')))}}}")
@@ -106,6 +114,21 @@ def programs(draw: st.DrawFn, schedules: st.SearchStrategy[Schedule] | None = No
         return PassList.parse(",".join([*passes, f"send-receive{{receive={receive}}}", *waits, f"buffers{slots}"])).apply(schedule)
     except PassError:  # so few sends cannot be outstanding
         reject()
+
+
+@st.composite
+def copied(draw: st.DrawFn) -> tuple[Table, Costs]:
+    """A table that moves activations to the host, and costs for it; the link is shared only where nothing takes no time."""
+    schedule = draw(schedules_of_any_kind)
+    passes = [f"offload{{share={draw(st.sampled_from((30, 50, 100)))},ahead={draw(st.integers(0, 3))}}}"]
+    if draw(st.booleans()):
+        passes += ["shard"] if draw(st.booleans()) else []
+        passes += ["reduce-grad", f"send-receive{{receive={draw(st.sampled_from(('paired', 'just-in-time', '2')))}}}", "buffers"]
+    table = PassList.parse(",".join(passes)).apply(schedule)
+    contention, shared = draw(contentions), draw(st.integers(1, 3))
+    amounts = eighths if contention == "independent" and shared == 1 else some_eighths
+    host = {"host_latency": draw(amounts), "host_bandwidth": draw(st.sampled_from((None, 0.5, 2.0))), "host_link_shared": shared}
+    return table, replace(draw(costs(table.stages, table.units, amounts, contention)), **host)
 
 
 schedules_of_any_kind = st.one_of(zoo(), orders())
@@ -122,9 +145,9 @@ def disturbed(draw: st.DrawFn) -> Table:
         one, other = draw(st.integers(0, len(row) - 1)), draw(st.integers(0, len(row) - 1))
         row[one], row[other] = row[other], row[one]
     if isinstance(table, Program):
-        made = Program.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph)
+        made = Program.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph, slices=table.slices)
         return made.changed(buffers=table.buffers)
-    return Schedule.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph)
+    return Schedule.from_actions(rows, table.placement, microbatches=table.microbatches, graph=table.graph, slices=table.slices)
 
 
 # Costs ----------------------------------------------------------------------------------------------------------------
@@ -175,4 +198,4 @@ def timed(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> tuple[Table
     """A table and costs for it: zeros only where messages have a link each, since with shared links they leave the order open."""
     table, contention = draw(of), draw(contentions)
     amounts = eighths if contention == "independent" else some_eighths
-    return table, draw(costs(table.stages, table.microbatches, amounts, contention))
+    return table, draw(costs(table.stages, table.units, amounts, contention))

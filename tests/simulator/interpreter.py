@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ir.naive import numbered
 from penstock.ir.action import Action
 from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
@@ -58,7 +59,7 @@ class Outcome:
     start: list[list[float]]
     end: list[list[float]]
     collectives: list[dict[int, tuple[float, float]]]
-    """Start and end of what runs on the collective lane, by the place in the row of the action that starts it."""
+    """Start and end of collectives and of copies to the host and back, by the place in the row of the action that starts them."""
     messages: list[Message]
     finish: list[float]
     busy: list[float]
@@ -102,6 +103,16 @@ def interpret(table: Table, costs: Costs) -> Outcome:
 
 
 @dataclass
+class Leaving:
+    """An activation on its way to the host."""
+
+    action: Action
+    end: float
+    beside: bool = False
+    """Whether a compute action has started since, which its copy runs beside."""
+
+
+@dataclass
 class _Rank:
     """Where one rank stands."""
 
@@ -114,6 +125,10 @@ class _Rank:
     """When each stage's parameters are (or will be) gathered."""
     summed: dict[int, float] = field(default_factory=dict)
     """When each stage's gradients are (or will be) reduced."""
+    leaving: list[Leaving] = field(default_factory=list)
+    """Activations on their way to the host whose memory is still held."""
+    back: dict[tuple[int, int], float] = field(default_factory=dict)
+    """When each activation that was moved is (or will be) back."""
 
 
 class _Run:
@@ -122,10 +137,11 @@ class _Run:
         self.now = 0.0
         self.queue: list[tuple[float, int, int, Callable[[], None]]] = []
         self.ticket = 0
-        self.ranks = [_Rank(row) for row in table]
-        self.named = {self._edge(action) for row in table for action in row if action.kind.is_communication}
+        rows = numbered(table)
+        self.ranks = [_Rank(row) for row in rows]
+        self.named = {self._edge(action) for row in rows for action in row if action.kind.is_communication}
         waits = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
-        self.awaited = {self._edge(action) for row in table for action in row if action.kind in waits}
+        self.awaited = {self._edge(action) for row in rows for action in row if action.kind in waits}
         """The edges whose messages the sender waits for."""
         self.made: set[tuple[str, int, int]] = set()
         self.arrived: set[Edge] = set()
@@ -135,6 +151,8 @@ class _Run:
         self.waiting: list[Message] = []
         self.busy_links: set[object] = set()
         self.sent: dict[Channel, list[Edge]] = defaultdict(list)
+        self.host: dict[tuple[Kind, int], float] = {}
+        """When each direction of a link to the host is free."""
         count = len(self.ranks)
         self.out = Outcome(
             start=[[-1.0] * len(rank.row) for rank in self.ranks],
@@ -179,8 +197,8 @@ class _Run:
         return not state.running and state.at < len(state.row) and self._try(rank, state.row[state.at])
 
     def _try(self, rank: int, action: Action) -> bool:
-        if action.is_compute:
-            return self._try_compute(rank, action)
+        if action.is_compute or action.kind.is_copy:
+            return self._try_compute(rank, action) if action.is_compute else self._try_copy(rank, action)
         if action.kind in (Kind.SEND_F, Kind.SEND_B):
             return self._try_send(rank, action)
         if action.kind in (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B):
@@ -212,13 +230,57 @@ class _Run:
         at = self.ranks[rank].at
         self.out.start[rank][at], self.out.end[rank][at] = start, end
 
+    # Copies to the host and back --------------------------------------------------------------------------------------
+
+    def _unit(self, action: Action) -> tuple[int, int]:
+        return action.stage, action.microbatch or 0
+
+    def _try_copy(self, rank: int, action: Action) -> bool:
+        state = self.ranks[rank]
+        if action.kind is Kind.OFFLOAD:
+            state.leaving.append(Leaving(action, self._copy(rank, action)))
+        else:
+            if not self._release(rank, [other for other in state.leaving if self._unit(other.action) == self._unit(action)]):
+                return False
+            self._hold(rank, self._now_at(rank, 0), "activations", self._cost("activation", action.stage, action.microbatch))
+            state.back[self._unit(action)] = self._copy(rank, action)
+        self._instant(rank)
+        return True
+
+    def _copy(self, rank: int, action: Action) -> float:
+        """Start a copy as soon as the link is free; when it ends."""
+        link = action.kind, rank // self.costs.host_link_shared
+        size = self._cost("activation", action.stage, action.microbatch)
+        carried = 0.0 if self.costs.host_bandwidth is None else size / self.costs.host_bandwidth
+        start = max(self.now, self.host.get(link, 0.0))
+        self.host[link] = end = start + (self.costs.host_latency + carried)
+        self.out.collectives[rank][self.ranks[rank].at] = start, end
+        self._at(end, -1, lambda: None)
+        return end
+
+    def _release(self, rank: int, gone: list[Leaving]) -> bool:
+        """Take over the memory of activations that have left; not before their copies have ended."""
+        if any(self.now < other.end for other in gone):
+            return False
+        for other in gone:
+            self.ranks[rank].leaving.remove(other)
+            size = self._cost("activation", other.action.stage, other.action.microbatch)
+            self._hold(rank, self._now_at(rank, 0), "activations", -size)
+        return True
+
     # Computing --------------------------------------------------------------------------------------------------------
 
     def _try_compute(self, rank: int, action: Action) -> bool:
         state = self.ranks[rank]
         ready = all(self._has_inputs(rank, part) and self.now >= state.whole.get(part.stage, 0.0) for part in action.parts)
-        if not ready:
+        backs = (state.back.get(self._unit(part), 0.0) for part in action.parts if part.kind in (Kind.B, Kind.I))
+        if not ready or any(self.now < back for back in backs):
             return False
+        forward = any(part.kind is Kind.F for part in action.parts)
+        if not self._release(rank, [other for other in state.leaving if other.beside and forward]):
+            return False
+        for other in state.leaving:
+            other.beside = True
         duration = sum(self._duration(part) for part in action.parts)
         if len(action.parts) > 1:
             duration *= self.costs.overlap
@@ -237,6 +299,11 @@ class _Run:
         microbatch = part.microbatch or 0
         own = {Kind.F: "", Kind.W: "down"}.get(part.kind, "up")
         if own and (own, part.stage, microbatch) not in self.made:
+            return False
+        slices = self.table.slices
+        if part.kind is Kind.F and microbatch % slices and ("up", part.stage, microbatch - 1) not in self.made:
+            return False
+        if own == "up" and (microbatch + 1) % slices and ("down", part.stage, microbatch + 1) not in self.made:
             return False
         for edge, maker in self._inputs(part):
             if self.table.placement.rank_of(maker, microbatch) == rank:
@@ -440,7 +507,8 @@ class _Run:
             last = max(self.out.end[rank], default=0.0)
             step = sum(self._cost("optimizer", stage) for stage in self.table.placement.stages_of(rank))
             self.out.busy[rank] += step
-            self.out.finish[rank] = max(last, state.lane) + step
+            copied = max((end for _, end in self.out.collectives[rank].values()), default=0.0)
+            self.out.finish[rank] = max(last, state.lane, copied) + step
 
     def _cost(self, name: str, stage: int, microbatch: int | None = None) -> float:
         value: Any = getattr(self.costs, name)

@@ -25,12 +25,12 @@ def run(case: tuple[Table, Costs]) -> Timeline:
         reject()
 
 
-def result(part: Action) -> tuple[str, int, int]:
+def result(part: Action) -> tuple[str, int, int, int]:
     """What a part makes: B and I make the same gradient."""
-    return {Kind.F: "F", Kind.W: "W"}.get(part.kind, "I"), part.stage, part.microbatch or 0
+    return {Kind.F: "F", Kind.W: "W"}.get(part.kind, "I"), part.stage, part.microbatch or 0, part.slice or 0
 
 
-def made(timeline: Timeline) -> dict[tuple[str, int, int], tuple[float, int]]:
+def made(timeline: Timeline) -> dict[tuple[str, int, int, int], tuple[float, int]]:
     """When each result is there, and on which rank."""
     return {result(part): (span.end, rank) for rank in range(timeline.ranks) for span in timeline.spans(rank) for part in span.action.parts}
 

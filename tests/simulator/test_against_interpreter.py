@@ -16,7 +16,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline, Transfer
-from simulator.draws import contentions, disturbed, real_costs, tables, timed
+from simulator.draws import contentions, copied, disturbed, real_costs, tables, timed
 from simulator.interpreter import Message, Outcome, StuckError, interpret
 
 pytestmark = pytest.mark.slow
@@ -46,13 +46,14 @@ def compare_times(timeline: Timeline, expected: Outcome) -> None:
     assert timeline.end == near(np.concatenate(expected.end))
     lanes = [pair for pair in zip(timeline.collective_start, timeline.collective_end, strict=True) if pair[0] >= 0]
     assert lanes == [near(each) for rank in expected.collectives for _, each in sorted(rank.items())]
-    assert sorted(map(of_transfer, timeline.transfers())) == list(map(near, sorted(map(of_message, expected.messages))))
+    transfers = sorted(of_transfer(each, timeline.table.slices) for each in timeline.transfers())
+    assert transfers == list(map(near, sorted(map(of_message, expected.messages))))
 
 
-def of_transfer(transfer: Transfer) -> tuple[float, ...]:
+def of_transfer(transfer: Transfer, slices: int) -> tuple[float, ...]:
     ends = sorted((transfer.sent.stage, transfer.used.stage))
     way = transfer.source, transfer.target, transfer.kind is Kind.SEND_F
-    return (*way, *ends, transfer.sent.microbatch or 0, transfer.start, transfer.end, transfer.size)
+    return (*way, *ends, transfer.sent.unit(slices), transfer.start, transfer.end, transfer.size)
 
 
 def of_message(message: Message) -> tuple[float, ...]:
@@ -87,9 +88,14 @@ def test_equal_on_any_table(case: tuple[Table, Costs]) -> None:
     compare(*case)
 
 
+@given(copied())
+def test_equal_with_copies_to_the_host(case: tuple[Table, Costs]) -> None:
+    compare(*case)
+
+
 @given(tables, st.integers(0, 2**32), contentions)
 def test_equal_with_real_numbers(table: Table, seed: int, contention: str) -> None:
-    compare(table, real_costs(table.stages, table.microbatches, Random(seed), contention))
+    compare(table, real_costs(table.stages, table.units, Random(seed), contention))
 
 
 @settings(max_examples=100)

@@ -15,7 +15,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline
-from simulator.draws import contentions, costs, real_costs, some_eighths, tables, timed, zoo
+from simulator.draws import contentions, copied, costs, real_costs, some_eighths, tables, timed, zoo
 from simulator.runs import run
 
 pytestmark = pytest.mark.slow
@@ -34,9 +34,15 @@ def test_plain_and_compiled_are_equal_to_the_last_bit(case: tuple[Table, Costs])
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
 
 
+@given(copied())
+def test_copies_to_the_host_too(case: tuple[Table, Costs]) -> None:
+    run(case)
+    same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
+
+
 @given(tables, st.integers(0, 2**32), contentions)
 def test_also_with_numbers_that_do_not_add_up_exactly(table: Table, seed: int, contention: str) -> None:
-    case = table, real_costs(table.stages, table.microbatches, Random(seed), contention)
+    case = table, real_costs(table.stages, table.units, Random(seed), contention)
     run(case)
     same(ps.simulate(*case, engine="plain"), ps.simulate(*case, engine="compiled"))
 
@@ -49,7 +55,7 @@ def test_an_engine_that_is_none_is_refused() -> None:
 @given(timed(), st.data())
 def test_retiming_is_simulating_anew(case: tuple[Table, Costs], data: st.DataObject) -> None:
     table, before = case
-    now = data.draw(costs(table.stages, table.microbatches, some_eighths, data.draw(contentions)))
+    now = data.draw(costs(table.stages, table.units, some_eighths, data.draw(contentions)))
     timeline = ps.retime(run((table, before)), now)
     same(timeline, ps.simulate(table, now))
     assert timeline.table is table

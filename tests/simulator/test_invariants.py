@@ -32,7 +32,7 @@ def test_nothing_starts_before_what_it_needs_is_there(case: Case) -> None:
     there = made(timeline)
     for rank in range(table.ranks):
         for span in timeline.spans(rank):
-            for needed in needs(span.action, table.graph):
+            for needed in needs(span.action, table.graph, table.slices):
                 end, home = there[result(needed)]
                 assert span.start >= end + (home != rank) * costs.latency
 
@@ -43,7 +43,7 @@ def test_every_action_takes_its_time(case: Case) -> None:
     timeline = run(case)
     for rank in range(table.ranks):
         for span in timeline.spans(rank):
-            parts = [costs.table(p.kind.name.lower(), table.stages, table.microbatches)[p.stage, p.microbatch] for p in span.action.parts]
+            parts = [costs.table(p.kind.name.lower(), table.stages, table.units)[p.stage, p.unit(table.slices)] for p in span.action.parts]
             assert span.end - span.start == sum(parts) * (costs.overlap if len(parts) > 1 else 1)
     for transfer in timeline.transfers():
         carried = 0 if costs.bandwidth is None else transfer.size / costs.bandwidth

@@ -16,6 +16,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.table import Table
 from penstock.simulator.timeline import Timeline
 from penstock.simulator.timeline_json import decode
+from penstock.text.units import Units
 from simulator.draws import timed
 from simulator.runs import run
 from simulator.test_engines import same
@@ -55,6 +56,20 @@ def test_files(tmp_path: Path) -> None:
     assert (data["type"], data["makespan"], data["bubble"]) == ("timeline", timeline.makespan, timeline.bubble)
 
 
+def test_units_are_kept_and_printed(tmp_path: Path) -> None:
+    plain = ps.simulate(ps.schedule("1f1b", ranks=2, microbatches=2), Costs(f=0.001, i=0.001, w=0.001, activation=2**20))
+    timeline = plain.in_units(Units("s", in_bytes=True))
+    timeline.save(tmp_path / "timeline.json")
+    read = Timeline.load(tmp_path / "timeline.json")
+    assert read.units == Units("s", in_bytes=True)
+    assert repr(read) == "<Timeline '1f1b', simulated, 2 ranks, makespan 9 ms, bubble 33.33%, peak memory 2MiB>"
+    assert repr(plain) == "<Timeline '1f1b', simulated, 2 ranks, makespan 0.009, bubble 33.33%>"
+    assert (read.scaled(1e3).units.time_unit, read.scaled(0.3).units.time_unit) == ("ms", "")
+    data = {name: value for name, value in timeline.to_json().items() if name != "units"}
+    assert decode(data).units == Units()
+    assert decode({**data, "source": "measured"}).units == Units("s")  # as measured timelines were before they said so
+
+
 def put(name: str, value: Any) -> Callable[[Data], Any]:
     return lambda data: {**data, name: value}
 
@@ -83,6 +98,8 @@ WRONG: dict[str, tuple[Callable[[Data], Any], str]] = {
     "a number too large": (put("held_by", [2**40]), "held_by"),
     "a message that is none": (put("held_by", [7, -1, -1, -1]), "held_by"),
     "too few held_by": (put("held_by", [-1]), "held_by"),
+    "text for units": (put("units", "s"), "'units' must be an object"),
+    "a number for a unit": (put("units", {"time": 1, "bytes": True}), "'units': 'time' must be text"),
     "a number for source": (put("source", 5), "source"),
     "a cost that is none": (put("costs", {"latencey": 1}), "latency"),
     "a cost below zero": (put("costs", {"latency": -1}), "latency"),

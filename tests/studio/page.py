@@ -21,9 +21,16 @@ class Page:
 
     def ask(self, document: Any, costs: dict[str, Any] | None) -> dict[str, Any]:
         """What the page computes from a document under these costs; None means the measured times."""
+        return self._answer({"document": document, "costs": costs})
+
+    def edit(self, document: Any, edits: str) -> dict[str, Any]:
+        """What the page makes of a document after changes to its order."""
+        return self._answer({"document": document, "costs": None, "edits": edits})
+
+    def _answer(self, question: dict[str, Any]) -> dict[str, Any]:
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps({"document": document, "costs": costs}) + "\n")
+        self.process.stdin.write(json.dumps(question) + "\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer

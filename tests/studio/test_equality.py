@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 import penstock as ps
-from penstock.draw.trace import build_trace
+from penstock.draw.save import build_trace
 from penstock.errors import ScheduleError
 from penstock.ir.costs import CONTENTION, Costs
 from penstock.ir.formats import json_form
@@ -24,7 +24,7 @@ from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
 from penstock.studio.document import document, timeline_document
-from simulator.draws import contentions, costs, programs, real_costs, tables
+from simulator.draws import contentions, costs, orders, programs, real_costs, zoo
 from studio.page import Page
 
 SOURCE = {"kind": "file", "name": "drawn"}
@@ -44,6 +44,11 @@ drawn = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, Hea
 def asked(page: Page, document: dict[str, Any], costs: Costs | None) -> dict[str, Any]:
     """What the page computes from a document that went through JSON text."""
     return page.ask(json.loads(json.dumps(document)), None if costs is None else costs.to_json())
+
+
+schedules = st.one_of(zoo(most_slices=1), orders(most_slices=1))
+tables = st.one_of(schedules, programs(schedules))
+"""Without slices, which the page times but does not name."""
 
 
 def check(timeline: Timeline, said: dict[str, Any]) -> None:
@@ -87,7 +92,7 @@ def check_numbers(timeline: Timeline, said: dict[str, Any]) -> None:
     assert said["messages"] == timeline.num_messages
     assert said["bytes"] == timeline.flat.sizes(timeline.costs).sum()
     assert said["busy"] == timeline.busy.tolist()
-    assert said["idle"] == {"overhead": 0.0, **timeline.idle_by_cause}
+    assert said["idle"] == {"overhead": 0.0, "slot": 0.0, **timeline.idle_by_cause}
 
 
 def check_files(timeline: Timeline, said: dict[str, Any]) -> None:
@@ -97,7 +102,7 @@ def check_files(timeline: Timeline, said: dict[str, Any]) -> None:
     again = timeline_json.decode(said["timeline"])
     assert again.table == table
     assert again.costs == timeline.costs
-    assert said["timeline"] == timeline.to_json()
+    assert said["timeline"] == {"units": {"time": "", "bytes": False}} | timeline.to_json()
     theirs, ours = said["trace"], json.loads(json.dumps(build_trace(timeline)))
     assert theirs["traceEvents"] == ours["traceEvents"]
     assert theirs["otherData"] == ours["otherData"]
@@ -141,7 +146,7 @@ def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, see
 
 @pytest.mark.slow
 @drawn
-@given(program=programs(), seed=st.integers(0, 1 << 32))
+@given(program=programs(schedules), seed=st.integers(0, 1 << 32))
 def test_measured_times_are_explained_the_same_way(page: Page, program: Program, seed: int) -> None:
     random = Random(seed)
     chosen = real_costs(program.stages, program.microbatches, random, "independent")
@@ -173,6 +178,19 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
     timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
     said = asked(page, document(table, source=SOURCE), timeline.costs)
     check(timeline, said)
+
+
+@pytest.mark.parametrize("name", ["seq1f1b", "seq-zb-h1", "slimpipe", "zbv"])
+def test_sliced_schedules_are_timed_the_same(page: Page, name: str) -> None:
+    table = ps.schedule(name, ranks=3, microbatches=2, slices=3)
+    timeline = simulate(table, real_costs(table.stages, table.units, Random(5), "independent"), engine="plain")
+    view = timeline_document(timeline, source=SOURCE)
+    assert (view["slices"], view["microbatches"]) == (3, 6)
+    said = asked(page, view, timeline.costs)
+    for column, ours in COLUMNS.items():
+        assert said["timing"][column] == getattr(timeline, ours).tolist(), column
+    check_memory(timeline, said["memory"])
+    check_numbers(timeline, said["numbers"])
 
 
 def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Page) -> None:

@@ -68,13 +68,13 @@ randoms = st.randoms(use_true_random=False)
 
 
 @fuzzed
-@given(path=st.sampled_from(["/api/view", "/api/open", "/api/plan"]), body=anything)
+@given(path=st.sampled_from(["/api/view", "/api/open", "/api/verify", "/api/plan"]), body=anything)
 def test_any_json_is_answered_or_refused(client: TestClient, path: str, body: Any) -> None:
     assert settled(client.post(path, json=body)) is None
 
 
 @fuzzed
-@given(path=st.sampled_from(["/api/view", "/api/open", "/api/plan"]), body=st.binary(max_size=50))
+@given(path=st.sampled_from(["/api/view", "/api/open", "/api/verify", "/api/plan"]), body=st.binary(max_size=50))
 def test_any_bytes_are_answered_or_refused(client: TestClient, path: str, body: bytes) -> None:
     assert settled(client.post(path, content=body, headers={"content-type": "application/json"})) is None
 
@@ -148,6 +148,16 @@ def test_mutated_csv_files_are_answered_or_refused(
     assert made is not None or changes
     if made is not None:
         readable(page, made)
+
+
+@pytest.mark.slow
+@settings(fuzzed, max_examples=200)
+@given(random=randoms, new=anything, changes=st.integers(1, 3))
+def test_mutated_tables_are_proved_or_refused(client: TestClient, random: Random, new: Any, changes: int) -> None:
+    body: Any = {"table": files()[0], "costs": {"f": 1.0}, "memory_limit": 3}
+    for _ in range(changes):
+        body = mutated(body, random, new)
+    settled(client.post("/api/verify", json=body))
 
 
 @pytest.mark.slow

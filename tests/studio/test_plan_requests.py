@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
 import penstock as ps
 from penstock.errors import BusyError
+from penstock.planner.candidate import Candidate
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
-from penstock.studio.plan_jobs import GRACE, Jobs
+from penstock.studio.plan_jobs import GRACE, Jobs, describe_candidate, run_plan
 from penstock.studio.plan_request import read_plan_request
 from penstock.studio.server import application
 from studio.page import Page
@@ -76,6 +78,48 @@ def test_the_last_event_names_the_best_candidate(finished, wanted: ps.Plan):
     assert of("candidate", finished[1])[last["best"]]["makespan"] == wanted.objective
 
 
+def test_the_last_event_has_both_gaps_and_the_memory(finished, wanted: ps.Plan):
+    _, last = finished[1][-1]
+    assert (last["gap"], last["overall_gap"]) == (wanted.gap, wanted.overall_gap)
+    assert last["memory"] == max(wanted.predicted.peak_memory)
+
+
+class Wire:
+    """Keeps what the process of a plan sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, dict, bytes | None]] = []
+
+    def send(self, event: tuple[str, dict, bytes | None]) -> None:
+        self.sent.append(event)
+
+
+def test_the_planner_s_choice_is_a_candidate_also_when_its_cuts_were_shifted_later(monkeypatch: pytest.MonkeyPatch, wanted: ps.Plan):
+    other = ps.plan(ps.Profile.from_json(BODY["profile"]), ranks=2, microbatches=4, memory_limit=40, seconds=0, schedules=["gpipe"])
+
+    def plan(*args: Any, found: Any, **options: Any) -> ps.Plan:
+        found(Candidate.of_timeline("gpipe", other.problem, wanted.schedule, other.predicted))
+        return wanted
+
+    monkeypatch.setattr("penstock.planner.plan.plan", plan)
+    monkeypatch.setattr("penstock.studio.plan_jobs.prepare", lambda: None)  # it is for a process of its own
+    wire = Wire()
+    run_plan(wire, BODY)  # type: ignore[arg-type] - it only sends
+    names = [name for name, _, _ in wire.sent]
+    assert names == ["candidate", "candidate", "done"]
+    last = wire.sent[-1][1]
+    chosen = wire.sent[last["best"]][1]
+    assert (last["best"], chosen["makespan"], chosen["fits"]) == (1, wanted.objective, True)
+
+
+def test_no_candidate_fits_that_was_tried_with_a_higher_limit(wanted: ps.Plan):
+    peak = max(wanted.predicted.peak_memory)
+    candidate = Candidate.of_timeline("any", wanted.problem, wanted.schedule, wanted.predicted)
+    assert describe_candidate(candidate, 0)["fits"]
+    assert describe_candidate(candidate, 0, (peak, peak))["fits"]
+    assert not describe_candidate(candidate, 0, (peak * 0.99, peak * 0.99))["fits"]
+
+
 def test_the_plan_can_be_saved(own: TestClient, finished, wanted: ps.Plan):
     assert decode(own.get(f"/api/plan/{finished[0]}").json()) == wanted
 
@@ -113,6 +157,7 @@ def test_a_limit_that_nothing_fits_fails_with_an_explanation(client: TestClient)
     name, last = events(client, job)[-1]
     assert name == "failed"
     assert "1" in last["error"]
+    assert not any(each["fits"] for each in of("candidate", events(client, job)))
     assert client.get(f"/api/plan/{job}").status_code == 404
 
 

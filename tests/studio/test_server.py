@@ -49,7 +49,10 @@ def test_the_page_is_marked_as_served(client):
 def test_every_schedule_is_listed_with_its_options(client):
     found = {each["name"]: each for each in client.get("/api/schedules").json()}
     assert set(found) == set(algorithms())
-    assert found["interleaved-1f1b"]["options"] == [{"name": "group_size", "type": "int", "default": None}]
+    group_size, slices = ({"name": "group_size", "type": "int", "default": None}, {"name": "slices", "type": "int", "default": 1})
+    assert found["interleaved-1f1b"]["options"] == [group_size, slices]
+    assert found["seq1f1b"]["options"] == [{**slices, "default": 4}]
+    assert found["1f1b"]["options"] == []
     assert found["hanayo"]["chunks"] == {"default": 2, "fixed": False, "step": 2}
     assert [name for name, each in found.items() if each["depends_on_costs"]] == ["zb-auto"]
     assert [each["name"] for each in found["zb-auto"]["options"]] == ["memory_limit"]
@@ -127,6 +130,43 @@ def test_missing_fields_are_named(client):
     assert "'ranks' is missing" in refusal(client.post("/api/view", json={"schedule": "zbv", "microbatches": 2}))
 
 
+# Changed schedules ----------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_schedule_is_proved_with_its_program(client):
+    schedule = ps.schedule("zbv", 4, 8)
+    got = client.post("/api/verify", json={"table": schedule.to_json(), "memory_limit": 9}).json()
+    assert got["proof"] == str(ps.verify(schedule, memory_limit=[9.0] * 4))
+    assert got["program"] == str(ps.verify(ps.lower(schedule)))
+    assert (got["findings"], got["num_findings"]) == ([], 0)
+
+
+def test_a_changed_schedule_that_hangs_has_its_cycle(client):
+    stuck = ps.Schedule.from_actions([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]], ps.Placement.linear(2))
+    [finding] = client.post("/api/verify", json={"table": stuck.to_json()}).json()["findings"]
+    assert finding["cycle"] == [[0, 1, 1, 2], [1, 1, 0, 2]]
+
+
+def test_a_memory_limit_is_part_of_the_proof(client):
+    got = client.post("/api/verify", json={"table": ps.schedule("gpipe", 2, 8).to_json(), "memory_limit": 4}).json()
+    assert {finding["rule"] for finding in got["findings"]} == {"memory"}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "'table' is missing"),
+        ({"table": {}}, "not a Penstock schedule or program"),
+        ({"table": ps.lower(ps.schedule("1f1b", 2, 2)).to_json()}, "this is a program"),
+        ({"table": {**ps.schedule("1f1b", 2, 2).to_json(), "rows": [["<b>"], []]}}, "<b>"),
+        ({"table": ps.schedule("1f1b", 2, 2).to_json(), "memory_limit": [1]}, "memory_limit has 1 value"),
+        ({"table": ps.schedule("1f1b", 2, 2).to_json(), "costs": {"f": [1]}}, "f has 1 value"),
+    ],
+)
+def test_what_cannot_be_proved_is_refused_with_a_message(client, body, said):
+    assert said in refusal(client.post("/api/verify", json=body))
+
+
 # Files ----------------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +225,7 @@ def test_a_measured_timeline_keeps_its_times(client, page: Page):
         ('{"type": "plan", "x": NaN}', "NaN is not a number"),
         ("[" * 100_000, "not a JSON file"),
         ("65000F0\n", "cannot belong to a file of only 1 compute actions"),
+        ("0F0,0OFFLOAD0,0F1,0F2,0RELOAD0,0B0,0B1,0B2\n", "does not time copies of activations to host memory"),
     ],
 )
 def test_files_of_other_programs_are_refused(client, content, said):

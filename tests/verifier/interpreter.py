@@ -12,6 +12,7 @@ from collections import Counter, defaultdict, deque
 from random import Random
 from typing import NamedTuple
 
+from ir.naive import numbered
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
@@ -118,8 +119,9 @@ class Machine:
 
     def __init__(self, program: Table, semantics: str) -> None:
         self.lowered = program.lowered
-        self.rows = [program[rank] for rank in range(program.ranks)]
-        self.placement, self.graph, self.microbatches = program.placement, program.graph, program.microbatches
+        self.rows = numbered(program)
+        self.placement, self.graph, self.microbatches = program.placement, program.graph, program.units
+        self.slices = program.slices
         self.at = [0] * len(self.rows)
         self.wires: Channels | Rendezvous = {"channels": Channels, "rendezvous": Rendezvous}[semantics](program)
         kinds = {part.kind for row in self.rows for action in row for part in action.parts}
@@ -193,9 +195,13 @@ class Machine:
                 raise Wrong(f"{part} without an I before")
             return []
         if part.kind is Kind.F:
+            if microbatch % self.slices and (Kind.F, stage, microbatch - 1) not in self.made:
+                raise Wrong(f"{part} before the keys and values of the slice before it")
             return self._data(rank, part, Kind.F, self.graph.inputs_of(stage))
         if (stage, microbatch) not in self.contexts:
             raise Wrong(f"{part} without an F before, or after another backward")
+        if (microbatch + 1) % self.slices and (Kind.I, stage, microbatch + 1) not in self.made:
+            raise Wrong(f"{part} before the slice after it has added to the gradients of its keys and values")
         return self._data(rank, part, Kind.I, self.graph.outputs_of(stage))
 
     def _data(self, rank: int, part: Action, data: Kind, sources: tuple[int, ...]) -> list[Message]:

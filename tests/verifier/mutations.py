@@ -65,19 +65,22 @@ def move_away(rows: Rows, rank: int, at: int) -> Iterator[Rows]:
 
 
 def retarget(rows: Rows, rank: int, at: int) -> Iterator[Rows]:
-    """Another microbatch, stage, kind or peer."""
+    """Another microbatch, slice, stage, kind or peer."""
     stages = 1 + max(part.stage for row in rows for action in row for part in action.parts)
     microbatches = 1 + max(part.microbatch or 0 for row in rows for action in row for part in action.parts)
+    slices = 1 + max(part.slice or 0 for row in rows for action in row for part in action.parts)
     action = rows[rank][at]
     for k, part in enumerate(action.parts):
-        for other in _siblings(part, stages, microbatches):
+        for other in _siblings(part, stages, microbatches, slices):
             changed = Action.overlap(*_with(_without(action.parts, k), k, other)) if action.sub_actions else other
             yield _with_row(rows, rank, _with(_without(rows[rank], at), at, changed))
 
 
-def _siblings(part: Action, stages: int, microbatches: int) -> Iterator[Action]:
+def _siblings(part: Action, stages: int, microbatches: int, slices: int) -> Iterator[Action]:
     if part.microbatch is not None:
         yield from (replace(part, microbatch=m) for m in range(microbatches + 1))
+    if part.slice is not None:
+        yield from (replace(part, slice=k) for k in range(slices))
     yield from (replace(part, stage=s) for s in range(stages + 1) if s != part.peer)
     yield from (replace(part, kind=kind) for family in FAMILIES if part.kind in family for kind in family)
     if part.kind.is_communication or part.kind.is_send_wait:

@@ -44,9 +44,9 @@ def test_the_excerpt_of_many_ranks_is_eight_wide() -> None:
 def test_the_excerpt_unpacks_only_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     unpacked: list[int] = []
 
-    def counted(row: list[int]) -> Iterator[ps.Action]:
+    def counted(row: list[int], slices: int) -> Iterator[ps.Action]:
         unpacked.extend(row)
-        return unpack_actions(row)
+        return unpack_actions(row, slices)
 
     monkeypatch.setattr("penstock.verifier.finding.unpack_actions", counted)
     table = ps.schedule("gpipe", 2, 2000)

@@ -99,9 +99,9 @@ def test_a_table_that_is_wrong_everywhere_is_bounded() -> None:
 
 
 def test_the_certificate_of_a_program() -> None:
-    table = WaitSend(outstanding=8).apply(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True))
+    table = WaitSend(outstanding=8).apply(ps.lower(ps.schedule("zbv", 4, 8), fsdp=True, offload=50))
     table = Buffers().apply(table)
-    proof = verify(table, memory_limit=8, costs=ps.Costs(), max_outstanding_sends=8)
+    proof = verify(table, memory_limit=8, host_memory_limit=8, costs=ps.Costs(), max_outstanding_sends=8)
     assert list(proof.rules) == [rule.name for rule in RULES]
     assert proof.actions == sum(map(len, table))
     assert proof.messages == 2 * 6 * 8  # of the 7 edges of 8 stages one is within a rank

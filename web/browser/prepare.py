@@ -56,6 +56,13 @@ def measured() -> dict[str, Any]:
     return {**timeline, "source": "measured"}
 
 
+def recorded() -> dict[str, Any]:
+    """A run of zbv as predicted, except for 2F3, which takes three times as long and delays what needs it."""
+    schedule = ps.schedule("zbv", ranks=4, microbatches=8)
+    forwards = [[3.0 if (stage, microbatch) == (2, 3) else 1.0 for microbatch in range(8)] for stage in range(8)]
+    return {**ps.simulate(schedule, ps.Costs(f=forwards)).to_json(), "source": "measured"}
+
+
 def prepare(folder: Path) -> None:
     for name, args in PAGES.items():
         if main(["export", *args, "-o", str(folder / name)]):
@@ -63,6 +70,7 @@ def prepare(folder: Path) -> None:
     (folder / "bad.csv").write_text(BAD)
     (folder / "garbage.csv").write_text("hello,world\n")
     (folder / "measured.json").write_text(json.dumps(measured()))
+    (folder / "recorded.json").write_text(json.dumps(recorded()))
     (folder / "expected.json").write_text(json.dumps(expected(folder / "bad.csv")))
 
 

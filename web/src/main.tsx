@@ -6,6 +6,7 @@ import { Stage } from "./parts/stage.ts";
 import { Loader } from "./state/loader.ts";
 import { PlanState } from "./state/plan.ts";
 import { readPlan, setPlan } from "./state/planLink.ts";
+import { proveChanges } from "./state/prover.ts";
 import { Studio, StudioProvider } from "./state/studio.ts";
 import { Themes } from "./state/theme.ts";
 import { encodeLink } from "./state/url.ts";
@@ -31,6 +32,7 @@ render(
 plan.wanted.value = readPlan(new URLSearchParams(location.hash.slice(1)));
 void loader.start(documents, location.hash).then(keepAddress);
 handle(studio, stage);
+proveChanges(studio);
 
 /** What is shown and what is to be planned, as the part of the address after the #. */
 function address(): string {

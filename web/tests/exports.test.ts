@@ -6,7 +6,10 @@ import { TONES } from "../src/draw/colours.ts";
 import { fileName, textOf, toSvg, wholeScene } from "../src/state/exports.ts";
 import { Shown } from "../src/state/shown.ts";
 import { two } from "./core/two.ts";
+import * as core from "../src/core/index.ts";
 import { readDocument } from "../src/core/index.ts";
+import { blended, LIGHT } from "../src/draw/colours.ts";
+import { boxOf } from "../src/draw/target.ts";
 import { gpipe } from "./pipeline.ts";
 import { sceneOf } from "./scene.ts";
 
@@ -100,3 +103,27 @@ test.each([
 ] as const)("%s as %s is named %s", (title, format, name) => expect(fileName(title, format)).toBe(name));
 
 test("text is escaped", () => expect(escaped(`<a href="x">'&`)).not.toMatch(/[<>"']/));
+
+test("pictures of a drag, of a cycle, of a recorded run and of a moment are well formed", () => {
+  const order = core.orderOf(view);
+  const broken = core.checkedView(view, core.applyEdits(order, core.decodeEdits("m0.4.0"), view.table.edges));
+  const stuck = Shown.of("stuck", broken, broken.costs);
+  const run = new Shown("measured", view, view.costs, { ...shown.timing, end: shown.timing.end.map((end) => end + 0.3), source: "measured" });
+  const beside = Shown.of("predicted", view, view.costs);
+  beside.beside = run;
+  const slotted = core.checkedView(view, core.applyEdits(order, core.decodeEdits("i0.2_i1.0"), view.table.edges));
+  const ghost = { node: 3, view, box: boxOf(sceneOf([shown], 0, shown.length), { what: "action", panel: 0, index: 3 }) };
+  const pictures = [
+    toSvg(sceneOf([stuck], 0, stuck.length), { ...NOTHING, selected: { what: "finding", panel: 0, index: 0 } }),
+    toSvg(sceneOf([stuck], 0, stuck.length), NOTHING),
+    toSvg(sceneOf([shown], 0, shown.length), { ...NOTHING, drag: { ghost, broken: [[3, 8], [9, 1]] } }),
+    toSvg(sceneOf([beside], 0, run.length), { ...NOTHING, moment: 5.2, selected: { what: "measured", panel: 0, index: 4 } }),
+    toSvg(sceneOf([Shown.of("slots", slotted, slotted.costs)], 0, 20), NOTHING),
+  ];
+  for (const svg of pictures) expect(svg).not.toMatch(/NaN|undefined|Infinity/);
+  expect(pictures[0]).toMatch(/>1<\/text>/);
+  // Each action takes 0.3 longer: of a forward of 1 that is a larger share than of a backward of 2.
+  expect(count(pictures[3], `fill="${blended(LIGHT.same, LIGHT.late, 0.65)}"`)).toBe(3 * 4);
+  expect(count(pictures[3], `fill="${blended(LIGHT.same, LIGHT.late, 0.5)}"`)).toBe(3 * 4);
+  expect(pictures[4]).toContain("stroke-dasharray");
+});

@@ -1,10 +1,12 @@
 import { afterEach, expect, test, vi } from "vitest";
 import { requestOf } from "../src/parts/PlanForm.tsx";
 import { plotted, sizeTicks } from "../src/parts/Tradeoff.tsx";
-import { PlanState, SHAPE, transformerOf } from "../src/state/plan.ts";
+import { sortCandidates } from "../src/parts/PlanPart.tsx";
+import { paretoFront, PlanState, remediesIn, SHAPE, transformerOf } from "../src/state/plan.ts";
+import { candidatesCsv } from "../src/state/planExports.ts";
 import type { Candidate } from "../src/state/api.ts";
 
-const WANTED = { model: "transformer" as const, shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
+const WANTED = { model: "transformer" as const, shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false };
 
 function candidate(index: number, makespan: number | null, memory: number | null, fits: boolean): Candidate {
   return { index, name: `c${index}`, makespan, memory, fits };
@@ -97,4 +99,57 @@ test("a plan that is refused has nothing to cancel, and the refusal is said", as
   expect(asked).toEqual(["POST /api/plan"]);
   expect(plan.status.value).toBe("failed");
   expect(plan.error.value).toContain("a plan is being made");
+});
+
+test("the planner's choice is the best once it has chosen", () => {
+  const plan = new PlanState();
+  plan.candidates.value = [candidate(0, 5, 1, true), candidate(1, 4, 2, true)];
+  plan.result.value = { best: 0, cancelled: false };
+  expect(plan.best.value?.index).toBe(0);
+  plan.result.value = { best: null, cancelled: false, name: "searched", makespan: 3, memory: 1 };
+  expect(plan.best.value).toBeNull();
+  plan.result.value = { best: 1, cancelled: true };
+  expect(plan.best.value?.index).toBe(1);
+});
+
+const REFUSED = `no plan fits: 12 candidates on 4 ranks with a memory limit of 8GiB each
+  nearest is zbv (v, 8 microbatches of 2): rank 0 holds 20GiB, 12GiB over its limit of 8GiB
+what would fit (each tried):
+  recompute=True: 1f1b (linear, 8 microbatches of 2, 4 of 4 stages recomputed), 7GiB of 8GiB on rank 0
+  microbatches of 1, 16 of them (scaled from the profile): 1f1b (linear, 16 microbatches of 1), 7GiB of 8GiB on rank 0
+  6 ranks: 1f1b (linear, 8 microbatches of 2), 7GiB of 8GiB on rank 0
+  a memory limit of 18.46GiB: gpipe (linear, 8 microbatches of 2)`;
+
+test("what would fit are changes to the form", () => {
+  const made = remediesIn(REFUSED).map(({ change }) => change(WANTED));
+  expect(made.length).toBe(4);
+  expect(made[0].recompute).toBe(true);
+  expect([made[1].microbatches, made[1].shape.microbatch]).toEqual(["16", "1"]);
+  expect(made[2].ranks).toBe("6");
+  expect(made[3].limit).toBe("18.46GiB");
+  const early = "no plan fits: the layers keep 90GiB for parameters, gradients and optimizer, but 4 ranks with a memory limit of 8GiB each have 32GiB in all. Take limits of at least 22.5GiB per rank, or at least 12 ranks, and more for activations";
+  expect(remediesIn(early).map(({ change }) => change(WANTED)).map(({ limit, ranks }) => [limit, ranks])).toEqual([["22.5GiB", "8"], ["80GiB", "12"]]);
+  expect(remediesIn("the plan took too long")).toEqual([]);
+});
+
+test("the front has what no other beats in both", () => {
+  const all = [candidate(0, 5, 1, true), candidate(1, 3, 9, false), candidate(2, 4, 2, true), candidate(3, 4, 3, true), candidate(4, 6, 1, true), candidate(5, null, null, false)];
+  expect(paretoFront(all).map((each) => each.index)).toEqual([1, 2, 0]);
+});
+
+test("candidates are sorted by a column, up and down", () => {
+  const all = [{ ...candidate(0, 5, 1, true), name: "b" }, { ...candidate(1, 3, 9, false), name: "c" }, { ...candidate(2, 4, 2, true), name: "a" }];
+  const sorted = (column: string | null, down = false): number[] => sortCandidates(all, column, down).map((each) => each.index);
+  expect(sorted(null)).toEqual([2, 0, 1]);
+  expect(sorted("time")).toEqual([1, 2, 0]);
+  expect(sorted("memory", true)).toEqual([1, 2, 0]);
+  expect(sorted("schedule")).toEqual([2, 0, 1]);
+});
+
+test("the table of candidates is CSV that no program runs", () => {
+  const csv = candidatesCsv([{ ...candidate(0, 5, 1, true), name: '=cmd|"x",1' }, { ...candidate(1, null, null, false), reason: "two\nlines" }]);
+  const lines = csv.split("\r\n");
+  expect(lines[0].split(",").slice(0, 3)).toEqual(["index", "name", "placement"]);
+  expect(lines[1]).toContain(`"'=cmd|""x"",1"`);
+  expect(csv).toContain('"two\nlines"');
 });

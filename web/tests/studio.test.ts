@@ -36,10 +36,12 @@ describe("panels", () => {
     expect(studio.whole.value).toBeGreaterThanOrEqual(20);
   });
 
-  test("a measured run stands below its prediction", () => {
+  test("a measured run stands beside its prediction", () => {
     const studio = new Studio(true);
     studio.show(measuredView(1.5, 0, 0), null);
-    const [predicted, measured] = studio.panels.value;
+    const [predicted, measured] = studio.rested.value;
+    expect(studio.panels.value).toEqual([predicted]);
+    expect(predicted.beside).toBe(measured);
     expect([predicted.label, predicted.numbers.makespan, predicted.measured]).toEqual(["predicted", 12, false]);
     expect([measured.label, measured.numbers.makespan, measured.measured]).toEqual(["measured", 18, true]);
   });
@@ -47,7 +49,7 @@ describe("panels", () => {
   test("a run in another unit has its prediction in that unit", () => {
     const studio = new Studio(true);
     studio.show(measuredView(0.001, 0, 0), null);
-    const [predicted, measured] = studio.panels.value;
+    const [predicted, measured] = studio.rested.value;
     expect(predicted.numbers.makespan).toBeCloseTo(measured.numbers.makespan, 9);
     expect(predicted.label).toContain("×");
   });
@@ -97,7 +99,7 @@ describe("lateness", () => {
   const view = measuredView(1, 4, 0.5);
   const studio = new Studio(true);
   studio.show(view, null);
-  const [predicted, measured] = studio.panels.value;
+  const [predicted, measured] = studio.rested.value;
 
   test("the first action that is off is found", () => {
     expect(firstParting(predicted, measured)).toMatchObject({ node: 4, rank: 0, action: "0B1", late: 0.5 });

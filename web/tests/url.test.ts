@@ -27,6 +27,7 @@ function anyState(seed: number): LinkState {
     memory: next() < 0.5,
     path: next() < 0.5,
     span: maybe<[number, number]>([from, from + 0.05]),
+    edits: pick("", "m0.3.5_s1.2"),
     selected: maybe({ panel: 1, rank: 3, step: 12 }),
   };
 }

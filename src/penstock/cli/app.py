@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from penstock.cli.commands.compare import compare
 from penstock.cli.commands.convert import convert
@@ -13,16 +14,28 @@ from penstock.cli.commands.list import list_
 from penstock.cli.commands.lower import lower
 from penstock.cli.commands.plan import plan
 from penstock.cli.commands.profile import profile
+from penstock.cli.commands.read import read
 from penstock.cli.commands.show import show
 from penstock.cli.commands.simulate import simulate
 from penstock.cli.commands.studio import studio
 from penstock.cli.commands.train import train
 from penstock.cli.commands.verify import verify
+from penstock.cli.options import expand_groups
+
+
+class _Group(TyperGroup):
+    """Lists the commands with their whole first lines, however narrow the terminal is."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, command.get_short_help_str(limit=1000)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
 
 # Plain help loads much faster than Rich's, and reads the same in a pipe.
 app = typer.Typer(
+    cls=_Group,
     rich_markup_mode=None,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -60,15 +73,5 @@ def _penstock(
         typer.echo(context.get_help())
 
 
-app.command("list")(list_)
-app.command("show")(show)
-app.command("lower")(lower)
-app.command("verify")(verify)
-app.command("simulate")(simulate)
-app.command("compare")(compare)
-app.command("plan")(plan)
-app.command("train")(train)
-app.command("profile")(profile)
-app.command("convert")(convert)
-app.command("studio")(studio)
-app.command("export")(export)
+for command in (list_, show, lower, verify, simulate, compare, plan, train, profile, read, convert, studio, export):
+    app.command(command.__name__.rstrip("_"))(expand_groups(command))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from penstock.cli.output import INTERRUPTED
 from penstock.errors import CheckpointError, FileFormatError, PassError, PenstockError, PipelineError, PlanError, VerifyError
 
-GOOD, FINDING, USAGE, INTERRUPTED = 0, 1, 2, 130
+GOOD, FINDING, USAGE = 0, 1, 2
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -1,16 +1,24 @@
-"""Arguments and options that several commands take, and how they are read."""
+"""Arguments and options that several commands take, how they are read, and how groups of them become one parameter of a command."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ast
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
+from penstock.schedules.registry import algorithms
+from penstock.text.units import has_byte_unit, parse_size, seconds_per
 
 STDOUT = Path("-")
+LEAST_BYTES = 2**16
+"""A limit of fewer bytes must be written with a unit."""
 
 
 def whole_number(text: str) -> int:
@@ -29,14 +37,52 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
         raise UsageError(f"{option}: {text!r} is not a list of whole numbers, like 1,2,4") from None
 
 
+def refuse_unitless(option: str, text: str | None) -> None:
+    """Ask for the unit of a size that would be a few bytes; sizes below this are never meant in bytes."""
+    for part in (text or "").split(","):
+        if part.strip() and not has_byte_unit(part) and (read_size(option, part) or 0.0) < LEAST_BYTES:
+            raise UsageError(f"{option} {part.strip()}: memory is in bytes here, so write the unit, like {part.strip()}GiB")
+
+
 def read_size(option: str, text: str | None) -> float | None:
     """Read an option that is a size, like 50GB."""
-    from penstock.text.units import parse_size
-
     try:
         return None if text is None else parse_size(text, option)
     except CostsError as error:
         raise UsageError(str(error)) from None
+
+
+def read_assignments(option: str, parts: Iterable[str], example: str) -> dict[str, Any]:
+    """Read texts like `group_size=8`: numbers, booleans, None and lists as in Python, and otherwise text."""
+    values: dict[str, Any] = {}
+    for part in parts:
+        name, equals, text = map(str.strip, part.partition("="))
+        if not equals or not name.isidentifier() or not text:
+            raise UsageError(f"{option}: {part.strip()!r} is not NAME=VALUE: write {example}")
+        if name in values:
+            raise UsageError(f"{option}: {name} is given twice")
+        values[name] = _read_value(text)
+    return values
+
+
+def _read_value(text: str) -> Any:
+    words = {"true": True, "false": False, "none": None, "null": None, "nan": math.nan, "inf": math.inf, "infinity": math.inf}
+    if text.lower() in words:
+        return words[text.lower()]
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+    return value if isinstance(value, (int, float, list, tuple)) else text
+
+
+def existing_file(path: Path, option: str = "") -> Path:
+    """Refuse a path at which there is no file."""
+    if path.is_dir():
+        raise UsageError(f"{option}{path} is a folder, not a file")
+    if not path.exists():
+        raise UsageError(f"{option}there is no file {path}")
+    return path
 
 
 def writable(path: Path | None) -> Path | None:
@@ -67,50 +113,73 @@ def check_suffix(output: Path | None, suffixes: Sequence[str]) -> str | None:
 
 def check_unit(unit: str | None) -> None:
     """Refuse an unknown unit of time before any work is done."""
-    from penstock.text.units import seconds_per
-
     try:
         seconds_per("s" if unit is None else unit)
     except UsageError as error:
         raise UsageError(f"--unit: {error}") from None
 
 
-Source = Annotated[str, typer.Argument(metavar="NAME|FILE", help="A schedule's name (see 'penstock list'), or a .csv or .json file.")]
-Ranks = Annotated[int | None, typer.Option("-p", "--ranks", metavar="N", parser=whole_number, help="Ranks, for a NAME.  [default: 4]")]
-Microbatches = Annotated[
-    int | None, typer.Option("-m", "--microbatches", metavar="N", parser=whole_number, help="Microbatches, for a NAME.  [default: 8]")
-]
-Chunks = Annotated[
-    int | None, typer.Option("--chunks", metavar="N", parser=whole_number, help="Stages per rank, for a NAME that lets you choose.")
-]
-Options = Annotated[
-    list[str] | None,
-    typer.Option("-O", "--option", metavar="KEY=VALUE", help="An option of the schedule, such as group_size=8; may be repeated."),
-]
-Lower = Annotated[bool, typer.Option("--lower", help="Lower schedules first, so that message slots and reductions count too.")]
-Fsdp = Annotated[bool, typer.Option("--fsdp", help="Also gather and free sharded parameters.")]
-MergeBackward = Annotated[bool, typer.Option("--merge-backward", help="Merge each I with its own W into B if they are neighbours.")]
-Receive = Annotated[
-    str | None,
-    typer.Option(
-        "--receive",
-        metavar="WHERE",
-        help="Where to place receives: paired (with their sends), just-in-time, or N compute actions ahead.  [default: paired]",
+def count_option(text: str, *names: str, metavar: str = "N") -> Any:
+    """Declare an option that counts something."""
+    return typer.Option(*names, metavar=metavar, parser=whole_number, help=text)
+
+
+def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:
+    """Declare an option with a value of its own form, such as a size; `complete` lists what a shell may complete."""
+    return typer.Option(*names, metavar=metavar, help=text, autocompletion=complete)
+
+
+def file_option(text: str, *names: str, stdout: bool = True) -> Any:
+    """Declare an option that names a file to write; with `stdout`, `-` is stdout."""
+    return typer.Option(*names, metavar="FILE", callback=file_or_stdout if stdout else writable, help=text)
+
+
+def complete_schedules(incomplete: str) -> list[str]:
+    """List the schedules that a text is the start of; without any, shells complete files."""
+    return [name for name in algorithms() if name.startswith(incomplete.lower())]
+
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="NAME|FILE",
+        autocompletion=complete_schedules,
+        help="A schedule's name (see 'penstock list'), or a .csv or .json file.",
     ),
 ]
+Ranks = Annotated[int | None, count_option("Ranks, for a NAME.  [default: 4]", "-p", "--ranks")]
+Microbatches = Annotated[int | None, count_option("Microbatches, for a NAME.  [default: 8]", "-m", "--microbatches")]
 CostsText = Annotated[
     str | None,
-    typer.Option(
-        "--costs",
-        metavar="COSTS",
-        help='A .toml or .json file, or text like "f=1,i=1,w=1,latency=0.1".  [default: F, I and W take 1, messages nothing]',
+    text_option(
+        'A .toml or .json file, or text like "f=1,i=1,w=1,latency=0.1".  [default: F, I and W take 1, messages nothing]', "COSTS", "--costs"
     ),
 ]
-Unit = Annotated[str | None, typer.Option("--unit", metavar="UNIT", help="The unit of the costs' times: s, ms, us or ns.")]
+Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, us or ns.", "UNIT", "--unit")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
-Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o", "--output", metavar="FILE", callback=file_or_stdout, help="Write to FILE, whole or not at all, instead of printing."
-    ),
-]
+Output = Annotated[Path | None, file_option("Write to FILE, whole or not at all, instead of printing.", "-o", "--output")]
+
+
+def expand_groups(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace each parameter whose type is a dataclass by the annotated fields of that class, so that several commands share them."""
+    hints = get_type_hints(command, include_extras=True)
+    groups = {name: _group_parameters(hint) for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    parameters: list[Parameter] = []
+    for name, parameter in signature(command).parameters.items():
+        parameters += groups.get(name, [parameter.replace(annotation=hints[name])])
+
+    def run(**values: Any) -> Any:
+        built = {name: hints[name](**{one.name: values.pop(one.name) for one in group}) for name, group in groups.items()}
+        return command(**built, **values)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = Signature([one.replace(kind=Parameter.KEYWORD_ONLY) for one in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {one.name: one.annotation for one in parameters}
+    return run
+
+
+def _group_parameters(group: type) -> list[Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    options = [field for field in fields(group) if hasattr(hints[field.name], "__metadata__")]
+    defaults = {field.name: Parameter.empty if field.default is MISSING else field.default for field in options}
+    return [Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[name]) for name, default in defaults.items()]

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.differences import WORDS, TextSection, describe_differences
 from penstock.draw.figures.canvas import FAINT, GRID, IDLE, INK, PAPER, render
-from penstock.draw.summary import shape_of, summary_rows, title_of
+from penstock.draw.figures.timelines import draw_overlay, draw_timelines
+from penstock.draw.summary import WORDS, TextSection, describe_differences, shape_of, summary_rows, title_of
+from penstock.simulator.comparison.differences import Differences
+from penstock.simulator.timeline import Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from penstock.simulator.comparison.differences import Differences
-    from penstock.simulator.timeline import Timeline
 
 # The colours of text and background in a figure become those of the page.
 _THEMED = {
@@ -46,11 +46,13 @@ _PAGE = """<!DOCTYPE html>
 * {{ box-sizing: border-box; }}
 body {{ margin: 0; background: var(--back); color: var(--ink); font: 1rem/1.55 system-ui, -apple-system, "Segoe UI", sans-serif; }}
 main {{ max-width: {width}rem; margin: 0 auto; padding: 2.5rem 1.25rem 4rem; }}
-header p {{ color: var(--faint); margin: .25rem 0 0; max-width: 50rem; }}
+header p {{ color: var(--faint); margin: .4rem 0 0; max-width: 50rem; }}
+header p:first-of-type:not(:only-of-type) {{ color: var(--ink); font-size: 1.1rem; }}
 h1 {{ margin: 0; font-size: 1.9rem; line-height: 1.2; letter-spacing: -.01em; }}
 h2 {{ margin: 0 0 .5rem; font-size: 1.25rem; }}
 h3 {{ margin: 1.5rem 0 .4rem; font-size: 1rem; }}
-.cards {{ display: grid; grid-template-columns: repeat(auto-fit, minmax(9.5rem, 1fr)); gap: .75rem; margin: 1.75rem 0; padding: 0; }}
+.cards {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(max(9.5rem, 22%), 1fr)); gap: .75rem;
+  margin: 1.75rem 0; padding: 0; }}
 .card {{ background: var(--paper); border: 1px solid var(--line); border-radius: .6rem; padding: .8rem 1rem; }}
 .card dt {{ color: var(--faint); font-size: .85rem; }}
 .card dd {{ margin: 0; font-size: 1.35rem; font-weight: 600; font-variant-numeric: tabular-nums; }}
@@ -63,12 +65,14 @@ svg {{ display: block; width: 100%; min-width: 38rem; height: auto; }}
 table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }}
 .wide {{ overflow-x: auto; }}
 .wide p {{ margin: .3rem 0; }}
-th, td {{ padding: .3rem 1.4rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: pre; }}
+th, td {{ padding: .3rem 1.1rem .3rem 0; border-bottom: 1px solid var(--line); text-align: left; white-space: pre; }}
+td:last-child {{ white-space: normal; min-width: 6rem; }}
 th {{ font-weight: 600; }}
 tr.chosen > * {{ color: var(--accent); font-weight: 600; }}
 details {{ margin-top: 1rem; }} summary {{ cursor: pointer; color: var(--accent); }}
 code, pre {{ font: .85rem/1.5 ui-monospace, SFMono-Regular, Menlo, monospace; }}
-pre {{ margin: 0; padding: .8rem 1rem; background: var(--back); border-radius: .4rem; overflow-x: auto; }}
+pre {{ margin: 0; padding: .8rem 1rem; background: var(--back); border-radius: .4rem; white-space: pre-wrap;
+  overflow-wrap: anywhere; }}
 footer {{ color: var(--faint); font-size: .85rem; margin-top: 1.5rem; }}
 </style>
 </head>
@@ -85,8 +89,6 @@ _REPORT_WIDTH, _FIGURE_WIDTH = 68, 100
 
 def timelines_html(timelines: Sequence[Timeline], **options: Any) -> str:
     """Write a page of timelines and their summaries; the options are those of `draw_timelines`."""
-    from penstock.draw.figures.timelines import draw_timelines
-
     names = list(options.get("names") or map(title_of, timelines))
     columns = [dict(summary_rows(timeline, options.get("unit"))) for timeline in timelines]
     rows = [[name, *(column.get(name, "0") for column in columns)] for name in dict.fromkeys(name for column in columns for name in column)]
@@ -96,8 +98,6 @@ def timelines_html(timelines: Sequence[Timeline], **options: Any) -> str:
 
 def overlay_html(pairs: Sequence[Differences], **options: Any) -> str:
     """Write a page of measured timelines under their predictions; the options are those of `draw_overlay`."""
-    from penstock.draw.figures.overlay import draw_overlay
-
     names = list(options.get("names") or (title_of(pair.measured) for pair in pairs))
     sections = [Section().figure(draw_overlay(pairs, **options), "measured timelines under their predictions")]
     for name, pair in zip(names, pairs, strict=True):
@@ -105,10 +105,10 @@ def overlay_html(pairs: Sequence[Differences], **options: Any) -> str:
     return _page(", ".join(names), "\n".join(section.html() for section in sections), _FIGURE_WIDTH)
 
 
-def report_html(title: str, lead: str, cards: Sequence[Card], sections: Sequence[Section], footer: str) -> str:
+def report_html(title: str, lead: Sequence[str], cards: Sequence[Card], sections: Sequence[Section], footer: str) -> str:
     """Write a report: a headline, cards with the main results, then sections."""
     body = [
-        f"<header><h1>{escape(title)}</h1><p>{escape(lead)}</p></header>",
+        f"<header><h1>{escape(title)}</h1>{''.join(f'<p>{escape(text)}</p>' for text in lead)}</header>",
         '<dl class="cards">',
         *(card.html() for card in cards),
         "</dl>",

@@ -19,14 +19,23 @@ from penstock.ir.kind import COMPUTE, Kind
 class _Fields:
     """The fields of an action while `unpack_row` builds it: assigning them is not refused yet."""
 
-    __slots__ = ("kind", "microbatch", "peer", "stage", "sub_actions")
+    __slots__ = ("kind", "microbatch", "peer", "slice", "stage", "sub_actions")
 
-    def __init__(self, stage: int, kind: Kind, microbatch: int | None, sub_actions: tuple[Action, ...], peer: int | None) -> None:
+    def __init__(  # noqa: PLR0917 - mapped over columns
+        self,
+        stage: int,
+        kind: Kind,
+        microbatch: int | None,
+        sub_actions: tuple[Action, ...],
+        peer: int | None,
+        slice: int | None,  # noqa: A002 - the field's own word
+    ) -> None:
         self.stage = stage
         self.kind = kind
         self.microbatch = microbatch
         self.sub_actions = sub_actions
         self.peer = peer
+        self.slice = slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +44,12 @@ class Action(_Fields):
 
     An overlapped action holds `sub_actions` and no stage of its own (-1). `peer` names the stage at the other end
     of a message along an edge that skips stages; None is the neighbour in the chain. A wait for a send names the same peer as the send.
+    In a schedule with sequence slices an action belongs to one `slice` of its microbatch; None means that sequences are not cut.
 
     >>> Action.parse("3F7")
     Action('3F7')
+    >>> Action.parse("3F7.1").slice
+    1
     >>> Action.overlap(Action(3, Kind.F, 1), Action(0, Kind.B, 4))
     Action('(3F1;0B4)OVERLAP_F_B')
     """
@@ -47,6 +59,7 @@ class Action(_Fields):
     microbatch: int | None = None
     sub_actions: tuple[Action, ...] = ()
     peer: int | None = None
+    slice: int | None = None
 
     def __post_init__(self) -> None:
         if self.kind is Kind.OVERLAP_F_B:
@@ -63,6 +76,8 @@ class Action(_Fields):
             raise ActionError(
                 f"microbatch {self.microbatch} of stage {self.stage}: microbatches run from 0 to {codes.MAX_MICROBATCHES - 1}"
             )
+        if self.slice is not None and (self.microbatch is None or not 0 <= self.slice < codes.MAX_MICROBATCHES):
+            raise ActionError(f"slice {self.slice} of {self.kind.name}, stage {self.stage}: slices count from 0 and belong to a microbatch")
         if self.peer is not None:
             if not (self.kind.is_communication or self.kind.is_send_wait):
                 raise ActionError(f"a {self.kind.name} action has no peer; only sends, receives and waits for sends do")
@@ -70,8 +85,8 @@ class Action(_Fields):
                 raise ActionError(f"peer {self.peer} of stage {self.stage}: it must be another stage, from 0 to {codes.MAX_STAGES - 1}")
 
     def _check_overlap(self) -> None:
-        if self.stage != -1 or self.microbatch is not None or self.peer is not None:
-            raise ActionError("an OVERLAP_F_B action has no stage, microbatch or peer of its own: its sub-actions have")
+        if self.stage != -1 or self.microbatch is not None or self.peer is not None or self.slice is not None:
+            raise ActionError("an OVERLAP_F_B action has no stage, microbatch, slice or peer of its own: its sub-actions have")
         if len(self.sub_actions) < 2:
             raise ActionError(f"OVERLAP_F_B holds two or more sub-actions, got {len(self.sub_actions)}")
         for part in self.sub_actions:
@@ -99,6 +114,24 @@ class Action(_Fields):
     def is_compute(self) -> bool:
         return self.kind.is_compute
 
+    def unit(self, slices: int) -> int:
+        """The number of the action's microbatch and slice among those of all microbatches, each cut into `slices`.
+
+        An action that names no slice has that number as its microbatch: so PyTorch's files have it.
+
+        >>> Action.parse("3F7.1").unit(4), Action.parse("3F29").unit(4)
+        (29, 29)
+        """
+        number = self.microbatch or 0
+        if self.slice is None:
+            return number
+        if self.slice >= slices:
+            count = f"{slices} slices, 0 to {slices - 1}" if slices > 1 else "sequences that are not cut (slices=1)"
+            raise ActionError(f"{self} names slice {self.slice}, but this schedule has {count}")
+        if number * slices + self.slice >= codes.MAX_MICROBATCHES:
+            raise ActionError(f"{self}: microbatches times slices are at most {codes.MAX_MICROBATCHES}")
+        return number * slices + self.slice
+
     def __str__(self) -> str:
         from penstock.ir.formats.action_text import format_action
 
@@ -108,40 +141,42 @@ class Action(_Fields):
         return f"Action({str(self)!r})"
 
 
-def pack_action(action: Action) -> tuple[int, ...]:
+def pack_action(action: Action, slices: int = 1) -> tuple[int, ...]:
     """The packed codes of an action, one for each part."""
-    packed = [codes.pack(part.stage, int(part.kind), part.microbatch or 0, -1 if part.peer is None else part.peer) for part in action.parts]
+    packed = [codes.pack(part.stage, int(part.kind), part.unit(slices), -1 if part.peer is None else part.peer) for part in action.parts]
     return codes.overlap(*packed)
 
 
-def unpack_code(code: int) -> Action:
+def unpack_code(code: int, slices: int = 1) -> Action:
     """The action of one code, outside the group it runs in."""
     kind, peer = Kind(codes.kind_of(code)), codes.peer_of(code)
+    microbatch, part = divmod(codes.microbatch_of(code), slices)
     return Action(
         codes.stage_of(code),
         kind,
-        codes.microbatch_of(code) if kind.has_microbatch else None,
+        microbatch if kind.has_microbatch else None,
         peer=None if peer < 0 else peer,
+        slice=part if kind.has_microbatch and slices > 1 else None,
     )
 
 
-def unpack_actions(row: Iterable[int]) -> Iterator[Action]:
+def unpack_actions(row: Iterable[int], slices: int = 1) -> Iterator[Action]:
     """The actions of a row of codes, joined entries as one."""
     parts: list[Action] = []
     for code in row:
-        parts.append(unpack_code(code))
+        parts.append(unpack_code(code, slices))
         if not codes.is_joined(code):
             yield parts[0] if len(parts) == 1 else Action.overlap(*parts)
             parts.clear()
 
 
 _KINDS = tuple(Kind)
-_OF_STAGE = np.array([not kind.has_microbatch for kind in Kind] + [True] * (16 - len(Kind)))
-_NAMES_PEER = np.array([kind.is_communication or kind.is_send_wait for kind in Kind] + [False] * (16 - len(Kind)))
+_OF_STAGE = np.array([not kind.has_microbatch for kind in Kind] + [True] * (codes.MAX_KINDS - len(Kind)))
+_NAMES_PEER = np.array([kind.is_communication or kind.is_send_wait for kind in Kind] + [False] * (codes.MAX_KINDS - len(Kind)))
 """By kind: whether it belongs to a whole stage, and whether it may name a peer."""
 
 
-def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
+def unpack_row(row: NDArray[np.int64], slices: int = 1) -> tuple[Action, ...]:
     """The actions of a whole row of codes: `unpack_actions`, many times as fast.
 
     The fields are decoded and checked for the whole row at once. A row with an invalid code goes to `unpack_actions`,
@@ -158,14 +193,15 @@ def unpack_row(row: NDArray[np.int64]) -> tuple[Action, ...]:
         sound &= ~in_group | (kind <= Kind.W)
         sound[-1] &= not joined[-1]
     if not sound.all():
-        return tuple(unpack_actions(row.tolist()))
-    microbatches: list[int | None] = codes.microbatch_of(row).tolist()
+        return tuple(unpack_actions(row.tolist(), slices))
+    microbatches: list[int | None] = (codes.microbatch_of(row) // slices).tolist()
+    parts_of: list[int | None] = (codes.microbatch_of(row) % slices).tolist() if slices > 1 else [None] * len(row)
     for place in np.flatnonzero(_OF_STAGE[kind]).tolist():
-        microbatches[place] = None
+        microbatches[place] = parts_of[place] = None
     peers = [None if number < 0 else number for number in peer.tolist()] if has_peer.any() else repeat(None)
     kinds = map(_KINDS.__getitem__, kind.tolist())
     with _paused_collector():
-        parts = list(map(_Fields, stage.tolist(), kinds, microbatches, repeat(()), peers))
+        parts = list(map(_Fields, stage.tolist(), kinds, microbatches, repeat(()), peers, parts_of))
         for part in parts:
             part.__class__ = Action  # the same fields, which from here on cannot be assigned
         actions: list[Action] = parts  # type: ignore[assignment]
@@ -192,7 +228,7 @@ def _join_groups(parts: list[Action], lasts: list[int]) -> Iterator[Action]:
         if last == first:
             yield parts[first]
         else:
-            group = _Fields(-1, Kind.OVERLAP_F_B, None, tuple(parts[first : last + 1]), None)
+            group = _Fields(-1, Kind.OVERLAP_F_B, None, tuple(parts[first : last + 1]), None, None)
             group.__class__ = Action
             yield group  # type: ignore[misc]
         first = last + 1

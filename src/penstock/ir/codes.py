@@ -1,7 +1,7 @@
 """An action in one integer, and the helpers that schedule generators yield.
 
 From the lowest bit: 24 bits microbatch, 16 bits stage, 16 bits peer stage plus one (0: the neighbour in the chain),
-4 bits kind, 1 bit JOIN. An overlapped action is a run of codes in which all but the last carry JOIN, so that
+5 bits kind, 1 bit JOIN. An overlapped action is a run of codes in which all but the last carry JOIN, so that
 whole-pipeline work sees one entry for each part and never a special case. The functions take integers and NumPy arrays alike.
 """
 
@@ -16,7 +16,8 @@ MAX_STAGES = (1 << 16) - 1
 
 _STAGE, _PEER, _KIND = 24, 40, 56
 _LOW24, _LOW16 = (1 << 24) - 1, (1 << 16) - 1
-JOIN = 1 << 60
+MAX_KINDS = 32
+JOIN = 1 << 61
 STAGE_FIELD = _LOW16 << _STAGE
 
 
@@ -39,7 +40,7 @@ def peer_of(code: Any) -> Any:
 
 
 def kind_of(code: Any) -> Any:
-    return code >> _KIND & 15
+    return code >> _KIND & MAX_KINDS - 1
 
 
 def is_joined(code: Any) -> Any:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.kind import Kind
 from penstock.text.units import check_number
 from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
 
@@ -19,20 +21,25 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from penstock.ir.placement import Placement
+    from penstock.ir.table import Table
 
 PerStage = float | tuple[float, ...]
 PerAction = float | tuple[float | tuple[float, ...], ...]
 
 CONTENTION = ("independent", "pair", "duplex", "rank")
 
-_ONE_NUMBER = ("overlap", "latency", "bandwidth")
-_OPTIONAL = ("b", "bandwidth")
+_TIMES = ("f", "i", "w", "b", "latency", "unshard", "reduce", "optimizer", "host_latency")
+_ONE_NUMBER = ("overlap", "latency", "bandwidth", "host_latency", "host_bandwidth", "host_link_shared")
+_OPTIONAL = ("b", "bandwidth", "host_bandwidth")
 _PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 
 
 @dataclass(frozen=True)
 class Costs:
     """Scalars, or one value per stage; times, activations and outputs also one per stage and microbatch (a sequence of sequences).
+
+    If microbatches are cut into slices, one value per stage and slice takes the place of one per microbatch: the slices of microbatch 0 in
+    order, then those of microbatch 1 and so on. A single value is then that of a slice.
 
     Units are the caller's, one for time and one for size.
 
@@ -73,6 +80,13 @@ class Costs:
     """The time to reduce a stage's gradients."""
     optimizer: PerStage = 0.0
     """The time of the optimizer's step for a stage, after everything else on the rank."""
+    host_latency: float = 0.0
+    """Time of a copy of size 0 to host memory or back. A copy occupies its direction of the link for this and for the activation's size
+    divided by the bandwidth."""
+    host_bandwidth: float | None = None
+    """Size per time that the link to host memory carries in each direction; None for unlimited."""
+    host_link_shared: int = 1
+    """How many neighbouring ranks share one link to host memory: 2 for ranks 0 and 1, 2 and 3, and so on."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -82,11 +96,15 @@ class Costs:
                     raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
             elif value is not None or field.name not in _OPTIONAL:
                 object.__setattr__(self, field.name, _checked(field.name, value))
-        if self.bandwidth == 0:
-            raise CostsError("bandwidth must be more than 0, or None for unlimited")
+        for name in ("bandwidth", "host_bandwidth"):
+            if getattr(self, name) == 0:
+                raise CostsError(f"{name} must be more than 0, or None for unlimited")
+        if self.host_link_shared < 1 or self.host_link_shared != int(self.host_link_shared):
+            raise CostsError(f"host_link_shared is the number of ranks per link, a whole number of at least 1, got {self.host_link_shared}")
+        object.__setattr__(self, "host_link_shared", int(self.host_link_shared))
 
     def of_stage(self, name: str, stage: int, microbatch: int = 0) -> float:
-        """One stage's value of a field."""
+        """One stage's value of a field, for a microbatch or slice by its number."""
         value = getattr(self, name)
         if isinstance(value, tuple):
             if stage >= len(value):
@@ -111,7 +129,7 @@ class Costs:
         return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
 
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
-        """A field's value for every stage (row) and microbatch (column); `b` defaults to i + w."""
+        """A field's value for every stage (row) and microbatch or slice (column); `b` defaults to i + w."""
         import numpy as np
 
         value = getattr(self, name)
@@ -123,7 +141,8 @@ class Costs:
             of_stage = value[stage] if isinstance(value, tuple) else value
             if isinstance(of_stage, tuple) and len(of_stage) != microbatches:
                 raise CostsError(
-                    f"{name}[{stage}] has {len(of_stage)} values for {microbatches} microbatches: give one number or one per microbatch"
+                    f"{name}[{stage}] has {len(of_stage)} values for {microbatches} microbatches, or slices of them: give one number, or "
+                    "one per microbatch, or per slice if microbatches are cut"
                 )
             table[stage] = of_stage
         return table
@@ -138,6 +157,35 @@ class Costs:
         value = getattr(self, name)
         if isinstance(value, tuple) and len(value) != stages:
             raise CostsError(f"{name} has {len(value)} values for {stages} stages: give one number or one per stage")
+
+    def list_unused(self, table: Table) -> list[str]:
+        """The times that were set and that no action of the schedule or program takes: `b`, if every backward is split.
+
+        >>> from penstock.ir.schedule import Schedule
+        >>> Costs(b=40).list_unused(Schedule.from_actions([["0F0", "0I0", "0W0"]]))
+        ['b']
+        """
+        kinds = set(table.rows.kind.tolist())
+        full = {Kind.B} if self.b is None else set()  # without a time of its own a full backward takes that of its halves
+        users = {"f": {Kind.F}, "i": {Kind.I} | full, "w": {Kind.W} | full, "b": {Kind.B}}
+        defaults = Costs()
+        return [name for name, of in users.items() if getattr(self, name) != getattr(defaults, name) and not kinds & of]
+
+    def scaled(self, factor: float) -> Costs:
+        """The same costs in another unit of time: every time multiplied by the factor."""
+        times: dict[str, Any] = {name: _multiplied(getattr(self, name), factor) for name in _TIMES if getattr(self, name) is not None}
+        rates: dict[str, Any] = {name: getattr(self, name) for name in ("bandwidth", "host_bandwidth") if getattr(self, name) is not None}
+        return replace(self, **times, **{name: rate / factor for name, rate in rates.items()})
+
+    def permuted(self, order: Sequence[int]) -> Costs:
+        """The same costs with the microbatches in another order: `order[k]` is the microbatch that becomes microbatch k.
+
+        >>> Costs(f=[[1.0, 2.0, 3.0]]).permuted([2, 0, 1]).f
+        ((3.0, 1.0, 2.0),)
+        """
+        copy = object.__new__(Costs)  # every value has been checked
+        copy.__dict__.update({name: _permuted(value, order) for name, value in self.__dict__.items()})
+        return copy
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
@@ -175,11 +223,31 @@ class Costs:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
+def _multiplied(value: Any, factor: float) -> Any:
+    return tuple(_multiplied(item, factor) for item in value) if isinstance(value, tuple) else value * factor
+
+
+def _permuted(value: Any, order: Sequence[int]) -> Any:
+    """A field's value with every row of one value per microbatch in another order."""
+    if not isinstance(value, tuple):
+        return value
+    return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
+
+
 def _lists(value: Any) -> Any:
     return [_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
+def _is_valid(values: NDArray[np.float64]) -> bool:
+    """Whether all values of an array are finite numbers of at least 0, as `check_number` wants them."""
+    return bool(((values >= 0) & (values <= sys.float_info.max)).all())
+
+
 def _checked(name: str, value: Any, depth: int = 0) -> Any:
+    if hasattr(value, "tolist"):
+        if depth == 0 and name in _PER_ACTION and getattr(value, "ndim", 0) == 2 and value.dtype == float and _is_valid(value):
+            return tuple(map(tuple, value.tolist()))
+        value = value.tolist()  # an array, or a scalar of one
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         if name in _ONE_NUMBER:
             raise CostsError(f"{name} is one number, not one per stage")

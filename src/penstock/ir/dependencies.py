@@ -3,6 +3,11 @@
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.
 - `W(s, m)` needs `I(s, m)`.
+- If sequences are cut into slices, each slice counts as a microbatch in these rules. Besides, F of a slice needs F of the slice before it,
+  whose keys and values it reads, and B or I of a slice needs that of the slice after it, which adds to their gradients, on the same stage.
+- `OFFLOAD` needs the `F` of its stage and microbatch (and slice), `RELOAD` its `OFFLOAD`, and then `B` or `I` the `RELOAD`. The
+  copy that an `OFFLOAD` starts runs beside the next compute action of its rank; the first `F` behind that waits for its end, so that it
+  can take the memory, or the `RELOAD` does if that comes first.
 - `WAIT_SEND` needs its send, and waits until the receive has taken the message; `WAIT_REDUCE_GRAD` needs its `REDUCE_GRAD`.
 
 In a schedule these hold between compute actions. In a program the output of another rank comes as a message: the consumer
@@ -15,41 +20,48 @@ edges: that edge then has its own, as every edge had in programs of version 0.1.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
 from penstock.ir import codes
 from penstock.ir.action import Action
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import COMPUTE, SEND_WAITS, SENDS, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Flags, Ints, Rows, first_of
 
 _ENDS = {True: (Kind.SEND_F, Kind.RECV_F), False: (Kind.SEND_B, Kind.RECV_B)}
 """The two ends of a message, of activations (forward) and of gradients."""
-_UP = (Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F)
-"""The kinds whose other end is, in a chain, the next stage."""
+_STEP = np.full(codes.MAX_KINDS, -1)
+_STEP[[Kind.SEND_F, Kind.RECV_B, Kind.WAIT_SEND_F]] = 1
+"""By kind, the step in a chain from the stage of a message's end to that of its other end."""
 
 
-def needs(action: Action, graph: StageGraph) -> tuple[Action, ...]:
-    """List what one compute action needs, with `I` standing for whichever backward makes the input gradient.
+def needs(action: Action, graph: StageGraph, slices: int = 1) -> tuple[Action, ...]:
+    """List what one compute action or copy needs, with `I` standing for whichever backward makes the input gradient.
 
     >>> needs(Action.parse("1I0"), StageGraph.chain(3))
     (Action('1F0'), Action('2I0'))
+    >>> needs(Action.parse("1I0.2"), StageGraph.chain(3), slices=4)
+    (Action('1F0.2'), Action('2I0.2'), Action('1I0.3'))
     """
     needed: list[Action] = []
     for part in action.parts:
-        stage, microbatch = part.stage, part.microbatch
         if part.kind is Kind.F:
-            needed += [Action(source, Kind.F, microbatch) for source in graph.inputs_of(stage)]
+            needed += [replace(part, stage=source) for source in graph.inputs_of(part.stage)]
+            needed += [replace(part, slice=part.slice - 1)] if part.slice else []
         elif part.kind in (Kind.B, Kind.I):
-            needed.append(Action(stage, Kind.F, microbatch))
-            needed += [Action(target, Kind.I, microbatch) for target in graph.outputs_of(stage)]
+            needed.append(replace(part, kind=Kind.F))
+            needed += [replace(part, kind=Kind.I, stage=target) for target in graph.outputs_of(part.stage)]
+            needed += [replace(part, kind=Kind.I, slice=part.slice + 1)] if part.slice is not None and part.slice + 1 < slices else []
         elif part.kind is Kind.W:
-            needed.append(Action(stage, Kind.I, microbatch))
+            needed.append(replace(part, kind=Kind.I))
+        elif part.kind.is_copy:
+            needed.append(replace(part, kind=Kind.F if part.kind is Kind.OFFLOAD else Kind.OFFLOAD))
     return tuple(needed)
 
 
@@ -99,12 +111,13 @@ class Links:
 
 @dataclass(frozen=True)
 class Linker:
-    """Finds the dependencies among the entries of `rows`. Entries of stages or microbatches beyond the counts are passed over."""
+    """Finds the dependencies among the entries of `rows`. Entries of stages or units beyond the counts are passed over."""
 
     rows: Rows
     placement: Placement
     graph: StageGraph
-    microbatches: int
+    units: int
+    """How many microbatches there are, or slices of all of them."""
     lowered: bool
     """Whether data crosses ranks by messages."""
 
@@ -113,20 +126,50 @@ class Linker:
         data: list[Needs] = []
         missing: list[Missing] = []
         self._stage_rules(local, missing)
+        self._copy_rules(local, missing)
+        self._slice_rules(local, missing)
         for forward in (True, False):
             self._edge_rule(forward, local, data, missing)
-        messages = self._send_rules(local, missing) if self.lowered else _no_needs()
-        retired = self._wait_rules(messages, local, missing) if self.lowered else _no_needs()
+        messages = self._send_rules(local, missing) if self.lowered else _joined(Needs)
+        retired = self._wait_rules(messages, local, missing) if self.lowered else _joined(Needs)
         self._reduction_rule(local, missing)
-        return Links(_joined(local), _joined(data), messages, retired, _joined_missing(missing))
+        return Links(_joined(Needs, local), _joined(Needs, data), messages, retired, _joined(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
     def _stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
             after = self._of(*kinds)
-            stage, microbatch = self._stage[after], self._microbatch[after]
+            stage, microbatch = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, microbatch)], after, codes.pack(stage, int(maker), microbatch), local, missing)
+
+    def _copy_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+        """A moved activation is made, taken away and brought back, in this order, before its backward."""
+        offloads, reloads = self._of(Kind.OFFLOAD), self._of(Kind.RELOAD)
+        if not len(offloads) + len(reloads):
+            return
+        moved, returned = self._made_by(Kind.OFFLOAD), self._made_by(Kind.RELOAD)
+        backwards = self._of(Kind.B, Kind.I)
+        cells = self._cell(self.rows.stage[backwards], self.rows.microbatch[backwards])
+        backwards = backwards[(moved[cells] >= 0) | (returned[cells] >= 0)]
+        for after, table, maker in (
+            (offloads, self._forwards, Kind.F),
+            (reloads, moved, Kind.OFFLOAD),
+            (backwards, returned, Kind.RELOAD),
+        ):
+            stage, unit = self.rows.stage[after], self.rows.microbatch[after]
+            self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
+
+    def _slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+        """Forwards of a microbatch's slices ascend on a stage, backwards descend."""
+        slices = self.rows.slices
+        if slices == 1:
+            return
+        for kinds, table, maker, step in (((Kind.F,), self._forwards, Kind.F, -1), ((Kind.B, Kind.I), self._gradients, Kind.I, 1)):
+            after = self._of(*kinds)
+            after = after[self.rows.microbatch[after] % slices != (0 if step < 0 else slices - 1)]
+            stage, unit = self.rows.stage[after], self.rows.microbatch[after] + step
+            self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
 
     # The rules along an edge ------------------------------------------------------------------------------------------
 
@@ -136,10 +179,10 @@ class Linker:
         makers, maker_kind = (self._forwards, Kind.F) if forward else (self._gradients, Kind.I)
         table = self.graph.input_table if forward else self.graph.output_table
         for column in range(table.shape[1]):
-            source = table[self._stage[consumers], column]
+            source = table[self.rows.stage[consumers], column]
             after, source = consumers[source >= 0], source[source >= 0]
-            microbatch = self._microbatch[after]
-            crosses = self._crosses(self._stage[after], source, microbatch)
+            microbatch = self.rows.microbatch[after]
+            crosses = self._crosses(self.rows.stage[after], source, microbatch)
             near, far = ~crosses, crosses
             made_by = makers[self._cell(source, microbatch)]
             code = codes.pack(source, int(maker_kind), microbatch)
@@ -148,14 +191,14 @@ class Linker:
                 self._resolve(made_by[far], after[far], code[far], data, missing)
                 continue
             after, source, microbatch = after[far], source[far], microbatch[far]
-            edge = self.edge_between(self._stage[after], source)
+            edge = self.edge_between(self.rows.stage[after], source)
             carrier = self.carried_by(forward, edge, microbatch)
             if not forward:  # a sum is needed once, as the gradient of its carrier
                 own = carrier == edge
                 after, carrier, microbatch = after[own], carrier[own], microbatch[own]
             low, high = self.graph.edge_table[carrier].T
             stage, other = (high, low) if forward else (low, high)
-            cell = carrier * self.microbatches + microbatch
+            cell = carrier * self.units + microbatch
             send, receive = _ENDS[forward]
             for kind, at, away, into in ((receive, stage, other, local), (send, other, stage, data)):
                 self._resolve(self._ends[kind][cell], after, message_code(kind, at, away, microbatch), into, missing)
@@ -166,18 +209,18 @@ class Linker:
         for forward, makers, maker in ((True, self._forwards, Kind.F), (False, self._gradients, Kind.I)):
             send, receive = _ENDS[forward]
             entries = self._of(send)
-            stage, microbatch = self._stage[entries], self._microbatch[entries]
+            stage, microbatch = self.rows.stage[entries], self.rows.microbatch[entries]
             self._resolve(makers[self._cell(stage, microbatch)], entries, codes.pack(stage, int(maker), microbatch), local, missing)
             sent, received = self._ends[send], self._ends[receive]
             both = (sent >= 0) & (received >= 0)
             pairs.append(Needs(sent[both], received[both]))
         edge, carrier, microbatch = self.shared(forward=False)
-        entries, reader = self._ends[Kind.SEND_B][carrier * self.microbatches + microbatch], self.graph.edge_table[edge, 1]
+        entries, reader = self._ends[Kind.SEND_B][carrier * self.units + microbatch], self.graph.edge_table[edge, 1]
         there = entries >= 0
         entries, reader, microbatch = entries[there], reader[there], microbatch[there]
         code = codes.pack(reader, int(Kind.I), microbatch)
         self._resolve(self._gradients[self._cell(reader, microbatch)], entries, code, local, missing)
-        return _joined(pairs)
+        return _joined(Needs, pairs)
 
     # The rules of waits -----------------------------------------------------------------------------------------------
 
@@ -185,28 +228,22 @@ class Linker:
         """A WAIT_SEND needs its send; and the pairs of a message's receive and the WAIT_SEND of its sender."""
         waits = self._of(*SEND_WAITS)
         if not len(waits):
-            return _no_needs()
+            return _joined(Needs)
         send = self.sends_awaited(waits)
-        stage, microbatch, peer = self._stage[waits], self._microbatch[waits], peer_stages(self.rows)[waits]
-        code = np.where(
-            self.rows.kind[waits] == Kind.WAIT_SEND_F,
-            message_code(Kind.SEND_F, stage, peer, microbatch),
-            message_code(Kind.SEND_B, stage, peer, microbatch),
-        )
-        self._resolve(send, waits, code, local, missing)
-        receive_of = np.full(len(self.rows.codes) + 1, -1, dtype=np.int64)
-        receive_of[messages.before] = messages.after
-        receive = receive_of[send]  # of no send, -1: the last place
+        stage, microbatch, peer = self.rows.stage[waits], self.rows.microbatch[waits], peer_stages(self.rows)[waits]
+        kind = np.where(self.rows.kind[waits] == Kind.WAIT_SEND_F, *SENDS)
+        self._resolve(send, waits, message_code(kind, stage, peer, microbatch), local, missing)
+        receive = first_of(messages.before, messages.after, len(self.rows.codes) + 1)[send]  # of no send, -1: the last place
         return Needs(receive[receive >= 0], waits[receive >= 0])
 
     def sends_awaited(self, waits: Ints) -> Ints:
         """For each entry that is a WAIT_SEND, the send that it waits for, -1 if there is none."""
         send = np.full(len(waits), -1, dtype=np.int64)
-        stage, peer = self._stage[waits], peer_stages(self.rows)[waits]
+        stage, peer = self.rows.stage[waits], peer_stages(self.rows)[waits]
         edge = self.edge_between(stage, peer)
         for wait, kind in zip(SEND_WAITS, SENDS, strict=True):
             along = (self.rows.kind[waits] == wait) & (edge >= 0) & ((peer - stage) * towards(kind) > 0)
-            send[along] = self._ends[kind][edge[along] * self.microbatches + self._microbatch[waits[along]]]
+            send[along] = self._ends[kind][edge[along] * self.units + self.rows.microbatch[waits[along]]]
         return send
 
     def _reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
@@ -215,8 +252,8 @@ class Linker:
         if not len(waits):
             return
         reduces, stages, rank = self._of(Kind.REDUCE_GRAD), self.graph.stages, self.rows.rank
-        table = first_of(rank[reduces] * stages + self._stage[reduces], reduces, len(self.rows) * stages)
-        stage = self._stage[waits]
+        table = first_of(rank[reduces] * stages + self.rows.stage[reduces], reduces, len(self.rows) * stages)
+        stage = self.rows.stage[waits]
         self._resolve(table[rank[waits] * stages + stage], waits, codes.pack(stage, int(Kind.REDUCE_GRAD)), local, missing)
 
     @staticmethod
@@ -235,11 +272,11 @@ class Linker:
         if not len(edge):
             return use
         never = len(self.rows.codes)
-        table = np.full(len(self.graph.edges) * self.microbatches, never, dtype=np.int64)
+        table = np.full(len(self.graph.edges) * self.units, never, dtype=np.int64)
         entries = self.forward_at(self.graph.edge_table[edge, 1], shared_microbatch)
-        np.minimum.at(table, carrier * self.microbatches + shared_microbatch, np.where(entries < 0, never, entries))
+        np.minimum.at(table, carrier * self.units + shared_microbatch, np.where(entries < 0, never, entries))
         at = self.edge_between(low, high)
-        others = np.where(at < 0, never, table[at * self.microbatches + microbatch])
+        others = np.where(at < 0, never, table[at * self.units + microbatch])
         first = np.minimum(np.where(use < 0, never, use), others)
         return np.where(first == never, -1, first)
 
@@ -280,7 +317,7 @@ class Linker:
         own = np.arange(len(self.graph.edges))
         if (carriers == own).all():
             return {True: None, False: None}
-        usual = carriers[np.arange(self.microbatches) % len(carriers)].T
+        usual = carriers[np.arange(self.units) % len(carriers)].T
         tables: dict[bool, Ints | None] = {}
         for forward, (send, receive) in _ENDS.items():
             named = ((self._ends[send] >= 0) | (self._ends[receive] >= 0)).reshape(usual.shape)
@@ -289,17 +326,9 @@ class Linker:
 
     # Tables -----------------------------------------------------------------------------------------------------------
 
-    @property
-    def _stage(self) -> Ints:
-        return self.rows.stage
-
-    @property
-    def _microbatch(self) -> Ints:
-        return self.rows.microbatch
-
     @cached_property
     def _inside(self) -> Flags:
-        return (self._stage < self.graph.stages) & (self._microbatch < self.microbatches)
+        return (self.rows.stage < self.graph.stages) & (self.rows.microbatch < self.units)
 
     def _of(self, *kinds: Kind) -> Ints:
         """The entries of these kinds, inside the counts."""
@@ -309,11 +338,11 @@ class Linker:
     def _place(self) -> Ints:
         """Each stage's row in the tables. Stages that are nowhere share the last one, so that a few ranks alone need little room."""
         present = np.zeros(self.graph.stages, dtype=np.bool_)
-        present[self._stage[self._inside]] = True
+        present[self.rows.stage[self._inside]] = True
         return np.where(present, np.cumsum(present) - 1, present.sum())
 
     def _cell(self, stage: Ints, microbatch: Ints) -> Ints:
-        return np.asarray(self._place[stage] * self.microbatches + microbatch)
+        return np.asarray(self._place[stage] * self.units + microbatch)
 
     @cached_property
     def _forwards(self) -> Ints:
@@ -325,8 +354,8 @@ class Linker:
 
     def _made_by(self, *kinds: Kind) -> Ints:
         entries = self._of(*kinds)
-        cells = self._cell(self._stage[entries], self._microbatch[entries])
-        return first_of(cells, entries, (int(self._place.max()) + 1) * self.microbatches)
+        cells = self._cell(self.rows.stage[entries], self.rows.microbatch[entries])
+        return first_of(cells, entries, (int(self._place.max()) + 1) * self.units)
 
     @cached_property
     def _ends(self) -> dict[Kind, Ints]:
@@ -335,11 +364,11 @@ class Linker:
 
     def _end_table(self, kind: Kind) -> Ints:
         entries = self._of(kind)
-        stage, peers = self._stage[entries], peer_stages(self.rows)[entries]
+        stage, peers = self.rows.stage[entries], peer_stages(self.rows)[entries]
         edge = self.edge_between(stage, peers)
         along = (edge >= 0) & ((peers - stage) * towards(kind) > 0)  # activations only go up, gradients only down
         entries, edge = entries[along], edge[along]
-        return first_of(edge * self.microbatches + self._microbatch[entries], entries, len(self.graph.edges) * self.microbatches)
+        return first_of(edge * self.units + self.rows.microbatch[entries], entries, len(self.graph.edges) * self.units)
 
     def edge_between(self, one: Ints, other: Ints) -> Ints:
         """The index of the edge between two stages, -1 if there is none."""
@@ -416,34 +445,46 @@ def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
     return Needs(begun, made)
 
 
+def find_releases(rows: Rows) -> Needs:
+    """Each OFFLOAD, and the action of its rank that waits for its copy, so that the memory it has left can be used again.
+
+    That is the first F behind the next compute action, or its RELOAD if that comes first. An OFFLOAD with neither is left out.
+    """
+    offloads = np.flatnonzero(rows.is_kind(Kind.OFFLOAD))
+    if not len(offloads):
+        return _joined(Needs)
+    never = len(rows.codes)
+    forwards, computes = (np.append(np.flatnonzero(rows.is_kind(*kinds)), never) for kinds in ((Kind.F,), COMPUTE))
+    beside = np.append(rows.group_ends, never)[computes[np.searchsorted(computes, offloads)]]
+    forward = forwards[np.searchsorted(forwards, beside)]
+    forward = np.where(forward < rows.offsets[rows.rank[offloads] + 1], forward, never)
+    reloads = np.flatnonzero(rows.is_kind(Kind.RELOAD))
+    cell = rows.stage * (int(rows.microbatch.max(initial=0)) + 1) + rows.microbatch
+    reload = first_of(cell[reloads], reloads, int(cell.max(initial=0)) + 1)[cell[offloads]]
+    reload = np.where(reload > offloads, reload, never)
+    release = np.minimum(forward, reload)
+    return Needs(offloads[release < never], release[release < never])
+
+
 def towards(kind: Kind) -> int:
     """The step from a communication's stage to its neighbour's: +1 up the chain, -1 down."""
-    return 1 if kind in _UP else -1
+    return int(_STEP[kind])
 
 
 def peer_stages(rows: Rows) -> Ints:
     """The stage at the other end of each communication entry and of each wait for a send (meaningless for the others)."""
-    up = rows.is_kind(*_UP)
-    return np.where(rows.peer >= 0, rows.peer, rows.stage + np.where(up, 1, -1))
+    return np.where(rows.peer >= 0, rows.peer, rows.stage + _STEP[rows.kind])
 
 
-def message_code(kind: Kind, stage: Ints, other: Ints, microbatch: Ints) -> Ints:
+def message_code(kind: Kind | Ints, stage: Ints, other: Ints, microbatch: Ints) -> Ints:
     """The code of one end of a message; the peer is written only if it is not the neighbour."""
-    neighbour = other == stage + towards(kind)
-    return np.asarray(codes.pack(stage, int(kind), microbatch, np.where(neighbour, -1, other)), dtype=np.int64)
+    peer = np.where(other == stage + _STEP[kind], -1, other)
+    return np.asarray(codes.pack(stage, kind, microbatch, peer), dtype=np.int64)
 
 
-def _joined(parts: list[Needs]) -> Needs:
-    if not parts:
-        return _no_needs()
-    return Needs(np.concatenate([part.before for part in parts]), np.concatenate([part.after for part in parts]))
+_List = TypeVar("_List", Needs, Missing)
 
 
-def _joined_missing(parts: list[Missing]) -> Missing:
-    if not parts:
-        return Missing(*_no_needs())
-    return Missing(np.concatenate([part.after for part in parts]), np.concatenate([part.code for part in parts]))
-
-
-def _no_needs() -> Needs:
-    return Needs(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+def _joined(of: type[_List], parts: Iterable[_List] = ()) -> _List:
+    none = np.zeros(0, dtype=np.int64)
+    return of(*(np.concatenate(column) for column in zip((none, none), *parts, strict=True)))

@@ -23,6 +23,8 @@ class Kind(IntEnum):
     WAIT_SEND_F = 12
     WAIT_SEND_B = 13
     WAIT_REDUCE_GRAD = 14
+    OFFLOAD = 15
+    RELOAD = 16
 
     @property
     def is_compute(self) -> bool:
@@ -37,12 +39,17 @@ class Kind(IntEnum):
     @property
     def has_microbatch(self) -> bool:
         """Whether an action of this kind belongs to one microbatch; the others belong to a whole stage."""
-        return self <= Kind.RECV_B or self.is_send_wait
+        return self <= Kind.RECV_B or self.is_send_wait or self.is_copy
 
     @property
     def is_send_wait(self) -> bool:
         """Waits until an earlier send of the rank is done."""
         return self in (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
+
+    @property
+    def is_copy(self) -> bool:
+        """Moves an activation to host memory, or back."""
+        return self in (Kind.OFFLOAD, Kind.RELOAD)
 
 
 COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -50,3 +57,4 @@ SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 SEND_WAITS = (Kind.WAIT_SEND_F, Kind.WAIT_SEND_B)
 """The waits for the kinds in `SENDS`, in the same order."""
+COPIES = (Kind.OFFLOAD, Kind.RELOAD)

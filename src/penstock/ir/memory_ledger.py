@@ -1,6 +1,11 @@
 """What is held in memory from when to when: the one home of these rules.
 
 - An activation is held from the start of F to the end of I or B.
+  With slices this holds for each slice: its activation includes its keys and values, which later slices of the microbatch read, and the
+  room for their gradients. All uses lie between its F and its I or B, because forwards ascend through the slices and backwards descend.
+- An activation that is moved to the host is not held between the end of its OFFLOAD and the start of its RELOAD. The OFFLOAD ends where its
+  rank waits for the copy (`dependencies.find_releases`): at the start of the first F behind the compute action that the copy runs beside,
+  or of the RELOAD itself. The host holds it from the start of the OFFLOAD to the start of the I or B, which waits for the copy back.
 - The weight stash is held from the end of I to the end of W.
 - A received message is held from its receive (in a schedule, from its arrival) to the end of the action that uses it last.
 - A sum of gradients for another rank is held from the end of the first backward that adds to it to the end of the last one.
@@ -9,7 +14,7 @@
 - All the time, a rank holds its shards; its parameters if nothing is sharded.
 
 The verifier and the simulator read `list_changes` of a table. The planner, which has no table yet, reads `Lifetime`s: what one
-microbatch holds on one stage.
+microbatch, or one slice of it, holds on one stage.
 """
 
 from __future__ import annotations
@@ -21,9 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock.ir.costs import Costs
-from penstock.ir.dependencies import peer_stages
+from penstock.ir.dependencies import find_releases, peer_stages
 from penstock.ir.kind import RECEIVES, SEND_WAITS, Kind
-from penstock.ir.rows import Floats, Ints
+from penstock.ir.rows import Flags, Floats, Ints
 from penstock.ir.table import Table
 
 CATEGORIES = ("activations", "weight stash", "receive buffers", "parameters")
@@ -102,7 +107,7 @@ def list_changes(table: Table, costs: Costs) -> Changes:
 def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     """Activations, stashes and parameters: changes that a kind of action makes by itself."""
     activation, stash = (_sizes(costs, table, name) for name in ("activation", "weight_stash"))
-    parameters = np.array(costs.per_stage("parameters", table.stages))[:, None] * np.ones(table.microbatches)
+    parameters = np.array(costs.per_stage("parameters", table.stages))[:, None] * np.ones(table.units)
     activations = [
         (_ACTIVATIONS, (Kind.F,), When.START, activation),
         (_ACTIVATIONS, (Kind.B, Kind.I), When.END, -activation),
@@ -113,13 +118,39 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
         (_PARAMETERS, (Kind.UNSHARD,), When.START, parameters),
         (_PARAMETERS, (Kind.RESHARD,), When.END, -parameters),
     ]
-    rows = table.rows
-    inside = (rows.stage < table.stages) & (rows.microbatch < table.microbatches)
+    rows, inside = table.rows, _inside(table)
     changes = []
     for category, kinds, when, sizes in (activations if table.training else []) + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
         changes.append(_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
-    return changes
+    return changes + _list_moves(table, activation)
+
+
+def _list_moves(table: Table, activation: Floats) -> list[Changes]:
+    """Activations that leave the device and come back."""
+    rows, inside, (moved, released) = table.rows, _inside(table), find_releases(table.rows)
+    moved, released = moved[inside[moved]], released[inside[moved]]
+    back = np.flatnonzero(rows.is_kind(Kind.RELOAD) & inside)
+    return [
+        _changes(_ACTIVATIONS, released, When.START, -activation[rows.stage[moved], rows.microbatch[moved]]),
+        _changes(_ACTIVATIONS, back, When.START, activation[rows.stage[back], rows.microbatch[back]]),
+    ]
+
+
+def list_host_changes(table: Table, costs: Costs) -> Changes:
+    """Every change of the host memory that holds activations of a rank."""
+    rows, local, activation = table.rows, table.links.local, _sizes(costs, table, "activation")
+    taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _inside(table))
+    free = local.after[rows.is_kind(Kind.RELOAD)[local.before] & rows.is_kind(Kind.B, Kind.I)[local.after]]
+    parts = [
+        _changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
+        for entries, sign in ((taken, 1.0), (free, -1.0))
+    ]
+    return Changes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Changes._fields))
+
+
+def _inside(table: Table) -> Flags:
+    return (table.rows.stage < table.stages) & (table.rows.microbatch < table.units)
 
 
 def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
@@ -157,7 +188,7 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
 
 
 def _sizes(costs: Costs, table: Table, name: str) -> Floats:
-    return costs.table(name, table.stages, table.microbatches)
+    return costs.table(name, table.stages, table.units)
 
 
 def _changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:

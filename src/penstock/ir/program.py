@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from penstock.ir.graph import StageGraph
-from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.kind import COMPUTE, COPIES, Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
@@ -44,7 +44,7 @@ class Buffers:
 
 
 class Program(Table):
-    """Compute, communication, sharding and reduction, in the order in which each rank runs them.
+    """Compute, communication, sharding, reduction and copies to the host, in the order in which each rank runs them.
 
     `lowered` is false for a program halfway through lowering: data that crosses ranks has no messages yet.
     """
@@ -60,16 +60,19 @@ class Program(Table):
         passes: str = "",
         buffers: Buffers | None = None,
         lowered: bool = True,
+        slices: int = 1,
     ) -> None:
-        super().__init__(placement, microbatches, graph=graph, name=name)
+        super().__init__(placement, microbatches, graph=graph, name=name, slices=slices)
         self.lowered = lowered
-        self._rows = rows
+        self._rows = rows.cut_into(slices)
         self.passes = passes
         self.buffers = buffers
 
     @classmethod
-    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
-        return cls(rows, placement, microbatches, graph=graph, name=name)
+    def from_rows(
+        cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "", slices: int = 1
+    ) -> Self:
+        return cls(rows, placement, microbatches, graph=graph, name=name, slices=slices)
 
     @property
     def rows(self) -> Rows:
@@ -80,17 +83,22 @@ class Program(Table):
         """A schedule as the program that lowering starts from; a program as it is."""
         if isinstance(table, Program):
             return table
-        return cls(table.rows, table.placement, table.microbatches, graph=table.graph, name=table.name, lowered=False)
+        return cls(table.rows, table.placement, table.microbatches, graph=table.graph, name=table.name, lowered=False, slices=table.slices)
 
     def changed(self, **fields: Any) -> Program:
         """The same program with other `rows`, `passes`, `buffers` or `lowered`; new rows drop the buffers counted for the old ones."""
-        kept = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered}
+        kept = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered, "slices": self.slices}
         if "rows" not in fields:
             kept["buffers"] = self.buffers
         return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**kept, **fields})
 
     def schedule(self) -> Schedule:
-        """The compute actions alone."""
+        """The compute actions, and the copies of activations to the host and back."""
         return Schedule.from_rows(
-            self.rows.keep(self.rows.is_kind(*COMPUTE)), self.placement, self.microbatches, graph=self.graph, name=self.name
+            self.rows.keep(self.rows.is_kind(*COMPUTE, *COPIES)),
+            self.placement,
+            self.microbatches,
+            graph=self.graph,
+            name=self.name,
+            slices=self.slices,
         )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.errors import ActionError, ScheduleError
 from penstock.ir import codes
 from penstock.ir.action import Action, pack_action, unpack_actions, unpack_code, unpack_row
 
@@ -29,9 +31,15 @@ class Rows:
     An overlapped action is several entries and one *group*; every other action is a group of one.
     """
 
-    def __init__(self, entries: Ints, offsets: Ints) -> None:
+    def __init__(self, entries: Ints, offsets: Ints, slices: int = 1) -> None:
         self.codes = entries
         self.offsets = offsets
+        self.slices = slices
+        """How many slices each microbatch's sequences are cut into. A code has one number for both: microbatch x slices + slice."""
+
+    def cut_into(self, slices: int) -> Rows:
+        """The same codes, read as those of microbatches with this many slices."""
+        return self if slices == self.slices else Rows(self.codes, self.offsets, slices)
 
     @classmethod
     def join(cls, rows: Sequence[Ints]) -> Rows:
@@ -62,7 +70,7 @@ class Rows:
 
     def actions(self, rank: int) -> tuple[Action, ...]:
         """One rank's actions."""
-        return unpack_row(self.row(rank))
+        return unpack_row(self.row(rank), self.slices)
 
     @cached_property
     def rank(self) -> Ints:
@@ -79,6 +87,7 @@ class Rows:
 
     @cached_property
     def microbatch(self) -> Ints:
+        """The number of each entry's microbatch; with slices, that of its microbatch and slice."""
         return np.asarray(codes.microbatch_of(self.codes))
 
     @cached_property
@@ -110,7 +119,7 @@ class Rows:
 
     def is_kind(self, *kinds: int) -> Flags:
         """Whether each entry is of one of the kinds."""
-        flags = np.zeros(16, dtype=np.bool_)
+        flags = np.zeros(codes.MAX_KINDS, dtype=np.bool_)
         flags[list(kinds)] = True
         return np.asarray(flags[self.kind])
 
@@ -121,11 +130,15 @@ class Rows:
     def action_of(self, group: int) -> Action:
         """The action of a group."""
         first, last = np.searchsorted(self.group, (group, group + 1)).tolist()
-        return next(unpack_actions(self.codes[first:last].tolist()))
+        return next(unpack_actions(self.codes[first:last].tolist(), self.slices))
 
     def part_at(self, entry: int) -> Action:
         """The entry as an action of its own, outside the group it runs in."""
-        return unpack_code(int(self.codes[entry]))
+        return self.action_for(int(self.codes[entry]))
+
+    def action_for(self, code: int) -> Action:
+        """The action of a code, which need not be one of the entries."""
+        return unpack_code(code, self.slices)
 
     def keep(self, mask: Flags) -> Rows:
         """Only the entries of the mask; a group that loses its last part ends at the last one left."""
@@ -158,7 +171,21 @@ class Rows:
         return np.asarray(np.flatnonzero(self.heads)[self.group], dtype=np.int64)
 
 
-def pack_rows(actions: Sequence[Sequence[Action | str]]) -> Rows:
-    """Pack written-out actions, one sequence per rank."""
-    parsed = [[Action.parse(action) if isinstance(action, str) else action for action in row] for row in actions]
-    return Rows.join([np.array([code for action in row for code in pack_action(action)], dtype=np.int64) for row in parsed])
+def pack_rows(actions: Sequence[Iterable[Any]] | Mapping[int, Iterable[Any]], slices: int = 1) -> Rows:
+    """Pack written-out actions, one sequence per rank; None and empty text are idle slots."""
+    if isinstance(actions, Mapping):
+        absent = next((rank for rank in range(len(actions)) if rank not in actions), None)
+        if absent is not None:
+            raise ScheduleError(f"there are {len(actions)} rows of actions, but none for rank {absent}: ranks count from 0")
+        actions = [actions[rank] for rank in range(len(actions))]
+    return Rows.join([np.array(list(_pack_row(rank, row, slices)), dtype=np.int64) for rank, row in enumerate(actions)]).cut_into(slices)
+
+
+def _pack_row(rank: int, row: Iterable[Any], slices: int) -> Iterator[int]:
+    for place, cell in enumerate(row):
+        if cell is None or cell == "":
+            continue
+        try:
+            yield from pack_action(cell if isinstance(cell, Action) else Action.parse(str(cell)), slices)
+        except ActionError as error:
+            raise ActionError(f"entry {place} of rank {rank}: {error}") from None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.dependencies import Needs
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Ints, Rows, first_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ def walk(rows: Rows, waits: Needs, lag: Ints | None = None) -> Walk:
     `lag[k]` is how many steps after `waits.before[k]` the waiting group may run (default 1: the step after).
     Time is linear in groups and waits.
     """
-    edges = _Edges.build(rows, waits, lag)
-    waiting, ready, head, following, target, lags = edges.lists()
+    waiting, head, following, target, lags = (column.tolist() for column in _list_successors(rows, waits, lag))
+    ready = [0] * len(waiting)
     bounds = rows.group_offsets.tolist()
     rank_of = np.repeat(np.arange(len(rows)), np.diff(rows.group_offsets)).tolist()
     at, clock = bounds[:-1], [0] * len(rows)
@@ -57,39 +57,20 @@ def walk(rows: Rows, waits: Needs, lag: Ints | None = None) -> Walk:
     return Walk(np.array(step, dtype=np.int64), np.array(at, dtype=np.int64) - rows.group_offsets[:-1])
 
 
-@dataclass(frozen=True)
-class _Edges:
-    """The waits between groups, as linked lists of successors."""
+def _list_successors(rows: Rows, waits: Needs, lag: Ints | None) -> tuple[Ints, Ints, Ints, Ints, Ints]:
+    """The waits between groups as linked lists of successors.
 
-    waiting: Ints
-    head: Ints
-    following: Ints
-    target: Ints
-    lags: Ints
-
-    @classmethod
-    def build(cls, rows: Rows, waits: Needs, lag: Ints | None) -> _Edges:
-        num_groups = int(rows.group_offsets[-1])
-        before, after = rows.group[waits.before], rows.group[waits.after]
-        held = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
-        open_ = ~held  # an order on one rank holds by itself, unless it is the wrong way round
-        before, after = before[open_], after[open_]
-        lags = np.ones(len(before), dtype=np.int64) if lag is None else lag[open_]
-        order = np.argsort(before, kind="stable")
-        before, after, lags = before[order], after[order], lags[order]
-        head = np.full(num_groups, -1, dtype=np.int64)
-        head[before[::-1]] = np.arange(len(before) - 1, -1, -1)
-        following = np.arange(1, len(before) + 1)
-        if len(before):
-            following[np.append(before[1:] != before[:-1], True)] = -1
-        return cls(np.bincount(after, minlength=num_groups), head, following, after, lags)
-
-    def lists(self) -> tuple[list[int], list[int], list[int], list[int], list[int], list[int]]:
-        return (
-            self.waiting.tolist(),
-            [0] * len(self.waiting),
-            self.head.tolist(),
-            self.following.tolist(),
-            self.target.tolist(),
-            self.lags.tolist(),
-        )
+    For each group, how many waits it has and its first successor; for each successor, the next one, its group and its lag.
+    """
+    num_groups = int(rows.group_offsets[-1])
+    before, after = rows.group[waits.before], rows.group[waits.after]
+    held = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
+    open_ = ~held  # an order on one rank holds by itself, unless it is the wrong way round
+    before, after = before[open_], after[open_]
+    lags = np.ones(len(before), dtype=np.int64) if lag is None else lag[open_]
+    order = np.argsort(before, kind="stable")
+    before, after, lags = before[order], after[order], lags[order]
+    following = np.arange(1, len(before) + 1)
+    following[np.append(before[1:] != before[:-1], True)[: len(before)]] = -1
+    head = first_of(before, np.arange(len(before)), num_groups)
+    return np.bincount(after, minlength=num_groups), head, following, after, lags

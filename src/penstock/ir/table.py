@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from os import PathLike
 from typing import Any, Self
@@ -23,11 +23,14 @@ class Table(ABC):
 
     lowered: bool
 
-    def __init__(self, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> None:
-        if not 1 <= microbatches <= MAX_MICROBATCHES:
-            raise ScheduleError(f"{microbatches} microbatches: the count must be from 1 to {MAX_MICROBATCHES}")
+    def __init__(
+        self, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "", slices: int = 1
+    ) -> None:
+        check_counts(placement, microbatches, slices)
         self.placement = placement
         self.microbatches = microbatches
+        self.slices = slices
+        """How many slices each microbatch's sequences are cut into; 1 if they are not cut."""
         self.graph = StageGraph.chain(placement.stages) if graph is None else graph
         self.name = name
         if self.graph.stages != placement.stages:
@@ -35,23 +38,35 @@ class Table(ABC):
 
     @classmethod
     @abstractmethod
-    def from_rows(cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "") -> Self:
+    def from_rows(
+        cls, rows: Rows, placement: Placement, microbatches: int, *, graph: StageGraph | None = None, name: str = "", slices: int = 1
+    ) -> Self:
         """Build from rows that are already packed."""
 
     @classmethod
     def from_actions(
         cls,
-        actions: Sequence[Sequence[Action | str]],
-        placement: Placement,
+        actions: Sequence[Iterable[Any]] | Mapping[int, Iterable[Any]],
+        placement: Placement | None = None,
         *,
         microbatches: int | None = None,
         graph: StageGraph | None = None,
         name: str = "",
+        slices: int = 1,
     ) -> Self:
-        """Build from written-out actions, one sequence per rank; `microbatches` defaults to one more than the highest index."""
-        rows = pack_rows(actions)
-        count = int(rows.microbatch.max(initial=0)) + 1 if microbatches is None else microbatches
-        return cls.from_rows(rows, placement, count, graph=graph, name=name)
+        """Build from written-out actions, one sequence per rank: a list of them, or a dictionary by rank as PyTorch has it.
+
+        An action is an `Action`, its text, or an object that prints as that text, such as PyTorch's `_Action`; None and empty text are
+        idle slots. `microbatches` defaults to one more than the highest index, `placement` to the ranks that the actions are on.
+        With `slices`, `2F3.1` is slice 1 of microbatch 3; the same action without a dot is `2F13` if there are 4 of them.
+        """
+        rows = pack_rows(actions, slices)
+        if placement is None:
+            from penstock.ir.formats.csv_form import infer_placement
+
+            placement = infer_placement(rows)
+        count = int(rows.microbatch.max(initial=0)) // slices + 1 if microbatches is None else microbatches
+        return cls.from_rows(rows, placement, count, graph=graph, name=name, slices=slices)
 
     @property
     @abstractmethod
@@ -74,6 +89,11 @@ class Table(ABC):
     def chunks(self) -> int:
         return self.placement.chunks
 
+    @property
+    def units(self) -> int:
+        """The number of slices of all microbatches: how many numbers `rows.microbatch` has, and values per stage a table of costs."""
+        return self.microbatches * self.slices
+
     @cached_property
     def training(self) -> bool:
         """Whether there is any backward."""
@@ -87,7 +107,7 @@ class Table(ABC):
     @property
     def linker(self) -> Linker:
         """Built anew each time, because its tables take memory."""
-        return Linker(self.rows, self.placement, self.graph, self.microbatches, self.lowered)
+        return Linker(self.rows, self.placement, self.graph, self.units, self.lowered)
 
     @property
     def deliveries(self) -> Deliveries:
@@ -98,7 +118,7 @@ class Table(ABC):
         return self.ranks
 
     def __getitem__(self, rank: int) -> tuple[Action, ...]:
-        return unpack_row(self.row(rank))
+        return unpack_row(self.row(rank), self.slices)
 
     def __iter__(self) -> Iterator[tuple[Action, ...]]:
         return (self[rank] for rank in range(self.ranks))
@@ -107,14 +127,19 @@ class Table(ABC):
         """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
-        same = (self.placement.copies, self.graph, self.microbatches) == (other.placement.copies, other.graph, other.microbatches)
-        return same and self.ranks == other.ranks and self.rows == other.rows
+        mine, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
+        return mine == others and self.ranks == other.ranks and self.rows == other.rows
 
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         name = f"{self.name!r}, " if self.name else ""
-        return f"<{type(self).__name__} {name}{self.placement.describe()}, {self.microbatches} microbatches>"
+        return f"<{type(self).__name__} {name}{self.describe()}>"
+
+    def describe(self) -> str:
+        """One line: `v, 4 ranks, 8 stages, 6 microbatches`, and the slices if there are any."""
+        slices = f" of {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.placement.describe()}, {self.microbatches} microbatches{slices}"
 
     def _checked(self, rank: int) -> int:
         if not -self.ranks <= rank < self.ranks:
@@ -138,3 +163,18 @@ class Table(ABC):
         from penstock.ir.formats.json_form import encode
 
         return encode(self)
+
+
+def check_counts(placement: Placement, microbatches: int, slices: int) -> None:
+    """Refuse counts of microbatches and slices that no table can have."""
+    if not 1 <= microbatches <= MAX_MICROBATCHES:
+        raise ScheduleError(f"{microbatches} microbatches: the count must be from 1 to {MAX_MICROBATCHES}")
+    if not 1 <= slices <= MAX_MICROBATCHES // microbatches:
+        raise ScheduleError(
+            f"{slices} slices of {microbatches} microbatches: there must be at least 1, and at most {MAX_MICROBATCHES} of all microbatches"
+        )
+    if slices > 1 and len(placement.copies) > 1:
+        raise ScheduleError(
+            f"slices={slices} on a {placement.kind} placement: its copies of a stage take turns by number, but the slices of a microbatch "
+            "need the keys and values of the earlier ones, so they must stay on one rank"
+        )

@@ -67,11 +67,12 @@ def _read(pass_name: str, option: str, text: str) -> Any:
         return words[text]
     parts = text.split("+")
     try:
-        if option == "stages":
+        if option == "stages" or "+" in text:
             return tuple(int(part) for part in parts)
         return int(text) if text.lstrip("-").isdigit() else text
     except ValueError:
-        raise PassError(f"option {option}={text} of pass {pass_name} is not a list of stages like 0+2+5") from None
+        what = "stages" if option == "stages" else "numbers"
+        raise PassError(f"option {option}={text} of pass {pass_name} is not a list of {what} like 0+2+5") from None
 
 
 def check_count(pass_name: str, option: str, value: object, least: int) -> None:

@@ -49,7 +49,7 @@ def _anywhere(rows: Rows, program: Program) -> tuple[Ints, Ints]:
         return np.flatnonzero(rows.is_kind(kind))
 
     def keys(of: Ints) -> Ints:
-        return (rows.rank[of] * program.stages + rows.stage[of]) * program.microbatches + rows.microbatch[of]
+        return (rows.rank[of] * program.stages + rows.stage[of]) * program.units + rows.microbatch[of]
 
     inputs, weights = entries(Kind.I), entries(Kind.W)
     _, first, second = np.intersect1d(keys(inputs), keys(weights), return_indices=True)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.errors import PassError, VerifyError
+from penstock.errors import LoweringError, PassError, VerifyError
 from penstock.ir.dependencies import Linker, Needs, message_code, peer_stages
 from penstock.ir.kind import COMPUTE, RECEIVES, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
 from penstock.ir.steps import walk
 from penstock.passes.base import Pass
-from penstock.verifier.verify import verify
+from penstock.verifier.finding import report
+from penstock.verifier.verify import check, verify
 
 Placing = str | int
 """`paired`, `just-in-time`, or how many compute actions before its use a receive is posted."""
@@ -62,16 +64,24 @@ def prove(program: Program, place: Placing) -> Program:
         try:
             verify(program)
         except VerifyError as error:
-            raise PassError(f"no valid program came of placing receives {place!r}:\n{error}") from error
+            raise LoweringError(error.findings, f"no valid program came of placing receives {place!r}:\n{error}") from error
     return program
+
+
+def refuse_broken(program: Program, rules: Collection[str] | None = None) -> None:
+    """Refuse a program whose compute actions break these rules, by default all, with every finding about them."""
+    schedule = program.schedule()
+    findings = check(schedule, rules=rules)
+    if findings:
+        raise LoweringError(findings, f"the schedule cannot be lowered: {report(schedule, 'channels', findings)}")
 
 
 def place_receives(sent: Program, place: Placing) -> Rows:
     """Rows with a receive for each send. An empty row, as when one rank is lowered alone, gets none."""
-    linker = Linker(sent.rows, sent.placement, sent.graph, sent.microbatches, lowered=False)
+    linker = Linker(sent.rows, sent.placement, sent.graph, sent.units, lowered=False)
     messages = _Receives.of(linker)
     if place == "paired":
-        return _paired(linker, messages)
+        return _paired(sent, linker, messages)
     return _ahead(sent.rows, messages, 0 if place == "just-in-time" else int(place))
 
 
@@ -91,11 +101,7 @@ class _Receives:
         send = np.flatnonzero(rows.is_kind(*SENDS))
         stage, microbatch, target = rows.stage[send], rows.microbatch[send], peer_stages(rows)[send]
         forward = rows.kind[send] == Kind.SEND_F
-        code = np.where(
-            forward,
-            message_code(Kind.RECV_F, target, stage, microbatch),
-            message_code(Kind.RECV_B, target, stage, microbatch),
-        )
+        code = message_code(np.where(forward, *RECEIVES), target, stage, microbatch)
         rank = linker.placement.ranks_of(target, microbatch)
         low, high = np.minimum(stage, target), np.maximum(stage, target)
         use = np.where(forward, *(linker.first_use(way, low, high, microbatch) for way in (True, False)))
@@ -125,7 +131,7 @@ def _least_to_come(values: Ints, segment: Ints) -> Ints:
     return np.asarray(np.minimum.accumulate(lowered[::-1])[::-1] - segment * span, dtype=np.int64)
 
 
-def _paired(linker: Linker, messages: _Receives) -> Rows:
+def _paired(sent: Program, linker: Linker, messages: _Receives) -> Rows:
     """Ranks take turns, in order, at one action each that is ready; a send and its receive stand at the moment of the sender's turn."""
     rows, links = linker.rows, linker.links()
     local, missing = links.local, links.missing
@@ -141,9 +147,8 @@ def _paired(linker: Linker, messages: _Receives) -> Rows:
     lag = np.append(sender > messages.rank, np.ones(len(local.before), dtype=np.bool_)).astype(np.int64)
     rounds = walk(acting, waits, lag)
     if len(missing.after) or not rounds.complete:
-        raise PassError(
-            "the order cannot run: some rank waits forever for an action that comes later or is missing; verify the schedule to see which"
-        )
+        refuse_broken(sent)
+        raise PassError("the order cannot run: its compute actions could, but some send comes before the action that it needs")
     turn = rounds.step[acting.group[np.maximum(place, 0)]]
     return _merged(rows, messages, turn, turn[messages.send], sender)
 

@@ -40,9 +40,12 @@ class ReduceGrad(Pass):
         last = last[~np.isin(keys, key[rows.is_kind(Kind.REDUCE_GRAD)])]
         reduce = codes.pack(rows.stage[last], int(Kind.REDUCE_GRAD))
         reduced = rows.insert(rows.group_ends[last], reduce, rows.rank[last], tie=last)
-        return self._passed(program, rows=reduced if self.wait == "none" else self._add_waits(reduced, program.stages))
+        return self._passed(program, rows=self.add_waits(reduced, program.stages))
 
-    def _add_waits(self, rows: Rows, stages: int) -> Rows:
+    def add_waits(self, rows: Rows, stages: int) -> Rows:
+        """The rows with the waits that `wait` asks for, and no more reductions than they have."""
+        if self.wait == "none":
+            return rows
         key = rows.rank * stages + rows.stage
         reduces = np.flatnonzero(rows.is_kind(Kind.REDUCE_GRAD))
         following = np.append(reduces[1:], len(rows.codes)) if len(reduces) else reduces

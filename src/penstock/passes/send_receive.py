@@ -12,7 +12,7 @@ from penstock.ir.kind import RECEIVES, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
 from penstock.passes.base import Pass
-from penstock.passes.receive import Placing, check_place, place_receives, prove
+from penstock.passes.receive import Placing, check_place, place_receives, prove, refuse_broken
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class SendReceive(Pass):
         check_place(self.name, "receive", self.receive)
 
     def apply(self, program: Program) -> Program:
+        refuse_broken(program, ("known", "placed", "complete"))
         return prove(self.place(program), self.receive)
 
     def place(self, program: Program) -> Program:

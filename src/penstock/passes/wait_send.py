@@ -36,6 +36,12 @@ class WaitSend(Pass):
             check_count(self.name, "outstanding", self.outstanding, 1)
 
     def apply(self, program: Program) -> Program:
+        placed = self.place(program)
+        verify(placed, max_outstanding_sends=self.outstanding)
+        return placed
+
+    def place(self, program: Program) -> Program:
+        """The program with its waits, not yet proved."""
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
         bare = program.changed(rows=program.rows.keep(~program.rows.is_kind(*SEND_WAITS)))
@@ -43,9 +49,7 @@ class WaitSend(Pass):
         places = _behind_backwards(bare, sends)
         if self.outstanding is not None:
             places = _Budget(bare, sends, places, self.outstanding).run()
-        placed = self._passed(bare, rows=_insert(bare, sends, places))
-        verify(placed, max_outstanding_sends=self.outstanding)
-        return placed
+        return self._passed(bare, rows=_insert(bare, sends, places))
 
 
 def _behind_backwards(program: Program, sends: Ints) -> Ints:
@@ -59,10 +63,7 @@ def _behind_backwards(program: Program, sends: Ints) -> Ints:
 def _insert(program: Program, sends: Ints, places: Ints) -> Rows:
     rows = program.rows
     stage, microbatch, peer = rows.stage[sends], rows.microbatch[sends], peer_stages(rows)[sends]
-    forward = rows.kind[sends] == Kind.SEND_F
-    waits = np.where(
-        forward, message_code(Kind.WAIT_SEND_F, stage, peer, microbatch), message_code(Kind.WAIT_SEND_B, stage, peer, microbatch)
-    )
+    waits = message_code(np.where(rows.kind[sends] == Kind.SEND_F, *SEND_WAITS), stage, peer, microbatch)
     rank = rows.rank[sends]
     return rows.insert(np.where(places == _END, rows.offsets[rank + 1], places), waits, rank, tie=sends)
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 from penstock.errors import PlanError
-from penstock.planner.candidate import Candidate, Verdict
+from penstock.planner.candidate import Candidate, Verdict, count_verdicts
 from penstock.planner.explore import Explorer, order_by_effort
 from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
@@ -50,7 +51,7 @@ def check_static_memory(request: Request) -> None:
 
 def explain_refusal(explorer: Explorer) -> PlanError:
     """The error with the nearest candidates and the remedies."""
-    lines = [f"no plan fits: {len(explorer.candidates)} candidates on {_describe_limits(explorer.request)}"]
+    lines = [f"no plan fits: {count_verdicts(explorer.candidates)}, on {_describe_limits(explorer.request)}"]
     lines += [f"  {line}" for line in _describe_nearest(explorer)]
     remedies = list(_list_remedies(explorer))
     lines += ["what would fit (each tried):", *(f"  {line}" for line in remedies)] if remedies else ["nothing that was tried fits"]
@@ -81,12 +82,11 @@ def _describe_nearest(explorer: Explorer) -> Iterator[str]:
             f"nearest is {nearest.describe()}: rank {nearest.peak_rank} holds {units.size(nearest.peak or 0.0)}, "
             f"{units.size(nearest.excess or 0.0)} over its limit of {units.size(limit)}"
         )
-    for verdict in (Verdict.TOO_LARGE, Verdict.REFUSED):
-        same = [candidate for candidate in explorer.candidates if candidate.verdict == verdict]
-        if same:
-            yield f"{verdict}: {_name_all(same)}"
-    for name, reason in explorer.refused.items():
-        yield f"{name}: {reason}"
+    too_large = [candidate for candidate in explorer.candidates if candidate.verdict == Verdict.TOO_LARGE]
+    if too_large:
+        yield f"{Verdict.TOO_LARGE}: {_name_all(too_large)}"
+    refused = {candidate.name: candidate.reason for candidate in explorer.candidates if candidate.verdict == Verdict.REFUSED}
+    yield from (f"{name}: {reason}" for name, reason in (refused | explorer.refused).items())
 
 
 def _name_all(candidates: list[Candidate]) -> str:
@@ -99,16 +99,9 @@ def _name_all(candidates: list[Candidate]) -> str:
 # Remedies -------------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _CellBudget:
-    """Cells of named schedules that may still be timed."""
-
-    left: float = _MOST_CELLS
-
-
 def _list_remedies(explorer: Explorer) -> Iterator[str]:
     """What would fit, found by trying."""
-    request, budget = explorer.request, _CellBudget()
+    request, trials = explorer.request, _Trials()
     units = request.units
 
     def describe(candidate: Candidate) -> str:
@@ -116,16 +109,16 @@ def _list_remedies(explorer: Explorer) -> Iterator[str]:
         return f"{candidate.describe()}, {units.size(candidate.peak or 0.0)} of {units.size(limit)} on rank {candidate.peak_rank}"
 
     if not request.recompute:
-        fitting = _find_fitting(replace(request, recompute=True), budget)
+        fitting = trials.find_fitting(replace(request, recompute=True))
         if fitting is not None:
             yield f"recompute=True: {describe(fitting)}"
-    fitting = _find_first(_list_smaller_microbatches(request), budget)
+    fitting = trials.find_fitting(*_list_smaller_microbatches(request))
     if fitting is not None:
         yield f"microbatches of {fitting.microbatch}, {fitting.microbatches} of them (scaled from the profile): {describe(fitting)}"
-    fitting = _find_first(_list_more_ranks(request), budget)
+    fitting = trials.find_fitting(*_list_more_ranks(request))
     if fitting is not None:
         yield f"{fitting.problem.ranks} ranks: {describe(fitting)}"
-    lowest = _find_lowest_limit(explorer, budget)
+    lowest = trials.find_lowest_limit(explorer)
     if lowest is not None:
         limit, fitting = lowest
         yield f"a memory limit of {units.size(_add_headroom(request, limit), up=True)}: {fitting.describe()}"
@@ -147,30 +140,66 @@ def _list_more_ranks(request: Request) -> Iterator[Request]:
             yield replace(request, ranks=ranks, limits=limits[:1] * ranks)
 
 
-def _find_first(requests: Iterator[Request], budget: _CellBudget) -> Candidate | None:
-    return next(filter(None, (_find_fitting(request, budget) for request in requests)), None)
+@dataclass
+class _Trials:
+    """Tries what would fit; named schedules are timed while there are cells left for them."""
 
+    cells_left: float = _MOST_CELLS
 
-def _find_fitting(request: Request, budget: _CellBudget) -> Candidate | None:
-    """A candidate that fits: a named schedule while the budget lasts, else one microbatch at a time if orders may be searched."""
-    named = next((candidate for candidate in _time_named(request, budget, 0 if request.searches else 1) if candidate.fits), None)
-    if named is not None or not request.searches:
-        return named
-    return next((candidate for candidate in _hold_least(request) if candidate.fits), None)
+    def find_fitting(self, *requests: Request) -> Candidate | None:
+        """A candidate of the first request that has one: a named schedule, else one microbatch at a time if orders may be searched."""
+        for request in requests:
+            named = self._time_named(request, 0 if request.searches else 1)
+            least = _hold_least(request) if request.searches else ()
+            fitting = next((candidate for candidate in chain(named, least) if candidate.fits), None)
+            if fitting is not None:
+                return fitting
+        return None
 
+    def _time_named(self, request: Request, at_least: int = 0) -> Iterator[Candidate]:
+        """The named schedules, the smallest first, while cells are left; and that many in any case."""
+        usable, _ = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
+        pairs = ((named, profile) for profile in request.profiles for named in usable)
+        for place, (named, profile) in enumerate(sorted(pairs, key=partial(order_by_effort, request))):
+            cells = named.placement.stages * request.count_microbatches(profile) * named.slices
+            if request.stop() or (cells > self.cells_left and place >= at_least):
+                return
+            for candidate in time_named(named, profile, request, lambda problem: False):
+                if candidate.timed is not None:
+                    self.cells_left -= cells
+                    yield candidate
 
-def _time_named(request: Request, budget: _CellBudget, at_least: int = 0) -> Iterator[Candidate]:
-    """The named schedules, the smallest first, while the budget lasts; and that many in any case."""
-    usable, _ = list_candidates(request.names, request.ranks, len(request.profile))
-    pairs = ((named, profile) for profile in request.profiles for named in usable)
-    for place, (named, profile) in enumerate(sorted(pairs, key=partial(order_by_effort, request))):
-        cells = named.placement.stages * request.count_microbatches(profile)
-        if request.stop() or (cells > budget.left and place >= at_least):
-            return
-        for candidate in time_named(named, profile, request, lambda problem: False):
-            if candidate.timed is not None:
-                budget.left -= cells
-                yield candidate
+    def find_lowest_limit(self, explorer: Explorer) -> tuple[float, Candidate] | None:
+        """About the lowest equal limit of all ranks that something fits within, and the candidate that does.
+
+        If orders may be searched, the order that holds least is cut and timed at each limit. Else the named schedule that holds
+        least without a limit is cut for the moments at which it peaks, and timed only at the limits that its partition fits.
+        """
+        request = explorer.request
+
+        def limit_to(limit: float) -> Request:
+            return replace(request, limits=(limit,) * request.ranks)
+
+        def hold_least_within(limit: float) -> Candidate | None:
+            return next((candidate for candidate in _hold_least(limit_to(limit)) if candidate.fits), None)
+
+        if request.searches:
+            free = min(_hold_least(limit_to(math.inf)), key=_find_peak, default=None)
+            return None if free is None else _bisect(request, free, hold_least_within)
+        timed = [candidate for candidate in explorer.candidates if candidate.timed is not None]
+        free = min([*timed, *self._time_named(limit_to(math.inf), at_least=0 if timed else 1)], key=_find_peak, default=None)
+        if free is None:
+            return None
+        problem, order = free.problem, free
+        moments = free.list_moments(range(problem.ranks))
+
+        def cut_within(limit: float) -> Candidate | None:
+            assert problem.profile is not None
+            cut = limit_to(limit).cut(problem.profile, problem.placement, problem.recompute, moments, lengths=problem.lengths)
+            candidate = order.retime(replace(problem.recut(cut.sizes), memory_limit=(limit,) * problem.ranks)) if cut.fits else None
+            return candidate if candidate is not None and candidate.fits else None
+
+        return _bisect(request, free, cut_within)
 
 
 def _hold_least(request: Request) -> Iterator[Candidate]:
@@ -179,43 +208,6 @@ def _hold_least(request: Request) -> Iterator[Candidate]:
         few = replace(problem, microbatches=min(problem.microbatches, _FEW * len(problem.placement.copies)))
         short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED))
         yield replace(short, microbatches=problem.microbatches)
-
-
-def _find_lowest_limit(explorer: Explorer, budget: _CellBudget) -> tuple[float, Candidate] | None:
-    """About the lowest equal limit of all ranks that something fits within, and the candidate that does.
-
-    If orders may be searched, the order that holds least is cut and timed at each limit. Else the named schedule that holds
-    least without a limit is cut for the moments at which it peaks, and timed only at the limits that its partition fits.
-    """
-
-    request = explorer.request
-
-    def limit_to(limit: float) -> Request:
-        return replace(request, limits=(limit,) * request.ranks)
-
-    if request.searches:
-        free = min(_hold_least(limit_to(math.inf)), key=_find_peak, default=None)
-        return (
-            None
-            if free is None
-            else _bisect(
-                request, free, lambda limit: next((candidate for candidate in _hold_least(limit_to(limit)) if candidate.fits), None)
-            )
-        )
-    timed = [candidate for candidate in explorer.candidates if candidate.timed is not None]
-    free = min([*timed, *_time_named(limit_to(math.inf), budget, at_least=0 if timed else 1)], key=_find_peak, default=None)
-    if free is None:
-        return None
-    problem, order = free.problem, free
-    moments = free.list_moments(range(problem.ranks))
-
-    def cut_within(limit: float) -> Candidate | None:
-        assert problem.profile is not None
-        cut = limit_to(limit).cut(problem.profile, problem.placement, problem.recompute, moments)
-        candidate = order.retime(replace(problem.recut(cut.sizes), memory_limit=(limit,) * problem.ranks)) if cut.fits else None
-        return candidate if candidate is not None and candidate.fits else None
-
-    return _bisect(request, free, cut_within)
 
 
 def _find_peak(candidate: Candidate) -> float:

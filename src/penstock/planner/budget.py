@@ -55,10 +55,10 @@ class SearchBudget:
         """Whether the present part has ended."""
         if self.enough or self.share >= self.end or self.stop():
             return True
-        if self.seconds is not None and self.elapsed >= self.seconds:
-            self.late = self.rounds is not None
-            return True
-        return False
+        if self.seconds is None or self.elapsed < self.seconds:
+            return False
+        self.late = self.rounds is not None
+        return True
 
     @contextmanager
     def part(self, share: float) -> Iterator[tuple[float, float]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any
@@ -21,6 +22,10 @@ from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
 from penstock.verifier.rules.memory import held_in
 
+_IN_THE_MAKING = {"timed", "place"}
+_NO_DIFFERENCE = 5e-5
+"""Relative differences below this are not worth a word."""
+
 
 class Verdict(StrEnum):
     """The outcome of a candidate."""
@@ -30,6 +35,16 @@ class Verdict(StrEnum):
     TOO_LARGE = "too large for one microbatch"
     SLOW = "not timed: its work alone takes longer than the best"
     REFUSED = "cannot be had"
+
+
+IN_WORDS = {
+    Verdict.FITS: "fit",
+    Verdict.OVER: "over their memory limit",
+    Verdict.TOO_LARGE: "too large for one microbatch at a time",
+    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
+    Verdict.REFUSED: "not possible here",
+}
+"""The verdicts of several candidates, after their number."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +74,22 @@ class Candidate:
     """No schedule of this problem that fits takes less; None if none fits at all."""
     p95: float | None = None
     """95 of 100 runs with jitter stay below this, if that was measured."""
+    offloaded: int | None = None
+    """How many activations it moves to host memory, if any."""
+    slices: int = 1
+    """Slices that each sequence is cut into."""
+    slice_lengths: tuple[int, ...] = ()
+    """Tokens of each slice, if there are several."""
     timed: tuple[Problem, Schedule, Timeline] | None = field(default=None, compare=False, repr=False)
     """The timed schedule, while a plan is being made."""
+    place: int = field(default=-1, compare=False, repr=False)
+    """Its index in `Plan.alternatives`; a better version of a candidate, on other cuts or in a better order, takes over its place."""
 
     @classmethod
     def untimed(cls, name: str, problem: Problem, verdict: Verdict, reason: str) -> Candidate:
         """A candidate that was ruled out before it was timed."""
-        placement = problem.placement
-        return cls(
-            name, placement.kind, placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute), verdict.value, reason
-        )
+        shape = problem.placement.kind, problem.placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute)
+        return cls(name, *shape, verdict.value, reason, slices=problem.slices, slice_lengths=problem.lengths)
 
     @classmethod
     def of_timeline(cls, name: str, problem: Problem, schedule: Schedule, timeline: Timeline) -> Candidate:
@@ -100,53 +121,91 @@ class Candidate:
         return self.verdict == Verdict.FITS
 
     @property
+    def shape(self) -> tuple[str, str, int]:
+        """What a plan is told apart by from its runners-up: the schedule and its placement."""
+        return self.name, self.placement, self.chunks
+
+    @property
     def time_or_inf(self) -> float:
         """The objective, infinite if it was not timed."""
         return float("inf") if self.objective is None else self.objective
 
     @property
     def problem(self) -> Problem:
-        assert self.timed is not None
-        return self.timed[0]
+        return self._timed[0]
 
     @property
     def schedule(self) -> Schedule:
-        assert self.timed is not None
-        return self.timed[1]
+        return self._timed[1]
 
     @property
     def timeline(self) -> Timeline:
+        return self._timed[2]
+
+    @property
+    def _timed(self) -> tuple[Problem, Schedule, Timeline]:
         assert self.timed is not None
-        return self.timed[2]
+        return self.timed
 
     def list_moments(self, ranks: Iterable[int] | None = None) -> tuple[PeakMoment, ...]:
         """The peaks of ranks, by default of those over their limits."""
-        problem, _, timeline = self.problem, self.schedule, self.timeline
+        problem, timeline = self.problem, self.timeline
         if ranks is None:
             ranks = [rank for rank, limit in enumerate(problem.memory_limit or ()) if timeline.peak_memory[rank] > limit]
         held = held_in(timeline.table, problem.costs)
         return tuple(find_moment(timeline.table, problem.costs, rank, held) for rank in ranks)
 
+    def compare(self, other: Candidate) -> str:
+        """How this one's time, p95 and memory differ from another's, in a few words: "1.4% slower, 42% less memory"."""
+        pairs = (
+            (self.objective, other.objective, "as fast", "slower", "faster"),
+            (self.p95, other.p95, "", "higher p95", "lower p95"),
+            (self.peak, other.peak, "the same memory", "more memory", "less memory"),
+        )
+        words = []
+        for own, reference, same, more, less in pairs:
+            if own is not None and reference:
+                change = own / reference - 1
+                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_percent(abs(change))} {more if change > 0 else less}")
+        return ", ".join(filter(None, words))
+
     def describe(self) -> str:
         """Schedule, placement and microbatches in a few words."""
         stages = 0 if self.sizes is None else len(self.sizes)
         recomputed = f", {self.recompute} of {stages} stages recomputed" if self.recompute else ""
-        return f"{self.name} ({self.placement}, {self.microbatches} microbatches of {self.microbatch}{recomputed})"
+        recomputed += f", {self.offloaded} activations moved to the host" if self.offloaded else ""
+        sliced = f" in {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.name} ({self.placement}, {self.microbatches} microbatches of {self.microbatch}{sliced}{recomputed})"
 
     def to_json(self) -> dict[str, Any]:
-        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "timed"}
+        values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
+        if self.slices == 1:
+            del values["slices"], values["slice_lengths"]
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
     def from_json(cls, data: Any, file: str) -> Candidate:
-        known = {item.name for item in fields(cls)} - {"timed"}
+        known = {item.name for item in fields(cls)} - _IN_THE_MAKING
         if not isinstance(data, dict) or not set(data) <= known:
             raise FileFormatError(file, f"an alternative has other fields than {', '.join(sorted(known))}: {data!r}")
-        sizes = data.get("sizes")
+        sizes, lengths = data.get("sizes"), tuple(data.get("slice_lengths", ()))
         try:
-            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes)})
+            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths})
         except TypeError as error:
             raise FileFormatError(file, f"an alternative: {error}") from None
+
+
+def count_verdicts(candidates: Sequence[Candidate]) -> str:
+    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over their memory limit"."""
+    counts = Counter(candidate.verdict for candidate in candidates)
+    return f"{len(candidates)} candidates: " + "; ".join(
+        f"{counts[verdict]} {text}" for verdict, text in IN_WORDS.items() if counts[verdict]
+    )
+
+
+def _percent(share: float) -> str:
+    """Two digits: 0.34%, 1.4%, 42%."""
+    return f"{float(f'{100 * share:.2g}'):g}%"
 
 
 def find_moment(table: Table, costs: Costs, rank: int, all_held: Floats) -> PeakMoment:
@@ -159,15 +218,21 @@ def find_moment(table: Table, costs: Costs, rank: int, all_held: Floats) -> Peak
     first, at_peak, after = np.searchsorted(rows.group, (begin, peak, peak + 1))
     started, ended = slice(first, after), slice(first, at_peak)
 
-    def count(entries: slice, stage: int, *kinds: Kind) -> int:
-        return int((np.isin(rows.kind[entries], kinds) & (rows.stage[entries] == stage)).sum())
+    def count(size: Floats, entries: slice, stage: int, *kinds: Kind) -> float:
+        """How many microbatches' sizes these actions stand for: each for one microbatch, or for its slice's share of one."""
+        chosen = np.isin(rows.kind[entries], kinds) & (rows.stage[entries] == stage)
+        if table.slices == 1:
+            return int(chosen.sum())
+        whole = float(size[stage, : table.slices].sum())
+        return float(size[stage, rows.microbatch[entries][chosen]].sum()) / whole if whole else 0.0
 
-    activations = tuple(count(started, stage, Kind.F) - count(ended, stage, Kind.I, Kind.B) for stage in stages)
-    stashes = tuple(count(ended, stage, Kind.I) - count(ended, stage, Kind.W) for stage in stages)
+    held_sizes, stash_sizes = (costs.table(name, table.stages, table.units) for name in ("activation", "weight_stash"))
+    activations = tuple(count(held_sizes, started, stage, Kind.F) - count(held_sizes, ended, stage, Kind.I, Kind.B) for stage in stages)
+    stashes = tuple(count(stash_sizes, ended, stage, Kind.I) - count(stash_sizes, ended, stage, Kind.W) for stage in stages)
     known = sum(
         costs.of_stage("parameters", stage)
-        + activation * costs.of_stage("activation", stage)
-        + stash * costs.of_stage("weight_stash", stage)
+        + activation * float(held_sizes[stage, : table.slices].sum())
+        + stash * float(stash_sizes[stage, : table.slices].sum())
         for stage, activation, stash in zip(stages, activations, stashes, strict=True)
     )
     return PeakMoment(rank, activations, stashes, max(float(held.max()) - known, 0.0))

@@ -6,7 +6,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from penstock.errors import MissingExtraError
@@ -18,8 +18,16 @@ from penstock.planner.bounds.lower_bound import Bound, lower_bound
 from penstock.planner.bounds.overall import OverallBound
 from penstock.planner.budget import SolverBudget, count_rounds
 from penstock.planner.candidate import Candidate
-from penstock.planner.named_schedules import NamedSchedule, list_candidates, list_searchable_problems, one_at_a_time, time_named
-from penstock.planner.partition.recut import recut
+from penstock.planner.named_schedules import (
+    NamedSchedule,
+    list_candidates,
+    list_searchable_problems,
+    one_at_a_time,
+    recut,
+    shift_lengths,
+    time_named,
+)
+from penstock.planner.offload import is_held_back, offload
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, Request
@@ -37,6 +45,8 @@ _SMALL = 200
 """The exact solver is tried up to this many compute actions."""
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
+_OFFLOADED, _OFFLOAD_COST = 6, 12
+"""Schedules that are tried with activations on the host, and how often each is timed."""
 _NAMED_SHARE = 0.5
 """Share of the seconds for the named schedules if orders are searched too."""
 _STARTING = 4
@@ -93,10 +103,14 @@ class Explorer:
     def overall_bound(self) -> float:
         """A bound of every plan, however the layers are cut, placed, ordered and recomputed."""
         request = self.request
-        rest = request.limits, request.recompute, request.barrier, request.split
+        limits = None if request.offload else request.limits  # the arguments count what is held from F to I, which may be elsewhere
+        rest = limits, request.recompute, request.barrier, request.split
         return min(
-            OverallBound(profile, request.count_microbatches(profile), request.ranks, self._copies, *rest).value()
+            OverallBound(
+                profile, request.count_microbatches(profile), request.ranks, self._copies, *rest, slices, request.least_slice
+            ).value()
             for profile in request.profiles
+            for slices in request.slices
         )
 
     # Time -------------------------------------------------------------------------------------------------------------
@@ -140,7 +154,7 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         request = self.request
-        usable, self.refused = list_candidates(request.names, request.ranks, len(request.profile))
+        usable, self.refused = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
         share = _NAMED_SHARE if request.searches else 1.0
@@ -148,31 +162,47 @@ class Explorer:
         for done, (named, profile) in enumerate(todo):
             if request.stop():
                 return
-            cells = named.placement.stages * request.count_microbatches(profile)
+            cells = named.placement.stages * request.count_microbatches(profile) * named.slices
             if self.best is None and request.searches and not tried_least and self._is_late(cells, share):
                 self.try_one_at_a_time()
                 tried_least = True
             if (self.best is not None or tried_least) and self.is_too_late_for("named schedules not timed", cells, share):
+                continue
+            if named.slices > 1 and self.best is not None and self.seconds_left(share) < 0:
+                self._cut_short.append("named schedules with slices not timed")
                 continue
             self._tell("timing", done, len(todo), named.name)
             before = time.monotonic()
             for candidate in time_named(named, profile, request, self._is_slow):
                 self._add(candidate)
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
+        if request.offload and request.limits is not None:
+            self._offload(share)
         if self.best is None and request.searches and not tried_least:
             self.try_one_at_a_time()
         self._recut()
 
+    def _offload(self, share: float) -> None:
+        """Move activations to the host under the fastest schedules that memory holds back."""
+        held_back = [candidate for candidate in self.candidates if is_held_back(candidate, self.request)]
+        for candidate in sorted(held_back, key=lambda candidate: candidate.time_or_inf)[:_OFFLOADED]:
+            if self._is_over("offload not tried", _OFFLOAD_COST * candidate.problem.cells, share):
+                return
+            if (moved := offload(candidate, self.request)) is not None:
+                self._add(moved)
+
     def _recut(self) -> None:
-        """Shift the cuts under the fastest that fit; each keeps its place in the list."""
+        """Shift the cuts under the fastest that fit."""
         best, share = self.best, _NAMED_SHARE if self.request.searches else 1.0
         for candidate in sorted(self.fitting, key=lambda candidate: candidate.time_or_inf)[:_RECUT]:
             if best is None or candidate.time_or_inf > best.time_or_inf * (1 + _NEARLY):
                 continue
             better = recut(candidate, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
+            if candidate.slices > 1:
+                is_over = partial(self._is_over, "lengths of slices not shifted", candidate.problem.cells, share)
+                better = shift_lengths(better, self.request.granularity, is_over)
             if better is not candidate:
-                self.candidates[next(place for place, other in enumerate(self.candidates) if other is candidate)] = better
-                self._keep(better)
+                self._add(better, candidate.place)
 
     def search(self) -> None:
         """Search orders on the most promising problems, then longer on the best of them."""
@@ -228,7 +258,8 @@ class Explorer:
         self._add_bounds(problem, lower_bound(problem, budget=budget).all)
         if budget.late:
             self._cut_short.append("linear programs not finished")
-        if 3 * cells <= _SMALL and not self._is_proved(best) and not self.request.stop():
+        plain = problem.slices == 1 and not best.offloaded
+        if plain and 3 * cells <= _SMALL and not self._is_proved(best) and not self.request.stop():
             self._solve(best, work / 2)
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -237,10 +268,6 @@ class Explorer:
         best = (None, "") if self.best is None else (self.best.objective, self.best.name)
         self.request.tell(Progress(phase, done, total, what, *best))
 
-    def _tell_improved(self, place: int, total: int, what: str, objective: float) -> None:
-        if self.best is None or objective < self.best.time_or_inf:
-            self.request.tell(Progress("searching", place, total, what, objective, SEARCHED))
-
     def _is_slow(self, problem: Problem) -> bool:
         """Whether its work alone takes longer than the best; one that is just as slow may still be more robust."""
         return self.best is not None and problem.work > self.best.time_or_inf * (1 + self.request.near)
@@ -248,21 +275,21 @@ class Explorer:
     def _is_proved(self, candidate: Candidate) -> bool:
         return candidate.time_or_inf <= self.bound_of(candidate.problem).value * (1 + _EVEN)
 
-    def _add(self, candidate: Candidate) -> None:
-        self.candidates.append(candidate)
+    def _add(self, candidate: Candidate, place: int | None = None) -> None:
+        """Add a candidate, at the end or in the place of one that it improves on."""
+        candidate = replace(candidate, place=len(self.candidates) if place is None else place)
+        self.candidates[candidate.place : candidate.place + 1] = [candidate]
         self.request.found(candidate)
         if candidate.timed is not None:
-            self._keep(candidate)
-
-    def _keep(self, candidate: Candidate) -> None:
-        self._copies = max(self._copies, len(candidate.problem.placement.copies))
+            self._copies = max(self._copies, len(candidate.problem.placement.copies))
         if candidate.fits and (self.best is None or candidate.time_or_inf < self.best.time_or_inf):
             self.best = candidate
 
     def _list_worth_searching(self) -> Iterator[Problem]:
         """Problems that could beat the best: those of the placements, and those that a named schedule needed to fit."""
         seen: set[object] = set()
-        for problem in [*list_searchable_problems(self.request), *(candidate.problem for candidate in self.fitting)]:
+        named = (candidate.problem for candidate in self.fitting if candidate.slices == 1 and not candidate.offloaded)
+        for problem in [*list_searchable_problems(self.request), *named]:
             if problem.key in seen or self._is_slow(problem):
                 continue
             seen.add(problem.key)
@@ -286,6 +313,11 @@ class Explorer:
         if self.is_too_late_for("settings not searched", _STARTING * problem.cells, end):
             return None
         what = problem.describe()
+
+        def tell_improved(_: Schedule, objective: float) -> None:
+            if self.best is None or objective < self.best.time_or_inf:
+                self.request.tell(Progress("searching", *steps, what, objective, SEARCHED))
+
         self._tell("searching", *steps, what)
         result = search(
             problem,
@@ -293,7 +325,7 @@ class Explorer:
             rounds=self._count_rounds(share, problem.cells),
             seed=self.request.seed,
             start=[*(start or ()), *self._list_starts(problem)],
-            progress=lambda _, objective: self._tell_improved(*steps, what, objective),
+            progress=tell_improved,
             stop=self.request.stop,
         )
         if result.late:
@@ -307,11 +339,12 @@ class Explorer:
 
     def _add_searched(self, candidate: Candidate) -> None:
         """Add a searched order, in place of an earlier one on the same problem if it is better."""
-        key = candidate.problem.key
-        same = [other for other in self.candidates if other.name == SEARCHED and other.timed is not None and other.problem.key == key]
-        if all(not other.fits or candidate.time_or_inf < other.time_or_inf for other in same):
-            self.candidates = [kept for kept in self.candidates if not any(kept is other for other in same)]
+        searched = [other for other in self.candidates if other.name == SEARCHED and other.timed is not None]
+        same = next((other for other in searched if other.problem.key == candidate.problem.key), None)
+        if same is None:
             self._add(candidate)
+        elif not same.fits or candidate.time_or_inf < same.time_or_inf:
+            self._add(candidate, same.place)
 
     def try_one_at_a_time(self) -> None:
         """Time the order that holds least, if no named schedule fits: if this does not fit either, nothing does."""
@@ -321,7 +354,8 @@ class Explorer:
     def _list_starts(self, problem: Problem) -> list[Schedule]:
         """Orders that were timed on the same placement, whatever the partition: the fastest of each name, those that fit first."""
         shape = problem.placement.copies, problem.microbatches
-        timed = [candidate for candidate in self.candidates if candidate.timed is not None]
+        plain = [candidate for candidate in self.candidates if candidate.slices == 1 and not candidate.offloaded]
+        timed = [candidate for candidate in plain if candidate.timed is not None]
         same = [candidate for candidate in timed if (candidate.problem.placement.copies, candidate.microbatches) == shape]
         starts: dict[str, Schedule] = {}
         for candidate in sorted(same, key=lambda candidate: (not candidate.fits, candidate.time_or_inf)):
@@ -330,7 +364,7 @@ class Explorer:
 
     def _solve(self, best: Candidate, work: float) -> None:
         """Solve exactly from the best on, with that many seconds of work."""
-        from penstock.planner.exact.solver import solve
+        from penstock.planner.exact import solve
 
         self._tell("solving", 0, 1, best.problem.describe())
         try:
@@ -351,5 +385,5 @@ class Explorer:
 def order_by_effort(request: Request, pair: tuple[NamedSchedule, Profile]) -> tuple[int, int, bool]:
     """The sort key of named schedules, large ones by the time that they take; small ones keep their order."""
     named, profile = pair
-    cells = named.placement.stages * request.count_microbatches(profile)
+    cells = named.placement.stages * request.count_microbatches(profile) * named.slices
     return (cells, len(named.placement.copies), not named.is_fixed) if cells > _SMALL_ORDER else (0, 0, False)

@@ -1,4 +1,4 @@
-"""The named schedules of the zoo: which of them a request can use, and timing them on partitions that fit."""
+"""The named schedules of the zoo: which of them a request can use, timing them on partitions that fit, and shifting the cuts."""
 
 from __future__ import annotations
 
@@ -13,34 +13,48 @@ from penstock.errors import PenstockError
 from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.rows import Rows
+from penstock.ir.rows import Ints, Rows
 from penstock.ir.schedule import Schedule
 from penstock.planner.candidate import Candidate, Verdict
+from penstock.planner.partition.cut import list_neighbours
+from penstock.planner.partition.layer_runs import Cutting, LayerRuns
+from penstock.planner.partition.slices import list_edges
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
-from penstock.planner.request import SEARCHED, Request
+from penstock.planner.request import NO_SLICES, SEARCHED, Request
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.simulator.simulate import retime
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank to try if a schedule leaves the number open."""
 _MOST_RANKS = 8
 """Ranks of the small pipelines that show whether a schedule trains."""
+_COUNTS = 7
+"""How many numbers of recomputed ranks are tried."""
 _ROUNDS = 4
 """Partitions that are tried for the memory of one schedule."""
+_MOST_CUTS = 80
+"""Cuts that are timed for one schedule when they are shifted."""
+_MOST_LENGTHS = 160
+"""Lengths of slices that are timed for one schedule when they are shifted."""
+_STEPS = (8, 4, 2, 1)
+"""By how many steps of the granularity a slice is made longer or shorter, one after the other."""
+_FASTER = 1e-9
+"""A smaller relative difference is rounding."""
 
 
 @dataclass(frozen=True)
 class NamedSchedule:
-    """A named schedule with a number of chunks per rank."""
+    """A named schedule with a number of chunks per rank and of slices per sequence."""
 
     algorithm: Algorithm
     placement: Placement
+    slices: int = 1
 
     @property
     def name(self) -> str:
-        layout = self.algorithm.layout
-        return self.algorithm.name if layout.fixed else f"{self.algorithm.name}{{chunks={self.placement.chunks}}}"
+        return self.algorithm.name + ("" if self.algorithm.layout.fixed else f"{{chunks={self.placement.chunks}}}")
 
     @property
     def is_fixed(self) -> bool:
@@ -51,10 +65,12 @@ class NamedSchedule:
         """The schedule for a problem; several if it takes a memory limit, because only the simulator knows which of them fit."""
         options = self.algorithm.options
         chunks = None if self.algorithm.layout.fixed else self.placement.chunks
-        costs: dict[str, Any] = {"costs": problem.costs} if "costs" in options else {}
+        fixed: dict[str, Any] = {"costs": problem.costs} if "costs" in options else {}
+        if options.get("slices", self.slices) != self.slices:
+            fixed["slices"] = self.slices
         for limit in _list_limits(problem) if "memory_limit" in options else [{}]:
             try:
-                yield self.algorithm.build(problem.ranks, problem.microbatches, chunks, **costs, **limit)
+                yield self.algorithm.build(problem.ranks, problem.microbatches, chunks, **fixed, **limit)
             except PenstockError:  # the limit is too low for it
                 if not limit:
                     raise
@@ -69,22 +85,28 @@ def _list_limits(problem: Problem) -> list[dict[str, Any]]:
     return [{}, *({"memory_limit": size} for size in dict.fromkeys((left, left - messages)) if size > 0)]
 
 
-def list_candidates(names: Sequence[str], ranks: int, layers: int) -> tuple[list[NamedSchedule], dict[str, str]]:
-    """The schedules to try, and the reasons against the others."""
+def list_candidates(
+    names: Sequence[str], ranks: int, layers: int, slices: Sequence[int] = (1,), no_slices: str = NO_SLICES
+) -> tuple[list[NamedSchedule], dict[str, str]]:
+    """The schedules to try with these numbers of slices, whole sequences first and then the most slices; and the reasons against others.
+
+    `no_slices` says why sequences are not cut, if they are not.
+    """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
-    for name in names:
-        if name != SEARCHED:
-            placements, reason = _list_placements(algorithm(name), ranks, layers)
-            usable += [NamedSchedule(algorithm(name), placement) for placement in placements]
-            if not placements:
-                refused[name] = reason
-    return usable, refused
+    for entry in (algorithm(name) for name in names if name != SEARCHED):
+        listed, reason = _list_shapes(entry, ranks, layers, slices, no_slices)
+        usable += listed
+        if not listed:
+            refused[entry.name] = reason
+    return sorted(usable, key=lambda named: (named.slices > 1, -named.slices)), refused
 
 
-def _list_placements(entry: Algorithm, ranks: int, layers: int) -> tuple[list[Placement], str]:
+def _list_shapes(entry: Algorithm, ranks: int, layers: int, slices: Sequence[int], no_slices: str) -> tuple[list[NamedSchedule], str]:
+    """One schedule with every number of chunks and slices to try; or why there is none."""
     layout = entry.layout
-    placements: list[Placement] = []
+    counts = [count for count in slices if (entry.slices is not None if count > 1 else not entry.is_sliced)]
+    listed: list[NamedSchedule] = []
     reason = ""
     for chunks in [layout.chunks] if layout.fixed else [count for count in CHUNKS if count >= layout.chunks]:
         try:
@@ -95,11 +117,15 @@ def _list_placements(entry: Algorithm, ranks: int, layers: int) -> tuple[list[Pl
             continue
         if not is_training(entry):
             reason = reason or "it has no backward"
+        elif not counts and entry.is_sliced:
+            reason = reason or f"it cuts sequences into slices, and {no_slices}"
+        elif not counts:
+            reason = reason or f"its order is not made for slices, and slices={', '.join(map(str, slices))} asks for them"
         elif placement.stages > layers:
             reason = reason or f"{layers} layers are too few for its {placement.stages} stages"
         else:
-            placements.append(placement)
-    return placements, reason
+            listed += [NamedSchedule(entry, placement, count) for count in counts]
+    return listed, reason
 
 
 @cache
@@ -113,21 +139,22 @@ def is_training(entry: Algorithm) -> bool:
     return True  # the schedule itself says what it needs when it is timed
 
 
-def list_searchable_placements(ranks: int, layers: int) -> list[Placement]:
-    """The placements on which orders are searched."""
+def list_searchable_problems(request: Request) -> Iterator[Problem]:
+    """The problems on which orders are searched: every microbatch size and placement, without and with recompute if that is allowed.
+
+    Orders of slices are not searched: sequences are whole here.
+    """
+    if 1 not in request.slices:
+        return
+    ranks = request.ranks
     placements = [Placement.linear(ranks)]
     if ranks > 1:
         placements += [Placement.v(ranks), *(Placement.looped(ranks, chunks) for chunks in CHUNKS[1:4]), Placement.wave(ranks, 2)]
-    return [placement for placement in placements if placement.stages <= layers]
-
-
-def list_searchable_problems(request: Request) -> Iterator[Problem]:
-    """The problems on which orders are searched: every microbatch size and placement, without and with recompute if that is allowed."""
+    flags = (False, True) if request.recompute and request.limits is not None else (False,)
     for profile in request.profiles:
-        for placement in list_searchable_placements(request.ranks, len(request.profile)):
-            yield from request.make_problems(profile, placement, (False,) * placement.stages)
-            if request.recompute and request.limits is not None:
-                yield from request.make_problems(profile, placement, (True,) * placement.stages)
+        for placement in placements:
+            for again in flags if placement.stages <= len(request.profile) else ():
+                yield from request.make_problems(profile, placement, (again,) * placement.stages)
 
 
 # Starting orders ------------------------------------------------------------------------------------------------------
@@ -135,7 +162,7 @@ def list_searchable_problems(request: Request) -> Iterator[Problem]:
 
 def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
     """Every named schedule that has the problem's placement and trains, built for its costs and limits if it takes them."""
-    for entry in algorithms().values():
+    for entry in (entry for entry in algorithms().values() if not entry.is_sliced):  # problems have whole microbatches
         chunks = entry.layout.chunks if entry.layout.fixed else problem.placement.chunks
         options: dict[str, Any] = {"costs": problem.costs} if "costs" in entry.options else {}
         if "memory_limit" in entry.options and problem.memory_limit is not None:
@@ -167,7 +194,7 @@ def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a
 
 
 def time_named(named: NamedSchedule, profile: Profile, request: Request, is_slow: Callable[[Problem], bool]) -> list[Candidate]:
-    """Time one schedule and, if it does not fit and that is allowed, again with some and with all stages recomputed."""
+    """Time one schedule and, if its memory holds it back and that is allowed, again with some and with all stages recomputed."""
     return list(_Fitting(named, profile, request, is_slow).run())
 
 
@@ -184,22 +211,28 @@ class _Fitting:
 
     def run(self) -> Iterator[Candidate]:
         placement = self.named.placement
-        first = self._fit((False,) * placement.stages)
+        none, all_stages = (False,) * placement.stages, (True,) * placement.stages
+        first = self._fit(none)
         yield first
-        if first.verdict not in (Verdict.OVER, Verdict.TOO_LARGE) or not self.request.recompute or len(placement.copies) > 1:
+        if not self.request.recompute or len(placement.copies) > 1 or first.verdict in (Verdict.SLOW, Verdict.REFUSED):
             return
-        some = None if first.timed is None else self._recompute_some(first)
-        if some is not None:
-            yield some
-        yield self._fit((True,) * placement.stages)
+        problems = self.request.make_problems(self.profile, placement, none, self.named.slices)
+        if first.fits and any(first.sizes == problem.sizes for problem in problems):
+            return  # the memory does not hold it back
+        every = self._fit(all_stages)
+        some = [candidate for candidate in self._recompute_some(first, every, problems) if candidate.fits]
+        if some:
+            yield _pick_best(some)
+        yield every
 
     def _fit(self, recompute: tuple[bool, ...]) -> Candidate:
         """With these stages recomputed: the best of several partitions that fits, else the nearest after cutting for its memory."""
         request, named = self.request, self.named
-        problems = request.make_problems(self.profile, named.placement, recompute)
+        problems = request.make_problems(self.profile, named.placement, recompute, named.slices)
         if not problems:
-            sizes = request.cut(self.profile, named.placement, recompute).sizes
-            too_large = request.make_problem(self.profile, named.placement, sizes, recompute)
+            lengths = request.guess_lengths(self.profile, named.slices)
+            sizes = request.cut(self.profile, named.placement, recompute, lengths=lengths).sizes
+            too_large = request.make_problem(self.profile, named.placement, sizes, recompute, lengths)
             return Candidate.untimed(named.name, too_large, Verdict.TOO_LARGE, self._explain_excess(recompute))
         fast = [problem for problem in problems if not self.is_slow(problem)]
         if not fast:
@@ -215,7 +248,8 @@ class _Fitting:
         return best if best.fits else self._cut_for_memory(best)
 
     def _explain_excess(self, recompute: tuple[bool, ...]) -> str:
-        cut, units = self.request.cut(self.profile, self.named.placement, recompute), self.request.units
+        lengths, units = self.request.guess_lengths(self.profile, self.named.slices), self.request.units
+        cut = self.request.cut(self.profile, self.named.placement, recompute, lengths=lengths)
         rank = max(range(len(cut.excesses)), key=cut.excesses.__getitem__)
         layers = split_layers(self.profile, cut.sizes)
         kept = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
@@ -237,7 +271,7 @@ class _Fitting:
         best, last, moments = candidate, candidate, candidate.list_moments()
         for _ in range(_ROUNDS):
             problem = last.problem
-            cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments)
+            cut = self.request.cut(self.profile, problem.placement, problem.recompute, moments, lengths=problem.lengths)
             if not cut.fits or cut.sizes == problem.sizes:
                 break
             last = _pick_best(list(self._time(problem.recut(cut.sizes))))
@@ -247,21 +281,110 @@ class _Fitting:
             moments += last.list_moments()
         return best
 
-    def _recompute_some(self, candidate: Candidate) -> Candidate | None:
-        """Recompute only on the ranks that are over their limits, and on further ranks that then are."""
-        ranks, last = self.named.placement.copies[0], candidate
+    def _recompute_some(self, first: Candidate, every: Candidate, problems: Sequence[Problem]) -> Iterator[Candidate]:
+        """Recompute on some ranks only: those that are over their limits, and the ranks that hold most, so many at a time.
+
+        `first` recomputes nothing and `every` everything; `problems` are cut without regard to this schedule's memory. Ranks are ordered
+        by what they hold then. Which number of them is fastest depends on how evenly the layers can be cut within the limits, so several
+        are tried.
+        """
+        if first.timed is not None:
+            yield from self._recompute_where_over(first)
+        even = next((candidate for problem in problems[:1] for candidate in self._time(problem)), every)
+        if even.timed is None:
+            return
+        ranks, peaks = self.named.placement.copies[0], even.timeline.peak_memory
+        neediest = sorted(set(ranks), key=lambda rank: (-peaks[rank], rank))
+        for count in np.unique(np.linspace(1, max(len(neediest) - 1, 1), _COUNTS).astype(int)).tolist():
+            chosen = set(neediest[:count])
+            yield self._fit(tuple(rank in chosen for rank in ranks))
+
+    def _recompute_where_over(self, last: Candidate) -> Iterator[Candidate]:
+        """Recompute on the ranks that are over their limits, and on further ranks that then are."""
+        ranks = self.named.placement.copies[0]
         for _ in range(_ROUNDS):
             over = {moment.rank for moment in last.list_moments()}
             flags = tuple(again or rank in over for again, rank in zip(last.problem.recompute, ranks, strict=True))
             if all(flags) or flags == last.problem.recompute:
-                return None
-            fitted = self._fit(flags)
-            if fitted.timed is None or fitted.fits:
-                return fitted
-            last = fitted
-        return None
+                return
+            last = self._fit(flags)
+            yield last
+            if last.timed is None or last.fits:
+                return
 
 
 def _pick_best(candidates: list[Candidate]) -> Candidate:
     """The fastest that fits, else the one that is least over its limit."""
     return min(candidates, key=lambda option: (not option.fits, option.objective if option.fits else option.excess, option.objective))
+
+
+# Shifting cuts: loads alone do not tell how long a schedule takes ------------------------------------------------------
+
+
+def recut(candidate: Candidate, stop: Callable[[], bool]) -> Candidate:
+    """The same order on the fastest cuts that fit and that shifting leads to, from a candidate that fits."""
+    problem = candidate.problem
+    assert problem.profile is not None
+    cutting = Cutting(LayerRuns(problem.profile, problem.lengths), problem.placement, problem.recompute, problem.memory_limit, ())
+    best, left, tried = candidate, _MOST_CUTS, {problem.sizes}
+    while left > 0 and not stop():
+        todo = [sizes for sizes in _list_promising_cuts(cutting, best) if sizes not in tried][:left]
+        fastest = min((best, *_list_faster(best, todo, stop)), key=lambda option: option.time_or_inf)
+        left -= len(todo)
+        if fastest is best:
+            break
+        tried.update(todo)
+        best = fastest
+    return best
+
+
+def _list_promising_cuts(cutting: Cutting, candidate: Candidate) -> list[tuple[int, ...]]:
+    """Neighbouring cuts on which the work alone takes less than the candidate, the least load first."""
+    cuts: Ints = np.concatenate(([0], np.cumsum(candidate.problem.sizes)))
+    near = list_neighbours(cuts)
+    if not len(near):
+        return []
+    loads = cutting.loads(near).max(axis=1)
+    good = (loads * candidate.microbatches < candidate.time_or_inf * (1 - _FASTER)) & ~cutting.excesses(near).any(axis=1)
+    order = np.lexsort((cutting.squares(near), loads))
+    return [tuple(np.diff(near[row]).tolist()) for row in order if good[row]]
+
+
+def _list_faster(candidate: Candidate, cuts: list[tuple[int, ...]], stop: Callable[[], bool]) -> Iterator[Candidate]:
+    for sizes in cuts:
+        if stop():
+            return
+        problem = candidate.problem.recut(sizes)
+        timeline = retime(candidate.timeline, problem.costs)
+        if problem.objective(timeline) < candidate.time_or_inf * (1 - _FASTER) and problem.fits(timeline):
+            yield Candidate.of_timeline(candidate.name, problem, candidate.schedule, timeline)
+
+
+def shift_lengths(candidate: Candidate, granularity: int, stop: Callable[[], bool]) -> Candidate:
+    """The same order with the fastest slices that fit and that moving tokens between neighbours leads to, from a candidate that fits.
+
+    Lengths that suit the slowest rank alone need not be the best for all ranks together.
+    """
+    problem = candidate.problem
+    assert problem.profile is not None
+    assert problem.profile.tokens is not None
+    step, best, left = int(list_edges(problem.profile.tokens, granularity)[1]), candidate, _MOST_LENGTHS
+    for steps in _STEPS:
+        improved = True
+        while improved and left > 0 and not stop():
+            lengths = list(_list_shifted(best.problem.lengths, steps * step, step))[:left]
+            left -= len(lengths)
+            trials = [problem.recut(problem.sizes, shifted) for shifted in lengths]
+            faster = [trial for trial in map(best.retime, trials) if trial.fits and trial.time_or_inf < best.time_or_inf * (1 - _FASTER)]
+            improved = bool(faster)
+            best = min(faster, key=lambda trial: trial.time_or_inf) if faster else best
+    return best
+
+
+def _list_shifted(lengths: tuple[int, ...], by: int, least: int) -> Iterator[tuple[int, ...]]:
+    """The lengths with so many tokens moved from one slice to the next or back; none gets shorter than the least."""
+    for place in range(len(lengths) - 1):
+        for moved in (by, -by):
+            one, other = lengths[place] + moved, lengths[place + 1] - moved
+            if min(one, other) >= least:
+                yield (*lengths[:place], one, other, *lengths[place + 2 :])

@@ -20,8 +20,9 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.advice import check_static_memory, explain_refusal
 from penstock.planner.bounds.lower_bound import check_bound
-from penstock.planner.candidate import Candidate, Verdict
+from penstock.planner.candidate import Candidate, Verdict, count_verdicts
 from penstock.planner.explore import Explorer
+from penstock.planner.partition.slices import GRANULARITY
 from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Layer, Profile
@@ -32,9 +33,12 @@ from penstock.planner.request import (
     Request,
     check_batch,
     check_count,
+    check_host,
     check_limits,
     check_names,
     check_share,
+    check_slices,
+    forget_slices,
     is_in_bytes,
 )
 from penstock.simulator.simulate import simulate, simulate_many
@@ -49,8 +53,12 @@ SCENARIOS = 100
 """Simulated runs with jitter per candidate."""
 NOISE = 0.01
 """Differences of a p95 below this share may be due to the random scenarios: about two standard errors of a hundred of them."""
+SIMPLER = 0.01
+"""A named schedule that is slower by at most this share, and whose p95 is not worse, is preferred to a searched order."""
 _MOST_JITTERED = 6
-"""Candidates that are measured under jitter."""
+"""Candidates of each kind that are measured under jitter: the fastest, named ones nearly as fast, and runners-up."""
+RUNNERS_UP = 4
+"""Other candidates that a plan is compared with."""
 _SCENARIO_COST = 0.05
 """Cost of a scenario, as a share of timing the same order for the first time."""
 _EVEN, _SAME = 1e-12, 1e-9
@@ -83,12 +91,16 @@ class Plan:
     """95 of 100 runs stay below this if every time varies by `jitter`: the makespan, or without a barrier the longest span."""
     jitter: float = 0.0
     alternatives: tuple[Candidate, ...] = ()
-    """Everything that was considered, this plan included."""
+    """Everything that was tried, this plan included, and then the schedules that were left out, which have no placement."""
     chosen: int = 0
     """The index of this plan among the alternatives."""
     in_bytes: bool = False
     """Whether sizes are bytes."""
     notes: tuple[str, ...] = ()
+    host_memory_limit: tuple[float, ...] | None = None
+    """The limit of each rank's activations in host memory, if there is one."""
+    slice_lengths: tuple[int, ...] = ()
+    """Tokens of each slice, if sequences are cut into slices."""
 
     def __post_init__(self) -> None:
         """Refuse bounds above the objective: they would be false."""
@@ -110,11 +122,16 @@ class Plan:
         """Samples per microbatch."""
         return self.profile.microbatch
 
+    @property
+    def slices(self) -> int:
+        """Slices that each sequence is cut into."""
+        return self.schedule.slices
+
     @cached_property
     def problem(self) -> Problem:
         """The problem that the schedule solves."""
         shape = self.profile, self.placement, self.microbatches, self.partition, self.recompute
-        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split)
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, self.slice_lengths)
 
     @property
     def costs(self) -> Costs:
@@ -129,12 +146,12 @@ class Plan:
     @cached_property
     def predicted(self) -> Timeline:
         """When every action runs, and what each rank holds."""
-        return simulate(self.program, self.costs)
+        return simulate(self.program, self.costs).in_units(self.units)
 
     @cached_property
     def proof(self) -> Proof:
         """The proof that the program neither hangs, drops work nor exceeds the limit."""
-        return verify(self.program, memory_limit=self.memory_limit, costs=self.costs)
+        return verify(self.program, memory_limit=self.memory_limit, host_memory_limit=self.host_memory_limit, costs=self.costs)
 
     @cached_property
     def objective(self) -> float:
@@ -165,6 +182,18 @@ class Plan:
     def units(self) -> Units:
         return Units(self.profile.time_unit, self.in_bytes)
 
+    @property
+    def runners_up(self) -> list[Candidate]:
+        """The fastest other candidates that fit, one per schedule; see `Candidate.compare`."""
+        chosen = self.alternatives[self.chosen] if self.alternatives else None
+        others = [candidate for candidate in list_distinct(self.alternatives) if candidate is not chosen]
+        return [candidate for candidate in others if chosen is None or candidate.shape != chosen.shape][:RUNNERS_UP]
+
+    @property
+    def tally(self) -> str:
+        """How many candidates were tried, and what became of them; schedules that are left out for good are no candidates."""
+        return count_verdicts([candidate for candidate in self.alternatives if candidate.placement])
+
     def layers(self, stage: int) -> tuple[Layer, ...]:
         """The layers of a stage."""
         return split_layers(self.profile, self.partition)[stage]
@@ -179,7 +208,10 @@ class Plan:
         return self.report()
 
     def __repr__(self) -> str:
-        return f"<Plan {self.name!r}, {self.placement.describe()}, {self.microbatches} microbatches, takes {self.objective:.6g}>"
+        figures = f"{self.units.time(self.objective)}, {self.units.size(max(self.predicted.peak_memory))} per rank at most"
+        sliced = f" in {self.slices} slices" if self.slices > 1 else ""
+        shape = f"{self.placement.describe()}, {self.microbatches} microbatches of {self.microbatch}{sliced}"
+        return f"<Plan {self.name!r}: {shape}, {figures}, {max(self.gap, 0.0):.2%} above the bound>"
 
     # Files ------------------------------------------------------------------------------------------------------------
 
@@ -190,18 +222,18 @@ class Plan:
         return encode(self)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write by suffix: `.json` the plan itself, `.svg` and `.png` the candidates' time against their memory."""
+        """Write by suffix: `.json` the plan itself, `.svg`, `.pdf` and `.png` the candidates' time against their memory."""
         suffix = Path(path).suffix.lower()
         if suffix == ".json":
             from penstock.planner.plan_file import write
 
             write(self, path)
-        elif suffix in (".svg", ".png"):
-            from penstock.draw.figures.tradeoff import save_tradeoff
+        elif suffix in (".svg", ".pdf", ".png"):
+            from penstock.draw.figures.plots import save_tradeoff
 
             save_tradeoff(self, path)
         else:
-            raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .svg, .png")
+            raise FileFormatError(os.fspath(path), f"the suffix {suffix!r} is not one of .json, .svg, .pdf, .png")
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Plan:
@@ -221,9 +253,14 @@ def plan(
     headroom: float | None = None,
     schedules: Sequence[str] | str | None = None,
     recompute: bool = False,
+    offload: bool = False,
+    host_memory: Limit = None,
+    host_bandwidth: float | str | None = None,
     barrier: bool = True,
     split: bool = True,
     microbatch_sizes: Sequence[int] | None = None,
+    slices: int | Sequence[int] | None = None,
+    slice_granularity: int = GRANULARITY,
     seconds: float = 7.0,
     rounds: float | None = None,
     jitter: float = 0.05,
@@ -240,29 +277,38 @@ def plan(
     - `memory_limit`: one size, or one per rank, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
     - `headroom`: the share of each limit that stays free; by default 5 % if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for searched orders; all by default;
-    - `recompute`: whether stages may run their forward again to hold less, if something fits only that way;
+    - `recompute`: whether stages may run their forward again to hold less, where the memory limit holds a schedule back;
+    - `offload`: whether activations may be moved to host memory where the memory limit holds a schedule back, `host_memory` the most that
+      each rank may have there, and `host_bandwidth` what its link carries per unit of time, instead of the profile's;
     - `barrier`: whether all ranks wait for each other before the optimizer step (the makespan counts) or not (the longest span counts);
     - `split`: whether the backward may be split;
+    - `slices`: into how many slices sequences may be cut, one number or several to choose from; by default 1, 2, 4 and so on up to 16 with
+      at least 4096 tokens each, if the profile has `tokens` and knows what a slice takes. Their lengths are chosen too, as multiples of
+      `slice_granularity` tokens;
     - `seconds`: how long to plan; with 0 only the named schedules are timed, however long that takes;
     - `rounds`: how many orders the search times; the default usually takes less than `seconds`. Equal arguments and seeds give equal plans,
       unless `seconds` run out first: the report then says so;
     - `jitter`: how much times vary when robustness is measured; among candidates within `near` of the fastest, one that is more robust by
-      more than it is slower is preferred;
+      more than it is slower is preferred, and to a searched order a named schedule within 1 % whose p95 is not worse;
     - `progress` is called with a `Progress`; once `stop()` returns True, the best plan so far is returned;
-    - `found` is called with each `Candidate` as it is made.
+    - `found` is called with each `Candidate` as it is made; one with the `place` of an earlier one replaces it, and `Plan.chosen` is the
+      place of the plan itself.
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
     if len(profile) < check_count("ranks", ranks):
         raise PlacementError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+    profile = check_host(profile, offload, host_memory, host_bandwidth)
     free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
+    counts, no_slices = check_slices(profile, slices, check_count("slice_granularity", slice_granularity, None))
+    known = profile if counts != (1,) else forget_slices(profile)
     request = Request(
-        profile,
+        known,
         ranks,
-        *check_batch(profile, microbatches, batch, microbatch_sizes),
+        *check_batch(known, microbatches, batch, microbatch_sizes),
         limits,
         check_names(schedules),
         recompute,
@@ -275,6 +321,11 @@ def plan(
         rounds=None if rounds is None else check_share("rounds", rounds),
         in_bytes=is_in_bytes(profile, memory_limit),
         headroom=0.0 if limits is None else free,
+        offload=offload,
+        host_limits=check_limits(host_memory, ranks, "host_memory"),
+        slices=counts,
+        no_slices=no_slices,
+        granularity=int(slice_granularity),
         tell=progress or (lambda progress: None),
         stop=stop or (lambda: False),
         found=found or (lambda candidate: None),
@@ -286,6 +337,10 @@ def plan(
         explorer.notes += [f"microbatches of {size} are left out: a batch of {batch} cannot be cut into them" for size in missing]
     if limits is not None and free:
         explorer.notes.append(f"{free:.3g} of each memory limit is kept free: the limits below exclude it")
+    if offload and profile.host_bandwidth is None:
+        explorer.notes.append("the bandwidth to host memory is not known: copies are taken to take no time but their latency")
+    if request.searches and counts[-1] > 1:
+        explorer.notes.append("with slices only named schedules were timed: orders are searched for whole sequences")
     explorer.run()
     return _build_plan(explorer)
 
@@ -300,8 +355,7 @@ def _build_plan(explorer: Explorer) -> Plan:
     winner, p95 = choose(fitting, request, explorer.is_too_late_for)
     problem, bound = winner.problem, explorer.bound_of(winner.problem)
     assert problem.profile is not None
-    by_candidate = {id(fitting[place]): value for place, value in p95.items()}
-    alternatives = tuple(_list_alternatives(explorer, by_candidate))
+    alternatives = tuple(_list_alternatives(explorer, p95))
     explorer.note_what_was_cut_short()
     plan = Plan(
         name=winner.name,
@@ -314,12 +368,14 @@ def _build_plan(explorer: Explorer) -> Plan:
         split=request.split,
         bounds=dict(bound.all),
         overall_bound=explorer.overall_bound(),
-        p95=by_candidate.get(id(winner)),
+        p95=p95.get(winner.place),
         jitter=request.jitter,
         alternatives=alternatives,
-        chosen=next(place for place, candidate in enumerate(explorer.candidates) if candidate is winner),
+        chosen=winner.place,
         in_bytes=request.in_bytes,
         notes=tuple(explorer.notes),
+        host_memory_limit=request.host_limits,
+        slice_lengths=problem.lengths,
     )
     plan.proof  # noqa: B018 - raises if anything is wrong with the plan, and is kept
     return plan
@@ -336,32 +392,50 @@ def _list_alternatives(explorer: Explorer, p95: dict[int, float]) -> list[Candid
             check_bound(bound.value, candidate.time_or_inf, bound.name)
         return bound.value if bound.value < float("inf") else None
 
-    tried = [replace(other, bound=find_bound(other), p95=p95.get(id(other)), timed=None) for other in explorer.candidates]
+    tried = [replace(other, bound=find_bound(other), p95=p95.get(other.place), timed=None) for other in explorer.candidates]
     return tried + [Candidate(name, "", 0, 0, 0, 0, Verdict.REFUSED.value, reason) for name, reason in explorer.refused.items()]
 
 
 def choose(
     fitting: Sequence[Candidate], request: Request, is_too_late_for: Callable[[str, float], bool] = lambda what, cells: False
 ) -> tuple[Candidate, dict[int, float]]:
-    """The fastest candidate, or one nearly as fast that is more robust by more than it is slower; and the measured p95 by place.
+    """The best candidate, and the measured p95 of candidates by their place.
 
-    Nearly means within `near`, and never slower than the fastest named schedule. Of equally fast ones, the first has the fewest stages.
-    `is_too_late_for` tells whether no time is left to time so many cells.
+    The best is the fastest, or one within `near` of it that is more robust by more than it is slower, and never slower than the fastest
+    named schedule. Of equally fast ones, the first has the fewest stages. If it is a searched order, the fastest named schedule within
+    `SIMPLER` whose p95 is not worse is preferred. `is_too_late_for` tells whether no time is left to time so many cells.
     """
-    fastest = min(candidate.time_or_inf for candidate in fitting)
-    named = min((candidate.time_or_inf for candidate in fitting if candidate.name != SEARCHED), default=float("inf"))
-    most = min(fastest * (1 + request.near), named) * (1 + _EVEN)
-    order = sorted(range(len(fitting)), key=lambda place: fitting[place].time_or_inf)
-    close = [place for place in order if fitting[place].time_or_inf <= most][:_MOST_JITTERED]
-    even = [place for place in close if fitting[place].time_or_inf <= fastest * (1 + _SAME)]
-    first = min(even, key=lambda place: fitting[place].problem.stages)
-    cells = sum(fitting[place].problem.cells for place in close)
+    order = sorted(fitting, key=lambda candidate: candidate.time_or_inf)
+    named = [candidate for candidate in order if candidate.name != SEARCHED]
+    fastest = order[0].time_or_inf
+    most = min([fastest * (1 + request.near), *(candidate.time_or_inf for candidate in named[:1])]) * (1 + _EVEN)
+    close = [candidate for candidate in order if candidate.time_or_inf <= most][:_MOST_JITTERED]
+    first = min((other for other in close if other.time_or_inf <= fastest * (1 + _SAME)), key=lambda other: other.problem.stages)
+    simple = [candidate for candidate in named if candidate.time_or_inf <= fastest * (1 + SIMPLER)][:_MOST_JITTERED]
+    measured = {candidate.place: candidate for candidate in (*close, *simple, *list_distinct(fitting)[: RUNNERS_UP + 1])}
+    cells = sum(candidate.problem.cells for candidate in measured.values())
     if request.stop() or is_too_late_for("robustness was not measured", _SCENARIO_COST * SCENARIOS * cells):
-        return fitting[first], {}
-    p95 = {place: measure_p95(fitting[place], request) for place in close}
-    steady = min(close, key=p95.__getitem__)
-    gained, lost = p95[first] - p95[steady], fitting[steady].time_or_inf - fitting[first].time_or_inf
-    return fitting[steady if gained > max(lost, NOISE * p95[first]) else first], p95
+        return first, {}
+    p95 = {place: measure_p95(candidate, request) for place, candidate in measured.items()}
+    steady = min(close, key=lambda candidate: p95[candidate.place])
+    gained, lost = p95[first.place] - p95[steady.place], steady.time_or_inf - first.time_or_inf
+    best = steady if gained > max(lost, NOISE * p95[first.place]) else first
+    if best.name == SEARCHED:
+        best = next((candidate for candidate in simple if p95[candidate.place] <= p95[best.place] * (1 + _SAME)), best)
+    return best, p95
+
+
+def list_distinct(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates that fit, the fastest first: the fastest of each schedule and placement, and no searched order that is a named one."""
+    distinct: dict[object, Candidate] = {}
+    for candidate in sorted(candidates, key=lambda candidate: (candidate.time_or_inf, candidate.name == SEARCHED)):
+        figures = candidate.placement, candidate.chunks, candidate.objective, candidate.peak
+        is_copy = candidate.name == SEARCHED and any(
+            figures == (*other.shape[1:], other.objective, other.peak) for other in distinct.values()
+        )
+        if candidate.fits and not is_copy:
+            distinct.setdefault(candidate.shape, candidate)
+    return list(distinct.values())
 
 
 def measure_p95(candidate: Candidate, request: Request) -> float:

@@ -34,38 +34,40 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "chosen": (int,),
     "in_bytes": (bool,),
     "notes": (list,),
-    "alternatives": (list,),
     "profile": (dict,),
     "schedule": (dict,),
+    "alternatives": (list,),
 }
+"""The fields that a plan is read from, with their types."""
+
+
+_OPTIONAL: dict[str, tuple[type, ...]] = {"host_memory_limit": (list, type(None)), "slice_lengths": (list,)}
+"""Fields that some files lack."""
 
 
 def encode(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data; the figures up to `gap` and the costs are there for readers."""
+    """The plan as plain data; those up to the costs are there for readers."""
+    values = {name: getattr(plan, name) for name in _FIELDS}
+    sliced = {"slices": plan.slices, "slice_lengths": list(plan.slice_lengths)} if plan.slices > 1 else {}
     return {
         "format": json_form.FORMAT,
         "version": json_form.VERSION,
         "type": "plan",
-        "name": plan.name,
         "objective": plan.objective,
         "makespan": plan.predicted.makespan,
         "bubble": plan.predicted.bubble,
         "peak_memory": plan.predicted.peak_memory,
         "bound": plan.bound,
         "gap": plan.gap,
+        "overall_gap": plan.overall_gap,
+        "tally": plan.tally,
+        "runners_up": [
+            {**candidate.to_json(), "compared": candidate.compare(plan.alternatives[plan.chosen])} for candidate in plan.runners_up
+        ],
         "costs": plan.costs.to_json(),
-        "barrier": plan.barrier,
-        "split": plan.split,
-        "partition": list(plan.partition),
-        "recompute": list(plan.recompute),
-        "memory_limit": None if plan.memory_limit is None else list(plan.memory_limit),
-        "bounds": plan.bounds,
-        "overall_bound": plan.overall_bound,
-        "p95": plan.p95,
-        "jitter": plan.jitter,
-        "chosen": plan.chosen,
-        "in_bytes": plan.in_bytes,
-        "notes": list(plan.notes),
+        **{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+        **({} if plan.host_memory_limit is None else {"host_memory_limit": list(plan.host_memory_limit)}),
+        **sliced,
         "profile": plan.profile.to_json(),
         "schedule": json_form.encode(plan.schedule),
         "alternatives": [candidate.to_json() for candidate in plan.alternatives],
@@ -75,7 +77,7 @@ def encode(plan: Plan) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Plan:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "plan")
-    reading.check_fields(data, _FIELDS, error=partial(FileFormatError, file))
+    reading.check_fields(data, {**_FIELDS, **_OPTIONAL}, error=partial(FileFormatError, file), required=_FIELDS)
     schedule = json_form.decode(data["schedule"], file)
     if not isinstance(schedule, Schedule):
         raise FileFormatError(file, "'schedule' holds a lowered program: a plan has a schedule")
@@ -119,26 +121,25 @@ def _decode(data: dict[str, Any], schedule: Schedule, file: str) -> Plan:
     recompute = tuple(data["recompute"])
     if len(recompute) != schedule.stages or not all(isinstance(flag, bool) for flag in recompute):
         raise FileFormatError(file, f"'recompute' must be true or false for each of the {schedule.stages} stages")
+    if not data["bounds"] or not all(type(value) in (int, float) for value in data["bounds"].values()):
+        raise FileFormatError(file, f"'bounds' must be numbers by name, got {data['bounds']!r}")
+    lengths = tuple(data.get("slice_lengths", ()))
+    if len(lengths) != (schedule.slices if schedule.slices > 1 else 0):
+        raise FileFormatError(file, f"'slice_lengths' {list(lengths)} are not the tokens of each of {schedule.slices} slices")
     return Plan(
         **{name: data[name] for name in ("name", "barrier", "split", "chosen", "in_bytes")},
+        **{name: None if data[name] is None else float(data[name]) for name in ("overall_bound", "p95", "jitter")},  # type: ignore[arg-type]
         profile=profile,
         schedule=schedule,
         partition=partition,
         recompute=recompute,
-        memory_limit=None if data["memory_limit"] is None else check_limits(data["memory_limit"], schedule.ranks),
-        bounds=_bounds(data["bounds"], file),
-        overall_bound=float(data["overall_bound"]),
-        p95=None if data["p95"] is None else float(data["p95"]),
-        jitter=float(data["jitter"]),
+        memory_limit=check_limits(data["memory_limit"], schedule.ranks),
+        bounds={name: float(value) for name, value in data["bounds"].items()},
         alternatives=tuple(Candidate.from_json(entry, file) for entry in data["alternatives"]),
         notes=tuple(map(str, data["notes"])),
+        host_memory_limit=check_limits(data.get("host_memory_limit"), schedule.ranks, "host_memory_limit"),
+        slice_lengths=lengths,
     )
-
-
-def _bounds(data: dict[str, Any], file: str) -> dict[str, float]:
-    if not data or not all(type(value) in (int, float) for value in data.values()):
-        raise FileFormatError(file, f"'bounds' must be numbers by name, got {data!r}")
-    return {name: float(value) for name, value in data.items()}
 
 
 def write(plan: Plan, path: str | PathLike[str]) -> None:

@@ -13,7 +13,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.partition.stage_costs import stage_costs
+from penstock.planner.partition.stage_costs import sliced_stage_costs, stage_costs
 from penstock.planner.profile import Profile
 from penstock.simulator.simulate import simulate
 from penstock.simulator.timeline import Timeline
@@ -33,7 +33,7 @@ class Problem:
     placement: Placement
     microbatches: int
     costs: Costs
-    """Costs of the placement's stages."""
+    """Costs of the placement's stages; with slices, values per microbatch are values per slice, in the order of the units."""
     memory_limit: tuple[float, ...] | None = None
     """The most that each rank may hold at once, parameters included: `Timeline.peak_memory` of the lowered schedule."""
     barrier: bool = True
@@ -46,6 +46,10 @@ class Problem:
     """Layers per stage, then."""
     recompute: tuple[bool, ...] = ()
     """Which stages are recomputed, then."""
+    slices: int = 1
+    """Slices that each microbatch is cut into along the sequence."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of each slice, if there are several and the problem was cut from a model."""
 
     @classmethod
     def cut(  # noqa: PLR0917
@@ -58,22 +62,29 @@ class Problem:
         memory_limit: tuple[float, ...] | None = None,
         barrier: bool = True,
         split: bool = True,
+        lengths: tuple[int, ...] = (),
     ) -> Problem:
-        """The problem of a model that is cut into stages of these sizes."""
-        costs = stage_costs(profile, sizes, placement, recompute)
-        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute)
+        """The problem of a model that is cut into stages of these sizes, and its sequences into slices of these lengths."""
+        if lengths:
+            costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches)
+        else:
+            costs = stage_costs(profile, sizes, placement, recompute)
+        slices = max(len(lengths), 1)
+        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths)
 
-    def recut(self, sizes: tuple[int, ...]) -> Problem:
-        """The same model with other stage sizes."""
+    def recut(self, sizes: tuple[int, ...], lengths: tuple[int, ...] | None = None) -> Problem:
+        """The same model with other stage sizes, and with other lengths of its slices if they are given."""
         assert self.profile is not None
-        return Problem.cut(
-            self.profile, self.placement, self.microbatches, sizes, self.recompute, self.memory_limit, self.barrier, self.split
-        )
+        lengths = self.lengths if lengths is None else lengths
+        shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
             raise CostsError(f"{self.microbatches} microbatches: there must be at least 1")
-        self.costs.check(self.stages, self.microbatches)
+        if self.slices > 1 and len(self.placement.copies) > 1:
+            raise CostsError(f"{self.slices} slices on a placement with {len(self.placement.copies)} copies of the model: take one copy")
+        self.costs.check(self.stages, self.units)
         if self.memory_limit is None:
             return
         limits = tuple(float(limit) for limit in self.memory_limit)
@@ -90,9 +101,14 @@ class Problem:
         return self.placement.stages
 
     @property
+    def units(self) -> int:
+        """Microbatches, or their slices."""
+        return self.microbatches * self.slices
+
+    @property
     def cells(self) -> int:
-        """Stages times microbatches: the size of an order."""
-        return self.stages * self.microbatches
+        """Stages times units: the size of an order."""
+        return self.stages * self.units
 
     @property
     def microbatch(self) -> int:
@@ -102,7 +118,7 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths
 
     @property
     def limits(self) -> tuple[float, ...]:
@@ -117,8 +133,12 @@ class Problem:
     @cached_property
     def work(self) -> float:
         """Compute time of the slowest rank: no schedule takes less."""
-        times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
         copies, loads = self.placement.copies, np.zeros(self.ranks)
+        if self.slices > 1:
+            every = self.costs.table("f", self.stages, self.units) + self.costs.table("b", self.stages, self.units)
+            np.add.at(loads, list(copies[0]), every.sum(axis=1))
+            return float(loads.max()) * min(1.0, self.costs.overlap)
+        times = self.costs.table("f", self.stages, 1) + self.costs.table("b", self.stages, 1)
         for place, ranks in enumerate(copies):
             np.add.at(loads, list(ranks), len(range(place, self.microbatches, len(copies))) * times[:, 0])
         return float(loads.max()) * min(1.0, self.costs.overlap)
@@ -138,4 +158,5 @@ class Problem:
     def describe(self) -> str:
         """Placement, chunks, microbatches and recompute in a few words."""
         again = ", recomputed" if any(self.recompute) else ""
-        return f"{self.placement.kind}, {self.placement.chunks} per rank, {self.microbatches} x {self.microbatch}{again}"
+        slices = f" in {self.slices} slices" if self.slices > 1 else ""
+        return f"{self.placement.kind}, {self.placement.chunks} per rank, {self.microbatches} x {self.microbatch}{slices}{again}"

@@ -7,10 +7,16 @@ from itertools import accumulate, groupby
 from textwrap import wrap
 from typing import TYPE_CHECKING
 
-from penstock.planner.candidate import Candidate, Verdict
-from penstock.planner.partition.stage_costs import reserves, static_memory
+from penstock.ir.kind import COMPUTE, Kind
+from penstock.ir.schedule import Schedule
+from penstock.passes.lower import lower
+from penstock.planner.candidate import IN_WORDS, Candidate, Verdict
+from penstock.planner.offload import count_moves
+from penstock.planner.partition.stage_costs import reserves, split_layers
 from penstock.planner.request import SEARCHED
+from penstock.simulator.simulate import simulate
 from penstock.text.table import format_table
+from penstock.verifier.rules.offload import peak_host_memory
 
 if TYPE_CHECKING:
     from penstock.planner.plan import Plan
@@ -18,10 +24,6 @@ if TYPE_CHECKING:
 _SHOWN = 12
 """Candidates that are listed."""
 _WIDTH = 140
-_IN_WORDS = {
-    Verdict.TOO_LARGE: "too large for one microbatch at a time",
-    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
-}
 _BAR = 20
 """Characters of a full bar."""
 
@@ -37,24 +39,53 @@ def _summary(plan: Plan) -> Iterator[str]:
     placement = plan.placement
     yield (
         f"plan: {plan.name} on {placement.ranks} ranks ({placement.kind} placement, {placement.stages} stages), "
-        f"{plan.microbatches} microbatches of {plan.microbatch}"
+        f"{plan.microbatches} microbatches of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
     )
     what = "makespan" if plan.barrier else "longest span"
     yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _per_sample(plan)
     yield f"  {'bound':<12} {units.time(plan.bound)} by {plan.bound_name}: {_gap(plan.gap)} with this placement and partition"
-    yield f"  {'':<12} {units.time(plan.overall_bound)} for every contiguous partition, placement and order: {_gap(plan.overall_gap)}"
+    every = "contiguous partition, placement, slices and order" if is_sliced(plan) else "contiguous partition, placement and order"
+    yield f"  {'':<12} {units.time(plan.overall_bound)} for every {every}: {_gap(plan.overall_gap)}"
     if plan.p95 is not None:
         yield f"  {'robustness':<12} 95 in 100 runs stay under {units.time(plan.p95)} when every time varies by {plan.jitter:.0%}"
     yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
+    yield from _describe_slices(plan)
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
+    yield from _offload(plan)
     yield from (f"  {'note':<12} {note}" for note in plan.notes)
+
+
+def _offload(plan: Plan) -> Iterator[str]:
+    """How many activations are moved to the host, what they take there, and what the copies cost."""
+    moved, units = count_moves(plan.schedule), plan.units
+    if not moved:
+        return
+    held = peak_host_memory(plan.program, plan.costs)
+    total = int(plan.schedule.rows.is_kind(Kind.F).sum())
+    yield f"  {'offload':<12} {moved} of {total} activations move to host memory, at most {units.size(max(held))} there per rank"
+    compute = plan.schedule.rows.keep(plan.schedule.rows.is_kind(*COMPUTE))
+    bare = Schedule.from_rows(compute, plan.placement, plan.microbatches, graph=plan.schedule.graph, slices=plan.slices)
+    exposed = plan.objective / plan.problem.objective(simulate(lower(bare), plan.costs)) - 1
+    yield f"  {'':<12} " + (
+        "the copies are hidden behind the computation" if exposed <= 1e-9 else f"the copies cost {exposed:.2%} of the time"
+    )
+
+
+def _describe_slices(plan: Plan) -> Iterator[str]:
+    """The length of each slice, and how well the profile knows their times."""
+    if plan.slices > 1:
+        lengths = ", ".join(f"{length:,}" for length in plan.slice_lengths)
+        yield from wrap(f"  {'slices':<12} {lengths} tokens", _WIDTH, subsequent_indent=" " * 15)
+        if plan.profile.fit_error:
+            yield f"  {'':<12} their times are fitted to measured ones, with an error of {plan.profile.fit_error:.1%}"
 
 
 def _per_sample(plan: Plan) -> str:
     if plan.profile.time_unit != "s" or not plan.objective:
         return ""
-    return f", {plan.microbatches * plan.microbatch / plan.objective:.4g} samples per second"
+    rate = plan.microbatches * plan.microbatch / plan.objective
+    return f", {rate:,.0f} samples per second" if rate >= 1000 else f", {rate:.4g} samples per second"
 
 
 def _gap(gap: float) -> str:
@@ -62,38 +93,43 @@ def _gap(gap: float) -> str:
 
 
 def _why(plan: Plan) -> Iterator[str]:
-    """Compared with the next best, the best named one, and faster candidates that do not fit."""
+    """The reason for the choice, the runners-up with their trade-offs, and faster candidates that do not fit."""
     yield "why this one"
-    others = [other for place, other in enumerate(plan.alternatives) if place != plan.chosen and other.objective is not None]
-    fitting = sorted((other for other in others if other.fits), key=lambda line: line.time_or_inf)
-    named = [other for other in fitting if other.name != SEARCHED]
-    if plan.name == SEARCHED and named:
-        yield f"  {_versus(plan, named[0])} the best named schedule that fits, {_label(named[0])}"
-    elif fitting:
-        yield f"  {_versus(plan, fitting[0])} the next that fits, {_label(fitting[0])}"
-    close = [other.p95 for other in fitting if other.p95 is not None]
-    if close and plan.p95 is not None:
-        least = min(close)
-        how = "the most robust of" if plan.p95 <= least else "the quickest, and robust enough, of"
-        yield f"  {how} {len(close) + 1} nearly as quick: {plan.units.time(plan.p95)} against {plan.units.time(least)} or more"
-    quicker = sorted(
-        (other for other in others if not other.fits and other.time_or_inf < plan.objective), key=lambda line: line.time_or_inf
-    )
-    for other in quicker[:3]:
-        over = "" if other.excess is None else f": rank {other.peak_rank} would hold {plan.units.size(other.excess)} more than its limit"
-        yield f"  {_label(other)} would take {plan.units.time(other.time_or_inf)}, but does not fit{over}"
-    if not fitting and not quicker:
+    if not plan.alternatives:
+        return
+    units, chosen, runners_up = plan.units, plan.alternatives[plan.chosen], plan.runners_up
+    faster = [other for other in runners_up if other.time_or_inf < plan.objective * (1 - 1e-9)]
+    if not runners_up:
         yield "  nothing else that was timed fits"
-
-
-def _versus(plan: Plan, other: Candidate) -> str:
-    gained = 1 - plan.objective / other.time_or_inf if other.time_or_inf else 0.0
-    return f"{gained:.2%} quicker than" if gained > 5e-5 else "as quick as"
+    elif not faster:
+        yield f"  no other candidate that fits is faster; next is {runners_up[0].name}: {runners_up[0].compare(chosen)}"
+    elif plan.name != SEARCHED and faster[0].name == SEARCHED:
+        yield f"  preferred, as a named schedule, to a searched order: {faster[0].compare(chosen)}"
+    else:
+        yield f"  preferred, as more robust, to {faster[0].name}: {faster[0].compare(chosen)}"
+    titles = ("placement", "microbatches", *(["slices"] if is_sliced(plan) else []), "takes", "p95", "peak")
+    rows: list[tuple[str, ...]] = [("", "candidate", *titles, "compared with this plan")]
+    for candidate in (chosen, *runners_up):
+        figures = _figures(plan, candidate)
+        shown = [figures[name] for name in titles]
+        is_chosen = candidate is chosen
+        rows.append(("->" if is_chosen else "", candidate.name, *shown, "" if is_chosen else candidate.compare(chosen)))
+    yield from format_table(rows, left=(1, 2, len(rows[0]) - 1), indent="  ")
+    quicker = [other for other in plan.alternatives if not other.fits and other.time_or_inf < plan.objective]
+    for other in sorted(quicker, key=lambda other: other.time_or_inf)[:3]:
+        over = "" if other.excess is None else f": rank {other.peak_rank} would hold {units.size(other.excess)} more than its limit"
+        yield f"  {_label(other)} would take {units.time(other.time_or_inf)}, but does not fit{over}"
 
 
 def _label(candidate: Candidate) -> str:
     again = f", {candidate.recompute} stages recomputed" if candidate.recompute else ""
-    return f"{candidate.name} ({candidate.microbatches} microbatches of {candidate.microbatch}{again})"
+    sliced = f" in {candidate.slices} slices" if candidate.slices > 1 else ""
+    return f"{candidate.name} ({candidate.microbatches} microbatches of {candidate.microbatch}{sliced}{again})"
+
+
+def is_sliced(plan: Plan) -> bool:
+    """Whether any candidate cuts sequences into slices."""
+    return any(candidate.slices > 1 for candidate in plan.alternatives)
 
 
 def _stages(plan: Plan) -> Iterator[str]:
@@ -102,7 +138,7 @@ def _stages(plan: Plan) -> Iterator[str]:
     first = [0, *accumulate(plan.partition)]
 
     def group_key(stage: int) -> tuple[object, ...]:
-        times = (plan.units.time(plan.costs.of_stage(name, stage)) for name in ("f", "i", "w"))
+        times = (plan.units.time(_time_per_microbatch(plan, name, stage)) for name in ("f", "i", "w"))
         return plan.partition[stage], plan.recompute[stage], *times
 
     for (size, _, *times), group in groupby(range(len(plan.partition)), key=group_key):
@@ -113,6 +149,10 @@ def _stages(plan: Plan) -> Iterator[str]:
         ranks = "/".join(_format_runs([copy[stage] for stage in stages]) for copy in plan.placement.copies)
         rows.append((_format_runs(stages), ranks, layers, *map(str, times)))
     yield from format_table(rows, left=(2,), indent="  ")
+
+
+def _time_per_microbatch(plan: Plan, name: str, stage: int) -> float:
+    return sum(plan.costs.of_stage(name, stage, part) for part in range(plan.slices))
 
 
 def _layer_name(plan: Plan, place: int) -> str:
@@ -139,12 +179,12 @@ def _format_runs(numbers: Sequence[int]) -> str:
 def _memory(plan: Plan) -> Iterator[str]:
     """One line per rank, or per run of ranks that hold the same: static memory, peak and limit."""
     units, limits = plan.units, plan.memory_limit
-    kept, spare = static_memory(plan.profile, plan.partition), reserves(plan.profile, plan.partition, plan.placement, plan.recompute)
+    layers, spare = split_layers(plan.profile, plan.partition), _list_reserves(plan)
     rows: list[tuple[str, ...]] = []
     titles: tuple[str, ...] = ("rank", "parameters", "gradients", "optimizer", "reserve", "microbatches", "peak", "limit", "")
     for rank, peak in enumerate(plan.predicted.peak_memory):
-        own = [kept[stage] for stage in plan.placement.stages_of(rank)]
-        static = [sum(getattr(stage, name) for stage in own) for name in ("parameters", "gradients", "optimizer")] + [spare[rank]]
+        own = [layer for stage in plan.placement.stages_of(rank) for layer in layers[stage]]
+        static = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "gradients", "optimizer")] + [spare[rank]]
         limit = "none" if limits is None else units.size(limits[rank])
         used = "" if limits is None or not limits[rank] else _bar(peak / limits[rank])
         rows.append((str(rank), *map(units.size, static), units.size(peak - sum(static)), units.size(peak), limit, used))
@@ -154,35 +194,43 @@ def _memory(plan: Plan) -> Iterator[str]:
     yield from format_table(shown, left=(len(shown[0]) - 1,), indent="  ")
 
 
+def _list_reserves(plan: Plan) -> list[float]:
+    return reserves(plan.profile, plan.partition, plan.placement, plan.recompute, plan.slice_lengths)
+
+
 def _bar(share: float) -> str:
     return f"{'#' * round(min(share, 1.0) * _BAR):<{_BAR}} {share:.0%}"
 
 
 def _candidates(plan: Plan) -> Iterator[str]:
     """The candidates that fit, the fastest first; then the others with the reason."""
-    units = plan.units
     places = sorted(range(len(plan.alternatives)), key=lambda place: plan.alternatives[place].time_or_inf)
     fitting = [place for place in places if plan.alternatives[place].fits]
-    rows = [("", "candidate", "placement", "microbatches", "recomputed", "takes", "bubble", "bound", "peak", "p95")]
-    for place in dict.fromkeys([*fitting[:_SHOWN], plan.chosen]):
-        line = plan.alternatives[place]
-        rows.append(
-            (
-                "->" if place == plan.chosen else "",
-                line.name,
-                line.placement,
-                f"{line.microbatches} x {line.microbatch}",
-                str(line.recompute or "-"),
-                units.time(line.time_or_inf),
-                "-" if line.bubble is None else f"{line.bubble:.1%}",
-                "-" if line.bound is None else units.time(line.bound),
-                "-" if line.peak is None else units.size(line.peak),
-                "-" if line.p95 is None else units.time(line.p95),
-            )
-        )
-    yield f"{len(fitting)} of {len(plan.alternatives)} candidates fit" + (f", the best {_SHOWN}:" if len(fitting) > _SHOWN else ":")
+    shown = [(place, _figures(plan, plan.alternatives[place])) for place in dict.fromkeys([*fitting[:_SHOWN], plan.chosen])]
+    rows = [("", *shown[0][1]), *(("->" if place == plan.chosen else "", *figures.values()) for place, figures in shown)]
+    yield plan.tally
+    yield ""
+    yield f"the fastest {_SHOWN} that fit" if len(fitting) > _SHOWN else "those that fit"
     yield from format_table(rows, left=(1, 2), indent="  ")
     yield from _unfit(plan)
+
+
+def _figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
+    """The cells of a candidate in a table, by their titles."""
+    time, size = plan.units.time, plan.units.size
+    return {
+        "candidate": candidate.name,
+        "placement": candidate.placement,
+        "microbatches": f"{candidate.microbatches} x {candidate.microbatch}",
+        **({"slices": str(candidate.slices) if candidate.slices > 1 else "-"} if is_sliced(plan) else {}),
+        "recomputed": str(candidate.recompute or "-"),
+        **({"offloaded": str(candidate.offloaded or "-")} if any(other.offloaded for other in plan.alternatives) else {}),
+        "takes": time(candidate.time_or_inf),
+        "bubble": "-" if candidate.bubble is None else f"{candidate.bubble:.1%}",
+        "bound": "-" if candidate.bound is None else time(candidate.bound),
+        "peak": "-" if candidate.peak is None else size(candidate.peak),
+        "p95": "-" if candidate.p95 is None else time(candidate.p95),
+    }
 
 
 def _unfit(plan: Plan) -> Iterator[str]:
@@ -190,14 +238,17 @@ def _unfit(plan: Plan) -> Iterator[str]:
     over = sorted((line for line in plan.alternatives if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
     if over:
         yield ""
-        yield f"{len(over)} are over their memory limit" + (f", the quickest {_SHOWN}:" if len(over) > _SHOWN else ":")
-        rows: list[tuple[str, ...]] = [("candidate", "microbatches", "recomputed", "would take", "over by", "on rank")]
+        yield f"over their memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
+        titles = ("microbatches", *(["slices"] if is_sliced(plan) else []), "recomputed")
+        rows: list[tuple[str, ...]] = [("candidate", *titles, "would take", "over by", "on rank")]
         for line in over[:_SHOWN]:
-            shape = (f"{line.microbatches} x {line.microbatch}", str(line.recompute or "-"))
+            figures = _figures(plan, line)
+            shape = (figures[title] for title in titles)
             rows.append((line.name, *shape, plan.units.time(line.time_or_inf), plan.units.size(line.excess or 0.0), str(line.peak_rank)))
         yield from format_table(rows, left=(0,), indent="  ")
-    further = [("more over their memory limit", over[_SHOWN:])]
-    further += [(what, [line for line in plan.alternatives if line.verdict == verdict]) for verdict, what in _IN_WORDS.items()]
+    further = [(f"more {IN_WORDS[Verdict.OVER]}", over[_SHOWN:])]
+    untimed = (Verdict.TOO_LARGE, Verdict.SLOW)
+    further += [(IN_WORDS[verdict], [line for line in plan.alternatives if line.verdict == verdict]) for verdict in untimed]
     for what, lines in further:
         if lines:
             yield ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,9 @@ from penstock.ir.codes import MAX_MICROBATCHES, MAX_STAGES
 from penstock.ir.placement import Placement
 from penstock.planner.partition.cut import LayerCut, cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
+from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
-from penstock.planner.profile import Profile
+from penstock.planner.profile import Profile, SliceCost
 from penstock.schedules.registry import algorithms
 from penstock.text.units import Units, has_byte_unit, parse_size
 
@@ -22,6 +23,13 @@ SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
 SLACKS = (0.0, 0.02)
 """Shares of the least load that a more even partition may cost."""
+
+NO_SLICES = "a profile does not say what a slice takes"
+"""Why sequences stay whole, if nothing is known of their slices."""
+MOST_SLICES = 16
+"""Slices per sequence that are tried by default: 2, 4 and so on up to this many."""
+LEAST_TOKENS = 4096
+"""Tokens per slice on average by default: with fewer, a device may be less busy than its profile says."""
 
 Limit = float | str | Sequence[float | str] | None
 
@@ -64,15 +72,31 @@ class Request:
     """Whether sizes are bytes."""
     headroom: float = 0.0
     """The share of the user's limits that stays free; `limits` exclude it."""
+    offload: bool = False
+    """Whether activations may be moved to host memory."""
+    host_limits: tuple[float, ...] | None = None
+    """The limit of each rank's activations there."""
+    slices: tuple[int, ...] = (1,)
+    """Numbers of slices per sequence to try."""
+    no_slices: str = NO_SLICES
+    """Why sequences are not cut, if they are not."""
+    granularity: int = GRANULARITY
+    """Tokens that the length of a slice is a multiple of."""
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
     found: Callable[[Any], None] = lambda candidate: None
     """Called with each `Candidate` as it is made."""
     _partitions: dict[object, LayerCut] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _problems: dict[object, Problem] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def searches(self) -> bool:
         return SEARCHED in self.names
+
+    @property
+    def least_slice(self) -> int:
+        """The fewest tokens of a slice that is not the last."""
+        return 0 if self.profile.tokens is None else int(list_edges(self.profile.tokens, self.granularity)[1])
 
     @property
     def units(self) -> Units:
@@ -81,23 +105,73 @@ class Request:
     def count_microbatches(self, profile: Profile) -> int:
         return self.batch // profile.microbatch
 
-    def cut(
-        self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], moments: Sequence[PeakMoment] = (), slack: float = 0.0
+    def cut(  # noqa: PLR0917
+        self,
+        profile: Profile,
+        placement: Placement,
+        recompute: tuple[bool, ...],
+        moments: Sequence[PeakMoment] = (),
+        slack: float = 0.0,
+        lengths: tuple[int, ...] = (),
     ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack)
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths)
         if key not in self._partitions:
-            self._partitions[key] = cut_layers(profile, placement, recompute=recompute, limits=self.limits, moments=moments, slack=slack)
+            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths}
+            self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
-    def make_problem(self, profile: Profile, placement: Placement, sizes: tuple[int, ...], recompute: tuple[bool, ...]) -> Problem:
-        count = self.count_microbatches(profile)
-        return Problem.cut(profile, placement, count, sizes, recompute, self.limits, self.barrier, self.split)
+    def make_problem(
+        self,
+        profile: Profile,
+        placement: Placement,
+        sizes: tuple[int, ...],
+        recompute: tuple[bool, ...],
+        lengths: tuple[int, ...] = (),
+    ) -> Problem:
+        key = (profile.microbatch, placement, sizes, recompute, lengths)
+        if key not in self._problems:
+            count = self.count_microbatches(profile)
+            shape = profile, placement, count, sizes, recompute
+            self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
+        return self._problems[key]
 
-    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...]) -> list[Problem]:
-        """One problem with the least load, and one with more even stages if there is one; none if no partition fits."""
-        cuts = [self.cut(profile, placement, recompute, slack=slack) for slack in SLACKS]
-        return [self.make_problem(profile, placement, sizes, recompute) for sizes in dict.fromkeys(cut.sizes for cut in cuts if cut.fits)]
+    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1) -> list[Problem]:
+        """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
+
+        With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
+        """
+        first = self.guess_lengths(profile, slices)
+        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first) for slack in SLACKS]
+        fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
+        return [
+            self.make_problem(profile, placement, sizes, recompute, lengths)
+            for sizes in fitting
+            for lengths in self._list_lengths(profile, placement, sizes, recompute, slices)
+        ]
+
+    def guess_lengths(self, profile: Profile, slices: int) -> tuple[int, ...]:
+        """Slices of equal times for the model as a whole; nothing for whole sequences."""
+        if slices == 1 or profile.tokens is None:
+            return ()
+        every = (True,) * len(profile)
+        return split_equal_time(sum_slice_times(profile, every), profile.tokens, slices, self.granularity)
+
+    def _list_lengths(
+        self, profile: Profile, placement: Placement, sizes: tuple[int, ...], recompute: tuple[bool, ...], slices: int
+    ) -> list[tuple[int, ...]]:
+        """The lengths to try with a partition: the best for its slowest rank, and equal ones."""
+        if slices == 1 or profile.tokens is None:
+            return [()]
+        stage_of_layer = [stage for stage, size in enumerate(sizes) for _ in range(size)]
+        of_ranks = []
+        for rank in range(placement.ranks):
+            own = placement.stages_of(rank)
+            chosen = tuple(stage in own for stage in stage_of_layer)
+            of_ranks.append(sum_slice_times(profile, chosen, tuple(recompute[stage] for stage in stage_of_layer)))
+        slowest = max(of_ranks, key=lambda time: time.at(profile.tokens, 0))
+        best = choose_lengths(slowest, profile.tokens, slices, placement.ranks, self.granularity)
+        return list(dict.fromkeys((best, split_equally(profile.tokens, slices, self.granularity))))
 
 
 def check_batch(
@@ -123,15 +197,70 @@ def check_batch(
     return total, tuple(profile.at(size) for size in even)
 
 
-def check_limits(memory_limit: Limit, ranks: int) -> tuple[float, ...] | None:
+def sum_slice_times(profile: Profile, chosen: Sequence[bool], recompute: Sequence[bool] = ()) -> SliceCost:
+    """Time of a slice on the chosen layers together, forward and backward, with a second forward where it is recomputed."""
+    total = SliceCost()
+    for place, layer in enumerate(profile.layers):
+        if chosen[place] and layer.slices is not None:
+            total += layer.slices.f + layer.slices.i + layer.slices.w
+            total += layer.slices.f.scaled(float(bool(recompute) and recompute[place]))
+    return total
+
+
+def check_slices(profile: Profile, slices: int | Sequence[int] | None, granularity: int) -> tuple[tuple[int, ...], str]:
+    """The numbers of slices to try, and why there is only the whole sequence, if there is."""
+    missing = profile.lacks_slices
+    if slices is None:
+        if missing or profile.tokens is None:
+            return (1,), NO_SLICES
+        most = min(MOST_SLICES, profile.tokens // LEAST_TOKENS, len(list_edges(profile.tokens, granularity)) - 1)
+        counts = [count for count in (2**power for power in range(1, MOST_SLICES.bit_length())) if count <= most]
+        short = f"a sequence of {profile.tokens} tokens is too short for slices of {LEAST_TOKENS}: ask for shorter ones with slices="
+        return (1, *counts), "" if counts else short
+    listed = [slices] if isinstance(slices, (int, np.integer)) else _check_list("slices= takes whole numbers", slices)
+    wanted = tuple(sorted({check_count("slices", count, MAX_MICROBATCHES) for count in listed}))
+    if not wanted:
+        raise ScheduleError("slices= is empty: name at least one number, or leave it out")
+    if wanted == (1,):
+        return wanted, "slices=1 asks for whole sequences"
+    if missing or profile.tokens is None:
+        raise CostsError(
+            f"slices={wanted[-1]}: the profile cannot time a slice, because {missing}. Measure it with slices=, or plan with slices=1"
+        )
+    places = len(list_edges(profile.tokens, granularity)) - 1
+    if wanted[-1] > places:
+        raise ScheduleError(
+            f"a sequence of {profile.tokens} tokens cannot be cut into {wanted[-1]} slices of multiples of {granularity} tokens: take at "
+            f"most {places} slices, or a finer slice_granularity"
+        )
+    return wanted, ""
+
+
+def forget_slices(profile: Profile) -> Profile:
+    """The profile without what it knows of slices, for plans with whole sequences."""
+    layers = [replace(layer, slices=None) for layer in profile.layers]
+    return replace(profile, layers=layers, tokens=None, variants=[forget_slices(variant) for variant in profile.variants])
+
+
+def check_limits(memory_limit: Limit, ranks: int, name: str = "memory_limit") -> tuple[float, ...] | None:
     """One limit per rank."""
     if memory_limit is None:
         return None
     one = isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence | np.ndarray)
     sizes: Sequence[Any] = [memory_limit] * ranks if one else memory_limit  # type: ignore[assignment]
     if len(sizes) != ranks:
-        raise CostsError(f"memory_limit has {len(sizes)} values for {ranks} ranks: give one size, or one per rank")
-    return tuple(parse_size(size, "memory_limit") for size in sizes)
+        raise CostsError(f"{name} has {len(sizes)} values for {ranks} ranks: give one size, or one per rank")
+    return tuple(parse_size(size, name) for size in sizes)
+
+
+def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwidth: float | str | None) -> Profile:
+    """The profile with the bandwidth to host memory, if one is given; refuse settings of the host if nothing may be moved there."""
+    if not offload and (host_memory is not None or host_bandwidth is not None):
+        raise CostsError("host_memory= and host_bandwidth= are for plans that may move activations there: add offload=True")
+    if host_bandwidth is None:
+        return profile
+    rate = parse_size(host_bandwidth, "host_bandwidth")
+    return replace(profile, host_bandwidth=rate, variants=[replace(variant, host_bandwidth=rate) for variant in profile.variants])
 
 
 def is_in_bytes(profile: Profile, memory_limit: Limit) -> bool:
@@ -146,14 +275,17 @@ def check_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     if schedules is None:
         return tuple(known)
     wanted = [schedules] if isinstance(schedules, str) else _check_list("schedules= takes names", schedules)
+    names: list[str] = []
     for name in wanted:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
-        if name not in known:
+        registered = SEARCHED if name == SEARCHED else algorithms().find(name)
+        if registered is None:
             raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
+        names.append(registered)
     if not wanted:
         raise ScheduleError("schedules= is empty: name at least one, or leave it out for all")
-    return tuple(dict.fromkeys(wanted))
+    return tuple(dict.fromkeys(names))
 
 
 def _check_list(what: str, value: Any) -> list[Any]:

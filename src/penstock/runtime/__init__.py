@@ -15,37 +15,43 @@ from penstock.runtime.torch_internals.version import check_torch_version
 
 check_torch_version(_torch.__version__)
 
-from penstock.runtime.batch.result import StepResult
-from penstock.runtime.batch.side_outputs import StageOutput, add_loss, add_metric, collect
-from penstock.runtime.checkpoint.checkpoints import Checkpoints
-from penstock.runtime.checkpoint.files import Checkpoint
+from penstock.runtime.batch.result import StageOutput, StepResult, add_loss, add_metric, collect
+from penstock.runtime.batch.slices import SequenceDims
+from penstock.runtime.checkpoint.checkpoints import Checkpoint, Checkpoints
 from penstock.runtime.execution.overlap import TwoStreams
 from penstock.runtime.launch.launch import launch
+from penstock.runtime.measure.drift import Drift
+from penstock.runtime.measure.metrics import RankMetrics, StepMetrics
 from penstock.runtime.model.hugging_face import HuggingFace
 from penstock.runtime.model.partition import Layers, Partition
-from penstock.runtime.parallel.grad_scaler import GradScaler
+from penstock.runtime.parallel.gradients import GradScaler
 from penstock.runtime.parallel.mesh import device_mesh
 from penstock.runtime.pipeline import Pipeline
+from penstock.runtime.sequence.prefix import Prefix, prefix_of
 from penstock.runtime.train.data_order import DataOrder
 from penstock.runtime.transport.current_group import rank
-from penstock.runtime.weights.initial import Built, Initial
-from penstock.runtime.weights.replayed import Replayed
 from penstock.runtime.weights.safetensors import Safetensors
+from penstock.runtime.weights.source import Built, Initial, Replayed
 
 __all__ = [
     "Built",
     "Checkpoint",
     "Checkpoints",
     "DataOrder",
+    "Drift",
     "GradScaler",
     "HuggingFace",
     "Initial",
     "Layers",
     "Partition",
     "Pipeline",
+    "Prefix",
+    "RankMetrics",
     "Replayed",
     "Safetensors",
+    "SequenceDims",
     "StageOutput",
+    "StepMetrics",
     "StepResult",
     "TwoStreams",
     "add_loss",
@@ -53,5 +59,6 @@ __all__ = [
     "collect",
     "device_mesh",
     "launch",
+    "prefix_of",
     "rank",
 ]

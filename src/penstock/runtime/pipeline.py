@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, TypeVar, cast
 
@@ -15,34 +17,48 @@ from torch import Tensor, nn
 
 from penstock.errors import CopyError, PipelineError, ScheduleError
 from penstock.ir.program import Program
+from penstock.ir.schedule import Schedule
+from penstock.ir.table import Table
+from penstock.passes.shard import Shard
+from penstock.planner.batches.batch_planner import BatchOrder
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.order import apply_order, identify_schedule
 from penstock.runtime.batch.result import ResultShare, StepResult, check_same_step
-from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput
+from penstock.runtime.batch.slices import SequenceCutter, SequenceDims, SliceLengths
+from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StageKwargs, StepInput, add_model_kwargs
+from penstock.runtime.device.autocast import find_autocast
 from penstock.runtime.device.streams import current_stream, use_stream
 from penstock.runtime.execution.cuda_graphs import refuse_graphs
 from penstock.runtime.execution.executor import Executor
 from penstock.runtime.execution.overlap import make_overlap
 from penstock.runtime.execution.programs import find_table, forward_program, training_program
+from penstock.runtime.measure.metrics import OnStep, StepMeter, list_callbacks
 from penstock.runtime.measure.parity import Parity, StepArguments, compare_step
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
-from penstock.runtime.model.compiled import Compile, MergedBackward, compile_stages, predict_merged_backward
-from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
-from penstock.runtime.model.partition import Partition, apply_plan_split, partition
+from penstock.runtime.model.hugging_face import HuggingFace, adapt_cutter, open_batch, recognise_model
+from penstock.runtime.model.partition import Partition, apply_plan_split, check_slices, partition
 from penstock.runtime.model.random_streams import add_layer_streams, preserve_random_state
-from penstock.runtime.model.recompute import Recompute, recompute_stages
 from penstock.runtime.model.running_statistics import RunningStatistics, write_statistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import SharedParameters, Ties, start_buffers_equal
-from penstock.runtime.options import BatchOptions, DataOptions, ExecutionOptions, GroupOptions, ModelOptions
+from penstock.runtime.model.transforms import (
+    Compile,
+    MergedBackward,
+    Recompute,
+    compile_stages,
+    predict_merged_backward,
+    recompute_stages,
+    refuse_full_graphs,
+)
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.parallel.fsdp import Sharding, shard_stages, unwrap_ddp
 from penstock.runtime.parallel.gradients import BufferBackup, GradientBackup, HookGuard, clip_grad_norm
 from penstock.runtime.parallel.mesh import find_group
+from penstock.runtime.sequence.prefix import keep_uncompiled
 from penstock.runtime.torch_internals import pytree
-from penstock.runtime.transport.activity import describe_action
 from penstock.runtime.transport.failures import describe_error
-from penstock.runtime.transport.group import Group
+from penstock.runtime.transport.group import Group, describe_action
 from penstock.runtime.weights.source import Weights, give_weights
 from penstock.simulator.timeline import Timeline
 
@@ -69,17 +85,14 @@ def report_refusal(method: Method) -> Method:
     def call(self: Pipeline, *args: Any, **kwargs: Any) -> Any:
         try:
             return method(self, *args, **kwargs)
-        except Exception as error:
-            if isinstance(error, PipelineError):
-                self.group.fail(self.rank, error)
-            else:
-                with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
-                    self.group.enter(self.rank, self.deadline)
-                    headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
-                    self.group.report_failure(self.rank, headline, error)
-            raise
         except BaseException as error:
-            self.group.fail(self.rank, error)
+            if isinstance(error, PipelineError) or not isinstance(error, Exception):
+                self.group.fail(self.rank, error)
+                raise
+            with suppress(PipelineError):  # an earlier failure that this rank had yet to raise: its own error is raised instead
+                self.group.enter(self.rank, self.deadline)
+                headline = f"{self.group.describe_rank(self.rank)} refused its input to the step: {describe_error(error)}"
+                self.group.report_failure(self.rank, headline, error)
             raise
 
     return cast(Method, call)
@@ -113,6 +126,9 @@ class Pipeline:
     - `accumulate_dtype`: sum the gradients of microbatches and data ranks in this precision, and round once to the parameters' own;
     - `record`: whether steps return a `timeline` of what ran when on every rank. It can be changed between steps, on all ranks alike. On
       a GPU, the times are those of its own work;
+    - `on_step`: a function, or several, to call with the `StepMetrics` of each training step: loss, gradient norm, throughput, bubble, and
+      each rank's compute and waits. It is called on each rank that was given one, when `clip_grad_norm_` has computed the norm, else when
+      the next step begins or `flush_metrics` is called. If any rank has one, ranks whose times drift are logged;
     - `transport`: under `torchrun`, how tensors travel between processes, see `Processes`;
     - `weights`: for a model built on the meta device, the source of its values: `Initial`, `Built`, `Replayed`, `Safetensors`, or several
       of them;
@@ -121,6 +137,9 @@ class Pipeline:
     - `compile`: True, options for `torch.compile`, a function that compiles a stage's module, or one of these per stage.
       Compiled stages run a whole backward, and so do stages that ask autograd for a weight's gradient in their forward or loss, or that
       differentiate a gradient. If the schedule splits such a backward, `merged` says what that costs;
+    - `slice_lengths`: for a schedule with slices, the number of tokens in each slice of a sequence, or a function that returns them for a
+      sequence's length; defaults to the plan's, else to lengths as equal as possible. `sequence_dims` is the dimension that is cut, see
+      `SequenceDims`;
     - `graphs`: record each stage's work as CUDA graphs and launch those, see `execution.cuda_graphs`. Gradients then stay at the same
       addresses from step to step. Refused if a stage's work cannot be recorded; a microbatch of another shape runs without graphs.
     """
@@ -151,27 +170,35 @@ class Pipeline:
         residency: int | None = None,
         accumulate_dtype: torch.dtype | None = None,
         record: bool = False,
+        on_step: OnStep | Sequence[OnStep] | None = None,
         transport: str = "auto",
         weights: Weights = None,
         recompute: Recompute = None,
         compile: Compile | Sequence[Compile] = None,  # noqa: A002 - torch's own name
         graphs: bool = False,
+        slice_lengths: SliceLengths = None,
+        sequence_dims: mb.Dims | SequenceDims = 1,
     ) -> None:
         ranks = GroupOptions(group, mesh, transport, deadline)
         run = ExecutionOptions(seed, accumulate, overlap, graphs)
-        data = DataOptions(shard, lookahead, residency, accumulate_dtype)
+        data = DataOptions(shard, Shard(lookahead, residency), accumulate_dtype)
+        batch = BatchOptions(batch_dims, target_dims, kwarg_dims, slice_lengths, sequence_dims)
         self._plan: Any = plan if schedule is None else schedule
-        self._join(ranks)
+        self.deadline = ranks.deadline
+        self.group: Group
+        self.group, self.rank, self.grid = find_group(ranks.group, ranks.mesh, ranks.transport)
+        self.number = self.group.number_pipeline(self.rank)
         self.table = find_table(self._plan, self.group.ranks, microbatches)
         self.microbatches = self.table.microbatches
         self.record, self.graphs = record, run.graphs
         self.seed, self.overlap = run.seed, make_overlap(run.overlap)
-        split, loss_fn, weight = recognise_model(model, split, loss_fn, weight)
-        self._read_batches(
-            BatchOptions(batch_dims, target_dims, kwarg_dims, loss_fn, loss_reduction, weight), isinstance(split, HuggingFace)
-        )
+        split = self._recognise(model, split, LossOptions(loss_fn, loss_reduction, weight), batch)
         tied = self._cut(model, ModelOptions(split, ties, weights, recompute, compile), data)
-        self.stages = self._stages(fused=run.accumulate == "fused")
+        self.stages = {
+            index: Stage(index, part.module, unpack=part.unpack, fused=run.accumulate == "fused")
+            for index in self.table.placement.stages_of(self.rank)
+            if (part := self.partition.parts[index]) is not None
+        }
         self.scaler: Any = None
         """Scales the losses before their backward, see `GradScaler`."""
         self._hooked = HookGuard()
@@ -181,9 +208,12 @@ class Pipeline:
         """How many steps in a row, the last ones, have not finalized their gradients, see `step`."""
         self._calls = 0
         """How many batches this rank was given, including those that it refused."""
-        self._executors: dict[tuple[int, bool], Executor] = {}
+        self._executors: dict[tuple[str, int, bool], Executor] = {}  # by schedule ("" is the own), number of microbatches, training or not
         self._clocks: tuple[int, list[int]] | None = None
-        self.unsplit, self._shares_modules = self._agree()
+        callbacks = list_callbacks(on_step)
+        self.unsplit, self._shares_modules, measures = self._agree(bool(callbacks))
+        if self.table.slices > 1 and self.unsplit:
+            keep_uncompiled()
         self._whole: dict[int, str] = {}
         """The stages that turned out to need a whole backward, see `Stage.whole`."""
         self._set_merged(self._whole)
@@ -205,6 +235,7 @@ class Pipeline:
         start_buffers_equal(modules, self.table.placement, self.gather)
         self.statistics = RunningStatistics(modules, self.table.placement, self.gather)
         self._buffers = BufferBackup()
+        self._meter = StepMeter(callbacks, self.rank) if measures else None
         if self.shared.one_object:  # ranks that share parameters take turns on a device too
             use_stream(self.gather("stream", current_stream())[0])
         if graphs:
@@ -214,30 +245,35 @@ class Pipeline:
                 shares_parameters=self.shared.one_object,
                 sums_elsewhere=self.grid is not None or self.data.dtype is not None,
                 gathers_statistics=self.statistics.gathers,
+                slices=self.table.slices,
             )
 
     # Construction -----------------------------------------------------------------------------------------------------
 
-    def _join(self, options: GroupOptions) -> None:
-        """Find this rank's place among the others."""
-        self.deadline = options.deadline
-        self.group: Group
-        self.group, self.rank, self.grid = find_group(options.group, options.mesh, options.transport)
-        self.number = self.group.number_pipeline(self.rank)
-
-    def _read_batches(self, options: BatchOptions, named: bool) -> None:
-        """Prepare to split batches and to compute their losses; `named` if the model takes its arguments by name."""
-        self.loss = Loss(options.loss_fn, options.loss_reduction)
-        if options.weight is None:
+    def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:
+        """Choose how the model is split, which is returned, its loss, and how its batches are split and cut."""
+        split, loss_fn, weight = recognise_model(model, split, loss.fn, loss.weight)
+        known = isinstance(split, HuggingFace)
+        self.loss = Loss(loss_fn, loss.reduction)
+        if weight is None:
             self.loss.check_own_reduction()
-        dims = options.batch_dims, options.target_dims, options.kwarg_dims
-        counts, opener = (self.table.stages, self.microbatches), open_batch if named else None
-        self.batches = BatchSplitter(*dims, self.loss, options.weight, *counts, open_batch=opener)
+        self._cutter = batch.make_cutter(self.table, self.loss, self._plan)
+        if self._cutter is not None and known:
+            self._cutter = adapt_cutter(self._cutter, model, own_loss=loss.fn is None)
+        counts = self.table.stages, self.microbatches
+        self.batches = BatchSplitter(*batch.dims, self.loss, weight, *counts, open_batch if known else None, self._cutter)
+        return split
 
     def _cut(self, model: Any, options: ModelOptions, data: DataOptions) -> list[Sequence[str]]:
         """Cut the model into stages and give this rank's stages their weights; the groups of tied parameters."""
         model, split = apply_plan_split(unwrap_ddp(model, self.grid), self._plan, options.split)
         cut, mine = partition(model, self.table.stages, split), self.table.placement.stages_of(self.rank)
+        for index in mine:
+            if cut.parts[index] is None:
+                raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
+        if self.table.slices > 1:
+            check_slices(cut)
+            refuse_full_graphs(options.compile)
         give_weights(options.weights, model, cut, mine)
         tied = [*options.ties, *shard_stages(cut, mine, self.grid, data.shard)]
         cut = compile_stages(cut if self.seed is None else add_layer_streams(cut), options.compile)
@@ -250,17 +286,11 @@ class Pipeline:
         if self.merged is not None and self.rank == 0:
             logger.warning("%s", self.merged)
 
-    def _stages(self, fused: bool) -> dict[int, Stage]:
-        stages = {}
-        for index in self.table.placement.stages_of(self.rank):
-            part = self.partition.parts[index]
-            if part is None:
-                raise ScheduleError(f"rank {self.rank} holds stage {index}, but the mapping of modules has none for it")
-            stages[index] = Stage(index, part.module, unpack=part.unpack, fused=fused)
-        return stages
+    def _agree(self, measures: bool) -> tuple[tuple[int, ...], bool, bool]:
+        """Check that all ranks got the same arguments.
 
-    def _agree(self) -> tuple[tuple[int, ...], bool]:
-        """Check that all ranks got the same arguments; the stages that cannot split their backward, and whether ranks share modules."""
+        Returns the stages that cannot split their backward, whether ranks share modules, and whether any rank measures its steps.
+        """
         mine = {
             "pipeline": self.number,
             "stages": self.table.stages,
@@ -268,14 +298,15 @@ class Pipeline:
             "schedule": hashlib.blake2b(self.table.rows.codes.tobytes(), digest_size=8).hexdigest(),
             "loss_reduction": self.loss.reduction,
             "seed": self.seed,
+            "slice_lengths": None if self._cutter is None else self._cutter.fixed_lengths,
         }
         unable = [stage for stage, part in self.stages.items() if not part.splits]
         modules = {self.group.ident(module) for stage in self.stages.values() for module in stage.module.modules()}
         last = self.stages.get(self.table.stages - 1)
         lost = None if last is None else self.loss.find_outside_parameter(last.module)
-        found = self.gather_all("Pipeline", (mine, unable, modules, lost))
+        found = self.gather_all("Pipeline", (mine, unable, modules, lost, measures))
         first = found[0][0]
-        for *_, lost in found:
+        for *_, lost, _ in found:
             if lost is not None:
                 raise ScheduleError(
                     f"loss_fn has a trainable parameter, {lost!r}, that is not in the last stage, so no optimizer would get it: make it "
@@ -289,7 +320,8 @@ class Pipeline:
                     )
         unsplit = tuple(sorted({stage for _, stages, *_ in found for stage in stages}))
         own = self.rank if self.grid is None else self.grid.whole.rank
-        return unsplit, any(rank != own and modules & theirs for rank, (_, _, theirs, _) in enumerate(found))
+        shares_modules = any(rank != own and modules & theirs for rank, (_, _, theirs, *_) in enumerate(found))
+        return unsplit, shares_modules, any(measured for *_, measured in found)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """All-gather a value over the ranks of the pipeline."""
@@ -305,18 +337,15 @@ class Pipeline:
         for index in self.stages:
             part = self.partition.parts[index]
             for name, parameter in part.parameters if part is not None else ():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    self._check_known(name)
-                    yield name, parameter
-
-    def _check_known(self, name: str) -> None:
-        """Refuse a parameter that was added after the ranks compared theirs."""
-        if self._names is not None and name not in self._names:
-            raise ScheduleError(
-                f"parameter {name!r} was added to the model after the pipeline was created, so the pipeline does not know it: create the "
-                "pipeline after the model has all its parameters"
-            )
+                if id(parameter) in seen:
+                    continue
+                seen.add(id(parameter))
+                if self._names is not None and name not in self._names:
+                    raise ScheduleError(
+                        f"parameter {name!r} was added to the model after the pipeline was created, so the pipeline does not know it: "
+                        "create the pipeline after the model has all its parameters"
+                    )
+                yield name, parameter
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this rank's stages that it updates, under the model's own names.
@@ -346,28 +375,26 @@ class Pipeline:
         """The program of a step with this many microbatches."""
         return self._executor(self.microbatches if microbatches is None else microbatches, training).program
 
-    def _executor(self, count: int, training: bool) -> Executor:
-        executor = self._executors.get((count, training))
+    def _executor(self, count: int, training: bool, schedule: Schedule | None = None) -> Executor:
+        """The executor of a step; a schedule that was not run before is lowered and proved."""
+        key = "" if schedule is None else identify_schedule(schedule), count, training
+        executor = self._executors.get(key)
         if executor is None:
             semantics = "rendezvous" if self.group.rendezvous else "channels"
             if training:
-                program = training_program(self.table, count, self.unsplit, semantics, self.data.shard)
+                table = self.table if schedule is None else schedule
+                program = training_program(table, count, self.unsplit, semantics, self.data.shard)
             else:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
-            options: dict[str, Any] = {
-                "loss": self.loss,
-                "group": self.group,
-                "deadline": self.deadline,
-                "data": self.data,
-                "statistics": self.statistics,
-                "overlap": self.overlap,
-                "number": self.number,
-                "graphs": self.graphs,
-            }
-            executor = Executor(program, self.rank, self.stages, **options)
+            options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
+            if self._cutter is not None:
+                options["slice_lengths"] = self._cutter.fixed_lengths
+            loss = self.loss if self._cutter is None else self._cutter.loss
+            parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
+            executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
             self.group.open((*executor.links.inboxes, *executor.links.outboxes), self.deadline)
-            self._executors[count, training] = executor
+            self._executors[key] = executor
         return executor
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -380,15 +407,17 @@ class Pipeline:
         stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
         finalize_gradients: bool = True,
+        **kwargs: Any,
     ) -> StepResult:
         """Run forward and backward of a batch, split along its batch dimension; adds to the parameters' gradients.
 
+        All other keyword arguments are the model's: its first stage gets them, split like the batch. `stage_kwargs` has those of any stage.
         With `finalize_gradients=False`, gradients are not summed over data ranks and copies of a parameter, and `grad` is incomplete: the
         next step that finalizes sums those of all steps since the last one that did, once.
         """
-        feed = self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs)
+        feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
         feed.share.finalizes = finalize_gradients
-        return self._run(feed, training=True)
+        return self._run(feed, training=True, meter=self._meter)
 
     def step_list(
         self,
@@ -396,16 +425,25 @@ class Pipeline:
         targets: Sequence[Any] | None = None,
         *,
         stage_kwargs: Mapping[int, Sequence[Mapping[str, Any]]] | None = None,
+        order: BatchOrder | Sequence[int] | None = None,
         outputs: bool = False,
         finalize_gradients: bool = True,
     ) -> StepResult:
         """Run forward and backward of microbatches that are already split, of any shapes; a tuple is several arguments.
 
-        For `finalize_gradients` see `step`.
+        With an `order` they run in that order, and under its schedule if a `BatchPlanner` made it; a list has the number of the microbatch
+        that runs first, then of the second, and so on. The result is in the order of `inputs` all the same. For `finalize_gradients` see
+        `step`.
         """
-        feed = self._take_microbatches(inputs, targets, stage_kwargs, outputs)
+        feed = self._take_batch(self._take_list, inputs, targets, stage_kwargs, outputs, order)
         feed.share.finalizes = finalize_gradients
-        return self._run(feed, training=True)
+        return self._run(feed, training=True, meter=self._meter)
+
+    def _take_list(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool, order: Any) -> StepInput:
+        feed = self.batches.take_list(inputs, targets, stage_kwargs, outputs)
+        if order is not None:
+            apply_order(feed, order, self.table)
+        return feed
 
     def eval_step(
         self,
@@ -414,103 +452,114 @@ class Pipeline:
         microbatches: int | None = None,
         stage_kwargs: StageKwargs | None = None,
         outputs: bool = False,
+        **kwargs: Any,
     ) -> StepResult:
         """Run the forward of a batch in evaluation mode, with the loss if there is a target. No gradients are computed."""
-        feed = self._split_batch(args, target, microbatches, stage_kwargs, outputs=outputs)
+        feed = self._take_batch(self.batches.split, args, target, microbatches, add_model_kwargs(stage_kwargs, kwargs), outputs)
         feed.losses = self.loss.can_run(feed.targets)
         return self._run(feed, training=False)
 
-    def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None) -> Any:
+    def infer(self, *args: Any, microbatches: int | None = None, stage_kwargs: StageKwargs | None = None, **kwargs: Any) -> Any:
         """Compute the outputs of a batch; every rank returns them."""
-        feed = self._split_batch(args, ABSENT, microbatches, stage_kwargs, outputs=True)
+        feed = self._take_batch(self.batches.split, args, ABSENT, microbatches, add_model_kwargs(stage_kwargs, kwargs), True)
         feed.losses = False
         return self._run(feed, training=False).outputs
 
     @report_refusal
-    def _split_batch(
-        self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
-    ) -> StepInput:
+    def _take_batch(self, take: Callable[..., StepInput], *arguments: Any) -> StepInput:
+        """The input of the next step; `take` makes it out of the arguments."""
+        self.flush_metrics()
         self._calls += 1
-        return self.batches.split(args, target, microbatches, stage_kwargs, outputs)
+        return take(*arguments)
 
     @report_refusal
-    def _take_microbatches(self, *microbatches: Any) -> StepInput:
-        self._calls += 1
-        return self.batches.take_list(*microbatches)
-
-    @report_refusal
-    def _prepare(self, feed: StepInput, training: bool) -> Executor:
+    def _prepare(self, feed: StepInput, training: bool, measured: bool) -> Executor:
         """Do everything that can refuse a step before it runs, and return its executor."""
-        self.data.agree(feed, "step" if training else "eval_step")
-        executor = self._executor(len(feed.args), training)
-        executor.recording = feed.share.records = self.record
+        if self.data.active:
+            self.data.agree(feed, "step" if training else "eval_step")
+        else:
+            feed.normalise(feed.total)
+        executor = self._executor(feed.microbatches, training, feed.schedule)
+        feed.share.records = self.record
+        executor.recording = self.record or measured
         feed.share.call = self._calls
-        if training and self.table.stages - 1 in self.stages:
+        if training and self.batches.stages - 1 in self.stages:
             self.batches.check_target(feed)
         self.group.enter(self.rank, self.deadline)
         if self.group.direct:
             self.group.agree(executor.links.number, self._looks(feed), self.deadline)
         return executor
 
-    def _run(self, feed: StepInput, training: bool) -> StepResult:
-        executor = self._prepare(feed, training)
+    def _run(self, feed: StepInput, training: bool, meter: StepMeter | None = None) -> StepResult:
+        if meter is not None:
+            meter.begin()
+        elif self._meter is not None:
+            self._meter.pause()
+        executor = self._prepare(feed, training, meter is not None)
         if self.seed is not None:
             feed.seed, feed.first = f"{self.seed}/{self.steps}", self.data.rank * len(feed.args)
         try:
             with nullcontext() if feed.seed is None else preserve_random_state():
-                shares = self._train(executor, feed) if training else self._evaluate(executor, feed)
-        except PipelineError as error:
-            self.group.fail(self.rank, error)
-            raise
-        except Exception as error:
-            raise self._report(error, executor) from error
+                shares = self._train(executor, feed, meter) if training else self._evaluate(executor, feed)
         except BaseException as error:
-            self.group.fail(self.rank, error)
-            raise
-        finally:
-            self.group.activity(self.rank).stop()
+            try:
+                if isinstance(error, PipelineError) or not isinstance(error, Exception):
+                    self.group.fail(self.rank, error)
+                    raise
+                where = "the step" if executor.failed_at is None else describe_action(executor.failed_at)
+                headline = f"{where} failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
+                raise self.group.report_failure(self.rank, headline, error) from error
+            finally:
+                executor.activity.stop()
         recorded = self._gather_timeline(executor) if self.record else None
         result = StepResult(shares, partial(mb.merge_outputs, dim=self.batches.out_dim), recorded)
         if self.data.ranks > 1:
             result.loss = self.data.sum_values({"loss": result.loss})["loss"]
+        if meter is not None:
+            meter.end(self.steps, shares, result.loss)
         return result
 
     def _looks(self, feed: StepInput) -> list[str]:
         """Everything that the shapes and types of this rank's messages can depend on."""
         kwargs = [feed.kwargs[stage] for stage in self.stages if stage in feed.kwargs]
         trained = [parameter.requires_grad for _, parameter in self.local_parameters()]
-        leaves = pytree.tree_leaves((feed.args, kwargs, trained, torch.is_autocast_enabled("cpu")))
+        leaves = pytree.tree_leaves((feed.args, kwargs, trained, list(find_autocast().items())))
         return [f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}" if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
 
-    def _train(self, executor: Executor, feed: StepInput) -> list[ResultShare]:
-        for index, stage in self.stages.items():
+    def _train(self, executor: Executor, feed: StepInput, meter: StepMeter | None) -> list[ResultShare]:
+        parameters = list(self.local_parameters())
+        for stage in self.stages.values():
             stage.refresh()
-            part = self.partition.parts[index]
-            if self.shared.tied and part is not None:
-                stage.tied = frozenset(id(parameter) for name, parameter in part.parameters if name in self.shared.tied)
+        if self.shared.tied:
+            self._note_tied()
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
         self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = GradientBackup.take(parameter for _, parameter in self.local_parameters())
+        backup = GradientBackup.take(parameter for _, parameter in parameters)
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
+        sums, folds = self.shared.active or self.data.active, self.statistics.gathers or bool(executor.compute.unordered)
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
-        self._hooked.begin(self.local_parameters(), alone=alone)
+        self._hooked.begin(parameters, alone=alone)
         try:
-            self.shared.begin(self.local_parameters(), self.gather)
-            self.data.begin(executor.reduces, finalizes=feed.share.finalizes)
+            if self.shared.active or self.shared.one_object:
+                self.shared.begin(parameters, self.gather)
+            if self.data.active:
+                self.data.begin(executor.reduces, finalizes=feed.share.finalizes)
             with torch.enable_grad(), self._hooked.watch():
                 share = executor.run(feed)
-            if feed.share.finalizes:
-                self.data.finish(self.shared.ids(self.local_parameters()))
-                self.shared.sum_gradients(self.local_parameters(), self.gather, self.data.take_sum)
-            else:
-                self.data.postpone()
-                self.shared.postpone(self.local_parameters(), self.gather)
-            folded = self.statistics.fold(self.gather)
+            share.restore_order()
+            if sums:
+                self._sum_gradients(parameters, feed.share.finalizes)
+            folded = self.statistics.fold(self.gather) if folds else ()
+            if meter is not None:
+                share.times = meter.take_times(executor, feed.total if self.batches.weight and feed.targets is not None else None)
             share.whole = {index: stage.whole for index, stage in self.stages.items() if stage.whole is not None}
-            shares = self._gather_shares("step", share)
+            shares = check_same_step(self.gather("step", share), self.group.describe_rank)
+            if self.group.direct:
+                executor.links.settle_sends()
             self._note_whole_backwards(shares)
-            write_statistics(folded)
+            if folded:
+                write_statistics(folded)
         except BaseException:
             self.statistics.reset()
             self.data.reset()
@@ -519,11 +568,28 @@ class Pipeline:
             backup.restore()
             raise
         self._buffers.settle()
-        self.data.settle()
-        self.shared.settle()
+        if sums:
+            self.data.settle()
+            self.shared.settle()
         self.steps += 1
         self.postponed_steps = 0 if feed.share.finalizes else self.postponed_steps + 1
         return shares
+
+    def _note_tied(self) -> None:
+        """Tell each stage which of its parameters other stages use too."""
+        for index, stage in self.stages.items():
+            part = self.partition.parts[index]
+            if part is not None:
+                stage.tied = frozenset(id(parameter) for name, parameter in part.parameters if name in self.shared.tied)
+
+    def _sum_gradients(self, parameters: Sequence[tuple[str, nn.Parameter]], finalizes: bool) -> None:
+        """Sum the gradients over data ranks and copies of a parameter, or leave that to a later step."""
+        if finalizes:
+            self.data.finish(self.shared.ids(parameters))
+            self.shared.sum_gradients(parameters, self.gather, self.data.take_sum)
+        else:
+            self.data.postpone()
+            self.shared.postpone(parameters, self.gather)
 
     def _note_whole_backwards(self, shares: Sequence[ResultShare]) -> None:
         """Warn of the cost if more stages than before turned out to need a whole backward."""
@@ -542,19 +608,16 @@ class Pipeline:
             with torch.no_grad():
                 share = executor.run(feed)
             self.data.finish_evaluation()
-            return self._gather_shares("eval_step", share)
+            shares = check_same_step(self.gather("eval_step", share), self.group.describe_rank)
+            if self.group.direct:
+                executor.links.settle_sends()
+            return shares
         except BaseException:
             self.data.reset()
             raise
         finally:
             for module, mode in modes:
                 module.training = mode
-
-    def _gather_shares(self, name: str, share: ResultShare) -> list[ResultShare]:
-        """Gather every rank's share of the result, and check that all ran the same step."""
-        shares = self.gather(name, share)
-        check_same_step(shares, self.group.describe_rank)
-        return shares
 
     def _gather_timeline(self, executor: Executor) -> Callable[[], Timeline]:
         """Gather every rank's times. Clocks drift, so they are compared again every `_DRIFT` steps."""
@@ -565,16 +628,26 @@ class Pipeline:
         records = self.gather("timeline", StepTimes.of(executor))
         return partial(build_timeline, executor.program, records, ahead)
 
-    def _report(self, error: Exception, executor: Executor) -> PipelineError:
-        """Report a failure to all ranks; the error to raise."""
-        where = "the step" if executor.failed_at is None else describe_action(executor.failed_at)
-        headline = f"{where} failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
-        return self.group.report_failure(self.rank, headline, error)
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all stages is at most `max_norm`; returns the norm before. Tied ones count once."""
         self._check_finalized("clip_grad_norm_")
-        return clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
+        norm = clip_grad_norm(max_norm, norm_type, self.local_parameters(), self.shared, data=self.data, gather=self.gather)
+        self._deliver_metrics(norm)
+        return norm
+
+    def flush_metrics(self) -> None:
+        """Give the metrics of the last step to `on_step`, if that was not done yet. Call it after the last step if nothing clips."""
+        self._deliver_metrics(None)
+
+    def _deliver_metrics(self, grad_norm: Tensor | None) -> None:
+        """Call `on_step`; if it raises, the other ranks raise too."""
+        if self._meter is None:
+            return
+        try:
+            self._meter.deliver(grad_norm)
+        except Exception as error:
+            headline = f"on_step failed on {self.group.describe_rank(self.rank)}: {describe_error(error)}"
+            raise self.group.report_failure(self.rank, headline, error) from error
 
     def _check_finalized(self, name: str) -> None:
         """Refuse a call that needs the gradients, as long as they are not summed over all ranks."""
@@ -589,8 +662,103 @@ class Pipeline:
         self._check_finalized("parity")
         batch = StepArguments(args, target, stage_kwargs or {})
         mine = batch.copy()  # a stage may change its input in place
-        feed, steps = self._split_batch(mine.args, mine.target, microbatches, mine.stage_kwargs or None, outputs=False), self.steps
+        feed = self._take_batch(self.batches.split, mine.args, mine.target, microbatches, mine.stage_kwargs or None, False)
+        steps = self.steps
         try:
             return compare_step(self, lambda feed: self._run(feed, training=True).loss, feed, batch)
         finally:
             self.steps = steps
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How the model becomes this rank's stages."""
+
+    split: Any
+    ties: Ties
+    weights: Weights
+    recompute: Recompute
+    compile: Compile | Sequence[Compile]
+
+
+@dataclass(frozen=True)
+class GroupOptions:
+    """Which processes or threads are the ranks, and how they exchange messages."""
+
+    group: Any
+    mesh: Any
+    transport: str
+    deadline: float
+
+    def __post_init__(self) -> None:
+        deadline: Any = self.deadline
+        if isinstance(deadline, bool) or not isinstance(deadline, int | float) or not 0 < deadline < math.inf:
+            raise ScheduleError(f"deadline must be a number of seconds above 0, got {deadline!r}: a large one if ranks may be slow")
+        object.__setattr__(self, "deadline", float(deadline))
+
+
+@dataclass(frozen=True)
+class DataOptions:
+    """How stages are sharded over data ranks, and how gradients are summed."""
+
+    shard: Sharding
+    shard_pass: Shard
+    accumulate_dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """The loss function, and how much the losses of microbatches count."""
+
+    fn: Callable[..., Any] | None
+    reduction: str
+    weight: Callable[[Any], Any] | None
+
+
+@dataclass(frozen=True)
+class BatchOptions:
+    """How a batch is split into microbatches, and these into slices."""
+
+    inputs: mb.Dims
+    targets: mb.Dims
+    kwargs: mb.Dims
+    slice_lengths: SliceLengths
+    sequence_dims: mb.Dims | SequenceDims
+
+    @property
+    def dims(self) -> tuple[mb.Dims, mb.Dims, mb.Dims]:
+        """The batch dimensions."""
+        return self.inputs, self.targets, self.kwargs
+
+    def make_cutter(self, table: Table, loss: Loss, plan: Any) -> SequenceCutter | None:
+        """What cuts microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
+        if table.slices == 1:
+            if self.slice_lengths is not None:
+                raise ScheduleError(
+                    f"slice_lengths={self.slice_lengths!r}, but {table.name or 'the schedule'} has no slices: build it with slices=, or "
+                    "leave the lengths out"
+                )
+            return None
+        dims = self.sequence_dims
+        if not isinstance(dims, SequenceDims):  # one number holds for everything, a tree for the inputs
+            dims = SequenceDims(dims, dims, dims) if isinstance(dims, int) else SequenceDims(dims)
+        planned = getattr(plan, "slice_lengths", None) if self.slice_lengths is None else None
+        lengths = list(planned) if planned else self.slice_lengths
+        return SequenceCutter(table.slices, loss, lengths, scales=bool(planned), dims=dims)
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a rank runs its program."""
+
+    seed: int | None
+    accumulate: str
+    overlap: Callable[..., None] | str | None
+    graphs: bool
+
+    def __post_init__(self) -> None:
+        if self.accumulate not in ("autograd", "fused"):
+            raise ScheduleError(f"accumulate must be 'autograd' or 'fused', got {self.accumulate!r}")

@@ -15,6 +15,7 @@ from itertools import accumulate
 from penstock.ir import codes
 from penstock.ir.kind import Kind
 from penstock.schedules._arrivals import Arrivals
+from penstock.schedules.registry import Shape
 
 PERIOD = 6
 LENGTH = {Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1}
@@ -22,7 +23,7 @@ CHANGE = {Kind.F: 1, Kind.B: -1, Kind.I: 0, Kind.W: -1}
 """How many chunk activations an action adds to those of its rank, counted to W."""
 
 Planned = tuple[Kind, int, int]
-"""Kind, chunk, microbatch."""
+"""Kind, chunk, unit."""
 
 
 @dataclass
@@ -41,18 +42,24 @@ class Cycle:
         self.slots.append((slot, kind, chunk))
         return slot + length
 
-    def row(self, microbatches: int) -> list[Planned]:
-        """All microbatches' actions in order."""
-        every = ((slot + PERIOD * i, kind, chunk, i) for slot, kind, chunk in self.slots for i in range(microbatches))
-        return [(kind, chunk, i) for _, kind, chunk, i in sorted(every)]
+    def row(self, shape: Shape) -> list[Planned]:
+        """All units' actions in order. With slices everything but the forwards is later by as many periods as other slices come first."""
+        every = (
+            (slot + PERIOD * i, kind, chunk, i)
+            if kind is Kind.F
+            else (slot + PERIOD * (i + shape.slices - 1), kind, chunk, shape.mirror(i))
+            for slot, kind, chunk in self.slots
+            for i in range(shape.units)
+        )
+        return [(kind, chunk, unit) for _, kind, chunk, unit in sorted(every)]
 
 
-def shortest(cycles: Sequence[Cycle], microbatches: int) -> list[list[int]]:
+def shortest(cycles: Sequence[Cycle], shape: Shape) -> list[list[int]]:
     """Every rank's row, weight backwards giving way to what others wait for either early or late.
 
     Which is shorter depends on the number of ranks: early fills the first rounds better, but runs the memory full.
     """
-    runs = [Squeeze(cycles, microbatches, give_way) for give_way in (False, True)]
+    runs = [Squeeze(cycles, shape, give_way) for give_way in (False, True)]
     return min(runs, key=lambda run: run.makespan).rows
 
 
@@ -64,11 +71,11 @@ class Squeeze:
     make room for, or from the start.
     """
 
-    def __init__(self, cycles: Sequence[Cycle], microbatches: int, give_way: bool = False) -> None:
-        plans = [cycle.row(microbatches) for cycle in cycles]
+    def __init__(self, cycles: Sequence[Cycle], shape: Shape, give_way: bool = False) -> None:
+        plans = [cycle.row(shape) for cycle in cycles]
         most = max(max(accumulate(CHANGE[kind] for kind, _, _ in plan)) for plan in plans)
         backward = Kind.I if any(kind is Kind.I for kind, _, _ in plans[0]) else Kind.B
-        arrivals = Arrivals(2 * len(plans), microbatches, backward)
+        arrivals = Arrivals(2 * len(plans), shape.units, backward)
         ranks = [_RankQueue((r, 2 * len(plans) - 1 - r), plan, most, give_way) for r, plan in enumerate(plans)]
         now = 0
         while any(rank.plan for rank in ranks):
@@ -96,24 +103,24 @@ class _RankQueue:
         place = self._choose(now, arrivals)
         if place is None:
             return
-        kind, chunk, microbatch = self.plan.pop(place)
+        kind, chunk, unit = self.plan.pop(place)
         self.free = now + LENGTH[kind]
         self.held += CHANGE[kind]
         self.first_forwards -= kind is Kind.F and chunk == 0
-        arrivals.end(kind, self.stages[chunk], microbatch, self.free)
-        self.row.append(codes.pack(chunk, int(kind), microbatch))
+        arrivals.end(kind, self.stages[chunk], unit, self.free)
+        self.row.append(codes.pack(chunk, int(kind), unit))
 
     def _choose(self, now: int, arrivals: Arrivals) -> int | None:
         """The place in the plan, which is kept last action first, of the first one that can and may run."""
         weights_wait = self.give_way or not self.first_forwards
         weights, seen, held, peak = None, set(), self.held, self.held
         for place in range(len(self.plan) - 1, -1, -1):
-            kind, chunk, microbatch = self.plan[place]
+            kind, chunk, unit = self.plan[place]
             if (kind, chunk) not in seen:  # the others of a kind come after its first
                 seen.add((kind, chunk))
                 in_turn = LENGTH[kind] == 1 or place == len(self.plan) - 1
                 fits = kind is not Kind.F or peak < self.most
-                if in_turn and fits and arrivals.at(kind, self.stages[chunk])[microbatch] <= now:
+                if in_turn and fits and arrivals.at(kind, self.stages[chunk])[unit] <= now:
                     if kind is not Kind.W or not weights_wait:
                         return place
                     weights = place if weights is None else weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.schedules._dualpipe import Chunk, dual_phases
+from penstock.schedules.dualpipe import Chunk, dual_phases
 from penstock.schedules.registry import Shape, register, v
 
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.ir.codes import B, F
 from penstock.schedules.one_f_one_b import alternate
 from penstock.schedules.registry import Shape, linear, register
 
 
-@register("eager-1f1b", placement=linear)
+@register("eager-1f1b", placement=linear, slices=1)
 def eager_1f1b(shape: Shape, rank: int) -> Iterator[int]:
     """Run 1f1b with twice the warm-up, so that messages travel while the ranks compute.
 
@@ -19,6 +18,7 @@ def eager_1f1b(shape: Shape, rank: int) -> Iterator[int]:
     Bubble: (p-1)(F+B)
     Memory: min(2(p-r)-1, m)
     Needs: any ranks, any microbatches
+    Slices: bubble (p-1)(F+B)/q, memory min((2(p-r)-2+q)/q, m)
 
     >>> import penstock as ps
     >>> print(ps.schedule("eager-1f1b", ranks=4, microbatches=5).grid())
@@ -40,6 +40,4 @@ def eager_1f1b(shape: Shape, rank: int) -> Iterator[int]:
     14          1B4
     15  0B4
     """
-    forwards = [F(0, microbatch) for microbatch in range(shape.microbatches)]
-    backwards = [B(0, microbatch) for microbatch in range(shape.microbatches)]
-    return alternate(forwards, backwards, warm_up=2 * (shape.ranks - rank - 1))
+    return alternate(shape, warm_up=2 * (shape.ranks - rank - 1))

@@ -8,7 +8,7 @@ from penstock.ir.codes import B, F
 from penstock.schedules.registry import Shape, linear, register
 
 
-@register("gpipe", placement=linear)
+@register("gpipe", placement=linear, slices=1)
 def gpipe(shape: Shape, rank: int) -> Iterator[int]:
     """Run all forwards, then all backwards.
 
@@ -18,6 +18,7 @@ def gpipe(shape: Shape, rank: int) -> Iterator[int]:
     Bubble: (p-1)(F+B)
     Memory: m
     Needs: any ranks, any microbatches
+    Slices: bubble (p-1)(F+B)/q, memory m; the order of TeraPipe, arXiv 2102.07988
 
     >>> import penstock as ps
     >>> print(ps.schedule("gpipe", ranks=4, microbatches=3).grid())
@@ -35,7 +36,5 @@ def gpipe(shape: Shape, rank: int) -> Iterator[int]:
     10  0B1     1B2
     11  0B2
     """
-    for microbatch in range(shape.microbatches):
-        yield F(0, microbatch)
-    for microbatch in range(shape.microbatches):
-        yield B(0, microbatch)
+    yield from (F(*unit) for unit in shape.forwards())  # nF
+    yield from (B(*unit) for unit in shape.backwards())  # nB

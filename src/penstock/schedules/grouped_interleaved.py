@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.errors import ScheduleError
-from penstock.ir.codes import F, I, W
-from penstock.schedules._interleaved import units
-from penstock.schedules._zero_bubble import alternate_split
+from penstock.schedules._interleaved import check_group_size
 from penstock.schedules.registry import Shape, looped, register
+from penstock.schedules.zb_h1 import alternate_split
 
 
 def _half(shape: Shape) -> int:
@@ -18,17 +15,8 @@ def _half(shape: Shape) -> int:
 
 
 def _between_half_and_all(shape: Shape, group_size: Any = None) -> None:
-    if group_size is None:
-        return
-    try:
-        fits = not isinstance(group_size, bool) and _half(shape) <= operator.index(group_size) <= shape.ranks
-    except TypeError:
-        fits = False
-    if not fits:
-        raise ScheduleError(
-            f"group_size must be a whole number from {_half(shape)} to {shape.ranks} for {shape.ranks} ranks, got {group_size!r}: "
-            "a smaller group would leave ranks idle, for a larger one take interleaved-zb"
-        )
+    advice = ": a smaller group would leave ranks idle, for a larger one take interleaved-zb"
+    check_group_size(group_size, _half(shape), shape.ranks, f"{shape.ranks} ranks", advice)
 
 
 def _whole_groups(shape: Shape, group_size: int | None = None) -> int:
@@ -83,8 +71,5 @@ def grouped_interleaved(shape: Shape, rank: int, *, group_size: int | None = Non
     30  0I3     1W3
     31  0W3
     """
-    group, last = group_size or _half(shape), shape.chunks - 1
-    forwards = [F(chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    inputs = [I(last - chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    weights = [W(last - chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    return alternate_split(forwards, inputs, weights, warm_up=group * last + shape.ranks - rank - 1, delay=0)
+    group = group_size or _half(shape)
+    return alternate_split(shape, warm_up=group * (shape.chunks - 1) + shape.ranks - rank - 1, delay=0, group=group)

@@ -8,7 +8,7 @@ from penstock.ir.codes import F
 from penstock.schedules.registry import Shape, linear, register
 
 
-@register("inference", placement=linear)
+@register("inference", placement=linear, slices=1)
 def inference(shape: Shape, rank: int) -> Iterator[int]:
     """Run the forwards alone, for evaluation and inference.
 
@@ -28,5 +28,4 @@ def inference(shape: Shape, rank: int) -> Iterator[int]:
     4                  2F2     3F1
     5                          3F2
     """
-    for microbatch in range(shape.microbatches):  # nF
-        yield F(0, microbatch)
+    yield from (F(*unit) for unit in shape.forwards())  # nF

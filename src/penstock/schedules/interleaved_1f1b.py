@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.ir.codes import B, F
-from penstock.schedules._interleaved import check_group_ends, group_of, next_count, units
+from penstock.schedules._interleaved import check_group_ends, group_of, next_count
 from penstock.schedules.one_f_one_b import alternate
 from penstock.schedules.registry import Shape, looped, register
 
 
-@register("interleaved-1f1b", placement=looped, accepts=next_count, check=check_group_ends)
+@register("interleaved-1f1b", placement=looped, accepts=next_count, check=check_group_ends, slices=1)
 def interleaved_1f1b(shape: Shape, rank: int, *, group_size: int | None = None) -> Iterator[int]:
     """Run 1f1b over several chunks per rank, so that the pipeline fills and drains a chunk at a time.
 
@@ -20,6 +19,7 @@ def interleaved_1f1b(shape: Shape, rank: int, *, group_size: int | None = None) 
     Bubble: (p-1)(F+B)/v if the last group has no fewer than p microbatches
     Memory: 2(p-r-1)+(v-1)N+1 chunks, pv+p-1 on rank 0 with N = p
     Needs: any ranks, any chunks, any microbatches; group_size from ranks to microbatches
+    Slices: bubble (p-1)(F+B)/(qv), memory (2(p-r-1)+q)/q+(v-1)N chunks, N from ceil(p/q) up
 
     >>> import penstock as ps
     >>> print(ps.schedule("interleaved-1f1b", ranks=4, microbatches=4, chunks=2).grid())
@@ -48,6 +48,4 @@ def interleaved_1f1b(shape: Shape, rank: int, *, group_size: int | None = None) 
     21  0B3
     """
     group = group_of(shape, group_size)
-    forwards = [F(chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    backwards = [B(shape.chunks - 1 - chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    return alternate(forwards, backwards, warm_up=2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * group)
+    return alternate(shape, warm_up=2 * (shape.ranks - rank - 1) + (shape.chunks - 1) * group * shape.slices, group=group)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.ir.codes import F, I, W
-from penstock.schedules._interleaved import check_group, group_of, next_count, units
-from penstock.schedules._zero_bubble import alternate_split
+from penstock.schedules._interleaved import check_group, group_of, next_count
 from penstock.schedules.registry import Shape, looped, register
+from penstock.schedules.zb_h1 import alternate_split
 
 
-@register("interleaved-zb", placement=looped, accepts=next_count, check=check_group)
+@register("interleaved-zb", placement=looped, accepts=next_count, check=check_group, slices=1)
 def interleaved_zb(shape: Shape, rank: int, *, group_size: int | None = None) -> Iterator[int]:
     """Split the backward of interleaved-1f1b and fill the drain with weight backwards.
 
@@ -20,6 +19,7 @@ def interleaved_zb(shape: Shape, rank: int, *, group_size: int | None = None) ->
     Bubble: (p-1)(F+I-W)/v if W <= F and the groups are whole
     Memory: (v-1)N+p chunks, counted to W
     Needs: any ranks, any chunks, any microbatches; group_size from ranks to microbatches
+    Slices: bubble (p-1)(F+I-W)/(qv), memory (p-1+q)/q+(v-1)N chunks, N from ceil(p/q) up
 
     >>> import penstock as ps
     >>> print(ps.schedule("interleaved-zb", ranks=4, microbatches=4, chunks=2).grid())
@@ -52,8 +52,5 @@ def interleaved_zb(shape: Shape, rank: int, *, group_size: int | None = None) ->
     25  0I3     1W2     2W2     3W2
     26  0W3     1W3     2W3     3W3
     """
-    group, last = group_of(shape, group_size), shape.chunks - 1
-    forwards = [F(chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    inputs = [I(last - chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    weights = [W(last - chunk, microbatch) for chunk, microbatch in units(shape, group)]
-    return alternate_split(forwards, inputs, weights, warm_up=shape.ranks - rank - 1 + last * group, delay=rank)
+    group = group_of(shape, group_size)
+    return alternate_split(shape, warm_up=shape.ranks - rank - 1 + (shape.chunks - 1) * group * shape.slices, delay=rank, group=group)

@@ -8,7 +8,7 @@ from penstock.ir.codes import B, F
 from penstock.schedules.registry import Shape, looped, register
 
 
-@register("looped-bfs", placement=looped)
+@register("looped-bfs", placement=looped, slices=1)
 def looped_bfs(shape: Shape, rank: int) -> Iterator[int]:
     """Run the whole batch through each chunk in turn, then back in reverse.
 
@@ -18,6 +18,7 @@ def looped_bfs(shape: Shape, rank: int) -> Iterator[int]:
     Bubble: (p-1)(F+B)/v if m >= p
     Memory: mv chunks
     Needs: any ranks, any chunks, any microbatches
+    Slices: bubble (p-1)(F+B)/(qv) if mq >= p, memory mv chunks
 
     >>> import penstock as ps
     >>> print(ps.schedule("looped-bfs", ranks=4, microbatches=4, chunks=2).grid())
@@ -46,8 +47,8 @@ def looped_bfs(shape: Shape, rank: int) -> Iterator[int]:
     21  0B0
     """
     for chunk in range(shape.chunks):  # nF, chunk by chunk
-        for microbatch in range(shape.microbatches):
-            yield F(chunk, microbatch)
+        for unit in range(shape.units):
+            yield F(chunk, unit)
     for chunk in reversed(range(shape.chunks)):  # nB, all of it in reverse
-        for microbatch in reversed(range(shape.microbatches)):
-            yield B(chunk, microbatch)
+        for unit in reversed(range(shape.units)):
+            yield B(chunk, unit)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from penstock.ir.codes import B, F
 from penstock.schedules.registry import Shape, linear, register
@@ -38,14 +38,18 @@ def one_f_one_b(shape: Shape, rank: int) -> Iterator[int]:
     14          1B4
     15  0B4
     """
-    forwards = [F(0, microbatch) for microbatch in range(shape.microbatches)]
-    backwards = [B(0, microbatch) for microbatch in range(shape.microbatches)]
-    return alternate(forwards, backwards, warm_up=shape.ranks - rank - 1)
+    return alternate(shape, warm_up=shape.ranks - rank - 1)
 
 
-def alternate(forwards: Sequence[int], backwards: Sequence[int], warm_up: int) -> Iterator[int]:
-    """The phases of every schedule that alternates: forwards alone, one forward and one backward in turn, backwards alone."""
-    warm_up = min(warm_up, len(forwards))
+def alternate(shape: Shape, warm_up: int, group: int | None = None) -> Iterator[int]:
+    """The phases of every schedule that alternates: forwards alone, one forward and one backward in turn, backwards alone.
+
+    The backwards take the chunks in reverse. With slices the first backward is that of a microbatch's last slice, so every rank warms up
+    with the other slices first.
+    """
+    forwards = [F(*unit) for unit in shape.forwards(group)]
+    backwards = [B(*unit) for unit in shape.backwards(group)]
+    warm_up = min(warm_up + shape.slices - 1, len(forwards))
     steady = len(forwards) - warm_up
     yield from forwards[:warm_up]  # nF
     for forward, backward in zip(forwards[warm_up:], backwards[:steady], strict=True):  # nF B

@@ -7,7 +7,7 @@ from penstock.schedules._blocks import Cycle, Squeeze
 from penstock.schedules.registry import Shape, register, v
 
 
-@register("1f1b-v", placement=v, whole=True)
+@register("1f1b-v", placement=v, whole=True, slices=1)
 def one_f_one_b_v(shape: Shape) -> list[list[int]]:
     """Fold 1f1b into a V, with full backwards in two thirds of its memory.
 
@@ -17,6 +17,7 @@ def one_f_one_b_v(shape: Shape) -> list[list[int]]:
     Bubble: at most (p-1)(F+B) if B = 2F
     Memory: 2p//3+1
     Needs: any ranks, any microbatches
+    Slices: at most the bubble divided by q; memory M becomes (M-1+q)/q
 
     >>> import penstock as ps
     >>> print(ps.schedule("1f1b-v", ranks=4, microbatches=4).grid())
@@ -56,4 +57,4 @@ def one_f_one_b_v(shape: Shape) -> list[list[int]]:
     for chunk, way in ((1, cycles), (0, cycles[::-1])):
         for cycle in way:
             slot = cycle.put(Kind.B, chunk, slot)
-    return Squeeze(cycles, shape.microbatches).rows
+    return Squeeze(cycles, shape).rows

@@ -7,8 +7,8 @@ import inspect
 import operator
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -27,11 +27,34 @@ ENTRY_POINT_GROUP = "penstock.schedules"
 
 @dataclass(frozen=True)
 class Shape:
-    """The input of a generator: the number of ranks, of chunks per rank, and of microbatches."""
+    """The input of a generator: the number of ranks, of chunks per rank, of microbatches, and of slices per microbatch.
+
+    A *unit* is a microbatch, or a slice of one if there are several: number microbatch x slices + slice. Generators that take slices
+    yield units in place of microbatches.
+    """
 
     ranks: int
     chunks: int
     microbatches: int
+    slices: int = 1
+
+    @property
+    def units(self) -> int:
+        return self.microbatches * self.slices
+
+    def forwards(self, group: int | None = None) -> list[tuple[int, int]]:
+        """The (chunk, unit) of each forward, if a `group` of microbatches at a time, by default all, passes the chunks one by one."""
+        size = (group or self.microbatches) * self.slices
+        groups = (range(first, first + size) for first in range(0, self.units, size))
+        return [(chunk, unit) for members in groups for chunk in range(self.chunks) for unit in members]
+
+    def backwards(self, group: int | None = None) -> list[tuple[int, int]]:
+        """The (chunk, unit) of each backward: as the forwards, but the chunks in reverse, and the slices of each microbatch too."""
+        return [(self.chunks - 1 - chunk, self.mirror(unit)) for chunk, unit in self.forwards(group)]
+
+    def mirror(self, unit: int) -> int:
+        """The unit that the backwards reach when the forwards reach this one: its microbatch's slices from the last to the first."""
+        return unit + self.slices - 1 - 2 * (unit % self.slices)
 
 
 @dataclass(frozen=True)
@@ -57,6 +80,7 @@ looped = Layout(lambda shape: Placement.looped(shape.ranks, shape.chunks), chunk
 v = Layout(lambda shape: Placement.v(shape.ranks), chunks=2)
 wave = Layout(lambda shape: Placement.wave(shape.ranks, shape.chunks // 2), chunks=2, fixed=False, unit=("waves", 2))
 bidirectional = Layout(lambda shape: Placement.bidirectional(shape.ranks), chunks=2)
+LAYOUTS = {"linear": linear, "looped": looped, "v": v, "wave": wave, "bidirectional": bidirectional}
 
 Generate = Callable[..., Any]
 """`generate(shape, rank, **options)` yields one rank's packed compute actions (an `Iterator[int]`), chunk numbers in place of
@@ -73,6 +97,13 @@ class Algorithm:
     accepts: Callable[..., int] | None
     check: Callable[..., None] | None
     whole: bool
+    slices: int | None = None
+    """The default number of slices per microbatch; None if the order is not made for slices."""
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether it cuts sequences into slices unless told otherwise."""
+        return self.slices is not None and self.slices > 1
 
     @property
     def summary(self) -> str:
@@ -100,16 +131,25 @@ class Algorithm:
     def options(self) -> dict[str, Any]:
         """The options of this algorithm and their defaults."""
         parameters = inspect.signature(self.generate).parameters.values()
-        return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        return own if self.slices is None else {**own, "slices": self.slices}
 
-    def shape(self, ranks: Any, microbatches: Any, chunks: Any) -> Shape:
+    def shape(self, ranks: Any, microbatches: Any, chunks: Any, slices: Any = None) -> Shape:
         """The checked shape."""
         layout = self.layout
+        if slices is not None and self.slices is None:
+            able = ", ".join(name for name, known in algorithms().items() if known.slices is not None)
+            raise ScheduleError(f"{self.name} has no option 'slices': its order is not made for them; schedules that take slices: {able}")
         shape = Shape(
             _count("ranks", ranks, codes.MAX_STAGES),
             _count("chunks", layout.chunks if chunks is None else chunks, codes.MAX_STAGES),
             _count("microbatches", microbatches, codes.MAX_MICROBATCHES),
+            _count("slices", self.slices or 1 if slices is None else slices, codes.MAX_MICROBATCHES),
         )
+        if shape.units > codes.MAX_MICROBATCHES:
+            raise ScheduleError(
+                f"{shape.microbatches} microbatches of {shape.slices} slices: at most {codes.MAX_MICROBATCHES} slices in all"
+            )
         unit, size = layout.unit
         if layout.fixed and shape.chunks != layout.chunks:
             raise ScheduleError(
@@ -123,7 +163,7 @@ class Algorithm:
         """The schedule for this shape, generated when read, rank by rank if the algorithm allows it."""
         from penstock.ir.schedule import Schedule
 
-        shape = self.shape(ranks, microbatches, self._chunks(chunks, options))
+        shape = self.shape(ranks, microbatches, self._chunks(chunks, options), options.pop("slices", None))
         unknown = sorted(set(options) - set(self.options))
         if unknown:
             allowed = ", ".join([*self.options, *self.layout.counts]) or "none"
@@ -136,16 +176,27 @@ class Algorithm:
             accepted = _count(
                 "microbatches, rounded up to what the algorithm takes,", self.accepts(shape, **options), codes.MAX_MICROBATCHES
             )
-            built = Shape(shape.ranks, shape.chunks, accepted)
+            built = replace(shape, microbatches=accepted)
         generated = self._generated(built, options)
 
+        sliced = {} if self.slices is None else {"slices": shape.slices}
+
         def source(rank: int) -> Ints:
-            return pack_row(generated(rank), placement.stages_of(rank), shape.microbatches, built.microbatches)
+            return pack_row(generated(rank), placement.stages_of(rank), shape.units, built.units)
 
         def remake(count: int) -> Schedule:
-            return self.build(shape.ranks, count, shape.chunks, graph, **options)
+            return self.build(shape.ranks, count, shape.chunks, graph, **options, **sliced)
 
-        return Schedule(placement, shape.microbatches, source, graph=graph, name=self.name, options=options, remake=remake)
+        return Schedule(
+            placement,
+            shape.microbatches,
+            source,
+            graph=graph,
+            name=self.name,
+            options=options | (sliced if shape.slices > 1 else {}),
+            remake=remake,
+            slices=shape.slices,
+        )
 
     def _chunks(self, chunks: Any, options: dict[str, Any]) -> Any:
         """The requested chunks, by their number or in the layout's unit, which is removed from the options."""
@@ -171,8 +222,8 @@ class Algorithm:
         return row
 
 
-def pack_row(generated: Iterable[int], stages: tuple[int, ...], microbatches: int, built: int) -> Ints:
-    """One rank's row: chunks become stages, and microbatches that were only built to make the count fit are dropped."""
+def pack_row(generated: Iterable[int], stages: tuple[int, ...], units: int, built: int) -> Ints:
+    """One rank's row: chunks become stages, and units that were only built to make the count fit are dropped."""
     import numpy as np
 
     from penstock.ir.rows import Rows
@@ -180,9 +231,9 @@ def pack_row(generated: Iterable[int], stages: tuple[int, ...], microbatches: in
     row = np.fromiter(generated, dtype=np.int64)
     stage = np.array(stages, dtype=np.int64)[codes.stage_of(row)]
     row = (row & ~codes.STAGE_FIELD) | codes.pack(stage, 0)
-    if built > microbatches:
+    if built > units:
         whole = Rows.join([row])
-        row = whole.keep(whole.microbatch < microbatches).codes
+        row = whole.keep(whole.microbatch < units).codes
     return row
 
 
@@ -193,16 +244,19 @@ _Generator = TypeVar("_Generator", bound=Generate)
 def register(
     name: str,
     *,
-    placement: Layout,
+    placement: Layout | str,
     accepts: Callable[..., int] | None = None,
     check: Callable[..., None] | None = None,
     whole: bool = False,
+    slices: int | None = None,
 ) -> Callable[[_Generator], _Generator]:
     """Make a generator known by name.
 
+    `placement` is `linear`, `looped`, `v`, `wave` or `bidirectional`, or a `Layout` of your own.
     `accepts(shape, **options)` is the next microbatch count that the algorithm can be built for; the actions of the
     microbatches beyond the wanted count are dropped. `check(shape, **options)` refuses shapes that cannot work. A `whole` generator
-    builds all ranks together and takes no rank. The generator's docstring starts with a one-line summary and has a
+    builds all ranks together and takes no rank. `slices` is the default number of slices per microbatch of a generator that yields units
+    (see `Shape`); without it the schedule has no option `slices`. The generator's docstring starts with a one-line summary and has a
     `Bubble:` and a `Memory:` line.
     """
 
@@ -212,7 +266,10 @@ def register(
             raise ScheduleError(f"there is already a schedule {name!r}, from {known.generate.__module__}: choose another name")
         if not inspect.getdoc(generate):
             raise ScheduleError(f"schedule {name!r} needs a docstring that starts with a one-line summary")
-        _ALGORITHMS[name] = Algorithm(name, generate, placement, accepts, check, whole)
+        layout = LAYOUTS.get(placement) if isinstance(placement, str) else placement
+        if not isinstance(layout, Layout):
+            raise ScheduleError(f"schedule {name!r} has no placement {placement!r}: {nearest(str(placement), LAYOUTS)}, or a Layout")
+        _ALGORITHMS[name] = Algorithm(name, generate, layout, accepts, check, whole, slices)
         return generate
 
     return add
@@ -232,18 +289,54 @@ def _load_all() -> None:
             warnings.warn(f"schedules of entry point {point.name!r} ({point.value}) could not be loaded: {error!r}", stacklevel=2)
 
 
-def algorithms() -> Mapping[str, Algorithm]:
+class AlgorithmsByName(dict[str, Algorithm]):
+    """Schedules by name. A name is also found in any case, with or without hyphens, and as a class name of PyTorch or torchtitan."""
+
+    def find(self, name: object) -> str | None:
+        """The registered name that is meant; None if there is none."""
+        if not isinstance(name, str):
+            return None
+        if super().__contains__(name):
+            return name
+        folded = _fold(name)
+        return next((known for known in self if _fold(known) == folded), None)
+
+    def __contains__(self, name: object) -> bool:
+        return self.find(name) is not None
+
+    def get(self, name: object, default: Any = None) -> Any:
+        known = self.find(name)
+        return default if known is None else self[known]
+
+    def __missing__(self, name: str) -> Algorithm:
+        known = self.find(name)
+        if known is None:
+            raise UnknownNameError(f"there is no schedule {name!r}: {nearest(str(name), self)}")
+        return self[known]
+
+
+_PEER_NAMES = {"zbvzerobubble": "zbv", "interleavedzerobubble": "interleavedzb"}
+"""PyTorch's and torchtitan's names that are more than another spelling of ours."""
+
+
+def _fold(name: str) -> str:
+    """
+    >>> _fold("ScheduleInterleaved1F1B"), _fold("interleaved-1f1b"), _fold("ZBVZeroBubble")
+    ('interleaved1f1b', 'interleaved1f1b', 'zbv')
+    """
+    letters = "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")
+    return _PEER_NAMES.get(letters, letters)
+
+
+def algorithms() -> AlgorithmsByName:
     """Every registered schedule by name, sorted."""
     _load_all()
-    return dict(sorted(_ALGORITHMS.items()))
+    return AlgorithmsByName(sorted(_ALGORITHMS.items()))
 
 
 def algorithm(name: str) -> Algorithm:
-    """The schedule registered under this name."""
-    known = algorithms()
-    if name not in known:
-        raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
-    return known[name]
+    """The schedule registered under this name, or under the name that it stands for: `1F1B`, `ZBVZeroBubble`."""
+    return algorithms()[name]
 
 
 def available() -> dict[str, str]:
@@ -254,7 +347,10 @@ def available() -> dict[str, str]:
 def schedule(
     name: str, ranks: int, microbatches: int, *, chunks: int | None = None, graph: StageGraph | None = None, **options: Any
 ) -> Schedule:
-    """Build a schedule by name: `schedule("zbv", ranks=4, microbatches=8)`; further options by keyword."""
+    """Build a schedule by name: `schedule("zbv", ranks=4, microbatches=8)`; further options by keyword.
+
+    A name is accepted in any case and as PyTorch's or torchtitan's: `schedule("ZBVZeroBubble", 4, 8).name` is `zbv`.
+    """
     return algorithm(name).build(ranks, microbatches, chunks, graph, **options)
 
 

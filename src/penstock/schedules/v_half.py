@@ -7,7 +7,7 @@ from penstock.schedules._blocks import Cycle, shortest
 from penstock.schedules.registry import Shape, register, v
 
 
-@register("v-half", placement=v, whole=True)
+@register("v-half", placement=v, whole=True, slices=1)
 def v_half(shape: Shape) -> list[list[int]]:
     """Fold the pipeline into a V and time its halves so that a rank holds half of what it does in 1f1b.
 
@@ -17,6 +17,7 @@ def v_half(shape: Shape) -> list[list[int]]:
     Bubble: (3p-7)F/2 for even p >= 4, (3p-4)F/2 for odd p >= 3, if F = I = W and m >= p
     Memory: (p+2)//2, counted to W
     Needs: any ranks, any microbatches
+    Slices: at most the bubble divided by q; memory M becomes (M-1+q)/q
 
     >>> import penstock as ps
     >>> print(ps.schedule("v-half", ranks=4, microbatches=4).grid())
@@ -60,4 +61,4 @@ def v_half(shape: Shape) -> list[list[int]]:
         zero = cycle.put(Kind.I, 0, 6 * p + gap - 2 - rank)
         cycle.put(Kind.W, 1, one)
         cycle.put(Kind.W, 0, zero)
-    return shortest(cycles, shape.microbatches)
+    return shortest(cycles, shape)

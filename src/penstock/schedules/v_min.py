@@ -7,7 +7,7 @@ from penstock.schedules._blocks import Cycle, shortest
 from penstock.schedules.registry import Shape, register, v
 
 
-@register("v-min", placement=v, whole=True)
+@register("v-min", placement=v, whole=True, slices=1)
 def v_min(shape: Shape) -> list[list[int]]:
     """Fold the pipeline into a V and pass everything on at once, so that a rank holds a third of what it does in 1f1b.
 
@@ -17,6 +17,7 @@ def v_min(shape: Shape) -> list[list[int]]:
     Bubble: (4p-7)F/2, or (4p-5)F/2 for p = 4, 7, 10 and so on, if F = I = W and m >= p > 1
     Memory: (p+4)//3, counted to W
     Needs: any ranks, any microbatches
+    Slices: at most the bubble divided by q; memory M becomes (M-1+q)/q
 
     >>> import penstock as ps
     >>> print(ps.schedule("v-min", ranks=4, microbatches=4).grid())
@@ -66,4 +67,4 @@ def v_min(shape: Shape) -> list[list[int]]:
         zero = cycle.put(Kind.I, 0, 4 * p + gap - 1 - rank)
         cycle.put(Kind.W, 1, one)
         cycle.put(Kind.W, 0, zero)
-    return shortest(cycles, shape.microbatches)
+    return shortest(cycles, shape)

@@ -1,11 +1,10 @@
-"""Zero bubble with the memory of 1f1b."""
+"""Zero bubble with the memory of 1f1b, and the phases of every schedule that splits the backward and keeps its weight half back."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from penstock.ir.codes import F, I, W
-from penstock.schedules._zero_bubble import alternate_split
 from penstock.schedules.registry import Shape, linear, register
 
 
@@ -39,7 +38,22 @@ def zb_h1(shape: Shape, rank: int) -> Iterator[int]:
     13  0I3     1W2     2W2     3W2
     14  0W3     1W3     2W3     3W3
     """
-    forwards = [F(0, microbatch) for microbatch in range(shape.microbatches)]
-    inputs = [I(0, microbatch) for microbatch in range(shape.microbatches)]
-    weights = [W(0, microbatch) for microbatch in range(shape.microbatches)]
-    return alternate_split(forwards, inputs, weights, warm_up=shape.ranks - rank - 1, delay=rank)
+    return alternate_split(shape, warm_up=shape.ranks - rank - 1, delay=rank)
+
+
+def alternate_split(shape: Shape, warm_up: int, delay: int, group: int | None = None) -> Iterator[int]:
+    """As `alternate`, each weight backward `delay` input backwards behind its own.
+
+    The later ranks delay more: they reach their last input backward earlier and have the longer drain to fill.
+    """
+    forwards, backwards = shape.forwards(group), shape.backwards(group)
+    total = len(forwards)
+    warm_up = min(warm_up + shape.slices - 1, total)
+    yield from (F(*unit) for unit in forwards[:warm_up])  # nF
+    for k in range(total):  # nF I W, without F when they run out and without W until they are due
+        if warm_up + k < total:
+            yield F(*forwards[warm_up + k])
+        yield I(*backwards[k])
+        if k >= delay:
+            yield W(*backwards[k - delay])
+    yield from (W(*unit) for unit in backwards[max(0, total - delay) :])  # nW

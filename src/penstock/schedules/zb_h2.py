@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from penstock.ir.codes import F, I, W
-from penstock.schedules._zero_bubble import alternate_split
 from penstock.schedules.registry import Shape, linear, register
+from penstock.schedules.zb_h1 import alternate_split
 
 
-@register("zb-h2", placement=linear)
+@register("zb-h2", placement=linear, slices=1)
 def zb_h2(shape: Shape, rank: int) -> Iterator[int]:
     """Fill the warm-up with more forwards and the drain with weight backwards, until no bubble is left.
 
@@ -19,6 +18,7 @@ def zb_h2(shape: Shape, rank: int) -> Iterator[int]:
     Bubble: (p-1)(F+I-2W) of the span, if W <= F and 2W <= F+I
     Memory: min(2p-1, m), counted to W
     Needs: any ranks, any microbatches
+    Slices: the bubble is divided by q, the memory is min((2p-2+q)/q, m)
 
     >>> import penstock as ps
     >>> print(ps.schedule("zb-h2", ranks=4, microbatches=7).grid())
@@ -48,7 +48,4 @@ def zb_h2(shape: Shape, rank: int) -> Iterator[int]:
     22                  2W6     3W5
     23                          3W6
     """
-    forwards = [F(0, microbatch) for microbatch in range(shape.microbatches)]
-    inputs = [I(0, microbatch) for microbatch in range(shape.microbatches)]
-    weights = [W(0, microbatch) for microbatch in range(shape.microbatches)]
-    return alternate_split(forwards, inputs, weights, warm_up=2 * (shape.ranks - rank - 1), delay=2 * rank)
+    return alternate_split(shape, warm_up=2 * (shape.ranks - rank - 1), delay=2 * rank)

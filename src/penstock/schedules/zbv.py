@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import count, islice
+from itertools import islice
 
 from penstock.ir.codes import F, I, W
 from penstock.schedules.registry import Shape, register, v
 
 
 def _at_least_one_round(shape: Shape) -> int:
-    return max(2 * shape.ranks - 1, shape.microbatches)
+    least = 2 * shape.ranks - 1 + shape.slices - 1  # units
+    return max(-(-least // shape.slices), shape.microbatches)
 
 
-@register("zbv", placement=v, accepts=_at_least_one_round)
+@register("zbv", placement=v, accepts=_at_least_one_round, slices=1)
 def zbv(shape: Shape, rank: int) -> Iterator[int]:
     """Fold the pipeline into a V, so that zero bubble needs no more memory than 1f1b.
 
@@ -25,6 +26,7 @@ def zbv(shape: Shape, rank: int) -> Iterator[int]:
     Bubble: 0 of the span if F = I = W; (p-1)F/2 of the makespan, F that of a rank's two stages
     Memory: p (2p stages)
     Needs: any ranks, any microbatches (built for at least 2p-1)
+    Slices: the bubble is divided by q if mq >= 2p+q-2, the memory is (p-1+q)/q
 
     >>> import penstock as ps
     >>> print(ps.schedule("zbv", ranks=4, microbatches=3).grid())
@@ -56,19 +58,23 @@ def zbv(shape: Shape, rank: int) -> Iterator[int]:
     24  0I2     1W2
     25  0W2
     """
-    up = shape.ranks - rank
-    f0, i0, w0, f1, i1, w1 = (map(partial(kind, chunk), count()) for chunk in (0, 1) for kind in (F, I, W))
+    up, others = shape.ranks - rank, shape.slices - 1  # the slices that a microbatch's first backward waits for
+    backwards = [shape.mirror(unit) for unit in range(shape.units)]
+    f0, f1 = (map(partial(F, chunk), range(shape.units)) for chunk in (0, 1))
+    i0, w0, i1, w1 = (map(partial(kind, chunk), backwards) for chunk in (0, 1) for kind in (I, W))
     for _ in range(2 * up - 1):  # nF0
         yield next(f0)
-    for _ in range(rank):  # nF1 F0
+    for _ in range(rank + others):  # nF1 F0
         yield next(f1)
         yield next(f0)
     for _ in range(up):  # nF1 I1 W1
         yield from (next(f1), next(i1), next(w1))
-    for _ in range(shape.microbatches - shape.ranks - up + 1):  # nF0 I0 W0 F1 I1 W1
+    for _ in range(shape.units - shape.ranks - up + 1 - others):  # nF0 I0 W0 F1 I1 W1
         yield from (next(f0), next(i0), next(w0), next(f1), next(i1), next(w1))
     for _ in range(up - 1):  # nI0 W0 F1 I1 W1
         yield from (next(i0), next(w0), next(f1), next(i1), next(w1))
+    for _ in range(others):  # nI0 W0 I1 W1
+        yield from (next(i0), next(w0), next(i1), next(w1))
     for _ in range(rank):  # nI0 I1
         yield next(i0)
         yield next(i1)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PathStep:
-    """One piece of the chain: an action on a rank, a message to a rank, a collective, or the optimizer's step."""
+    """One piece of the chain: an action on a rank, a message to a rank, a collective or copy, or the optimizer's step."""
 
     what: str
     """`action`, `message`, `collective` or `optimizer`."""
@@ -27,7 +27,7 @@ class PathStep:
     end: float
 
 
-def critical_path(timeline: Timeline) -> list[PathStep]:
+def simulated_path(timeline: Timeline) -> list[PathStep]:
     """Find the critical path, backwards from the end: each piece starts when the one before it ends."""
     return _PathSearch(timeline).path()
 
@@ -39,10 +39,7 @@ class _PathSearch:
     def path(self) -> list[PathStep]:
         timeline = self.timeline
         rank = int(np.argmax(timeline.finished))
-        steps: list[PathStep] = []
-        if timeline.optimizer[rank] > 0:
-            end = float(timeline.finished[rank])
-            steps.append(PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end))
+        steps = [_optimizer_step(timeline, rank)]
         here: tuple[str, int] | None = self._last(rank)
         seen: set[tuple[str, int]] = set()  # a file can hold times that lead in a circle
         while here is not None and here not in seen:
@@ -116,9 +113,37 @@ class _PathSearch:
         return ahead
 
     def _before_collective(self, node: int) -> tuple[str, int]:
-        timeline, graph = self.timeline, self.timeline.flat.graph()
+        timeline = self.timeline
         start = timeline.collective_start[node]
         if timeline.end[node] == start:
             return "action", node
-        low = int(graph.bounds[graph.rank[node]])
-        return "collective", low + int(np.flatnonzero(timeline.collective_end[low:node] == start)[-1])
+        lane = timeline.flat.graph(timeline.costs.contention, timeline.costs.host_link_shared).collective
+        before = np.flatnonzero((lane == lane[node]) & (timeline.collective_end == start))
+        before = before[before != node]
+        return "collective", int(before[np.argmin(timeline.collective_start[before])])
+
+
+def measured_path(timeline: Timeline) -> list[PathStep]:
+    """The chain from the start to the end: each piece began after the one before it, and would not have before."""
+    waits = timeline.waits
+    rank = int(np.argmax(timeline.finished))
+    place = int(np.searchsorted(waits.rank, rank, side="right")) - 1
+    steps = [_optimizer_step(timeline, rank)]
+    seen: set[int] = set()  # a file can hold an order that leads in a circle
+    while place >= 0 and place not in seen and (steps[1:] or waits.rank[place] == rank):
+        seen.add(place)
+        steps.append(PathStep("action", int(waits.rank[place]), waits.action(place), float(waits.start[place]), float(waits.end[place])))
+        if waits.by_message[place]:
+            message = int(waits.message[place])
+            action = timeline.table.rows.part_at(int(timeline.messages.before[message]))
+            times = float(timeline.depart[message]), float(timeline.arrive[message])
+            steps.append(PathStep("message", int(waits.rank[place]), action, *times))
+            place = int(waits.maker[message])
+        else:
+            place = int(waits.before[place])
+    return [step for step in reversed(steps) if step.end > step.start]
+
+
+def _optimizer_step(timeline: Timeline, rank: int) -> PathStep:
+    end = float(timeline.finished[rank])
+    return PathStep("optimizer", rank, None, end - float(timeline.optimizer[rank]), end)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 
 if TYPE_CHECKING:
     from penstock.simulator.timeline import Timeline
+    from penstock.simulator.waits import WaitCauses
 
 CAUSES = ("fill", "waiting", "communication", "memory", "drain")
 OVERHEAD = "overhead"
@@ -39,18 +42,22 @@ class Gap:
             "fill": "the pipeline fills",
             "drain": "the pipeline drains",
             "waiting": f"waits for {self.action} on rank {self.rank}",
-            "communication": f"waits for the message of {self.action} from rank {self.rank}",
+            "communication": f"waits for the {'copy' if self._is_copy else 'message'} of {self.action} from rank {self.rank}",
             "memory": f"waits {'in' if self._is_wait else 'for a slot to send'} {self.action}",
             OVERHEAD: f"has all that {self.action} needs",
         }[self.cause]
         return f"{self.start:g} to {self.end:g}: {what}"
 
     @property
+    def _is_copy(self) -> bool:
+        return self.action is not None and self.action.kind.is_copy
+
+    @property
     def _is_wait(self) -> bool:
         return self.action is not None and (self.action.kind.is_send_wait or self.action.kind is Kind.WAIT_REDUCE_GRAD)
 
 
-def gaps(timeline: Timeline, rank: int) -> list[Gap]:
+def simulated_gaps(timeline: Timeline, rank: int) -> list[Gap]:
     """The rank's idle times in order, from 0 to the makespan."""
     table = timeline.table
     low, high = (int(bound) for bound in table.rows.group_offsets[rank : rank + 2])
@@ -63,13 +70,13 @@ def gaps(timeline: Timeline, rank: int) -> list[Gap]:
             idle += [Gap(0.0, start, "fill")] if start > 0 else []
             begun, clock = True, start
         if begun and start > clock:
-            idle += _waits(timeline, node, clock, start)
+            idle += _split_idle(clock, start, _simulated_causes(timeline, node, start))
         clock = max(clock, float(timeline.end[node]))
-    idle += tail(timeline, rank, clock)
+    idle += _tail(timeline, rank, clock)
     return idle
 
 
-def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
+def _tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
     """The idle time after the last action: the optimizer's step is work, the rest drains."""
     step_end = float(timeline.finished[rank])
     step = float(timeline.optimizer[rank])
@@ -78,28 +85,78 @@ def tail(timeline: Timeline, rank: int, clock: float) -> Iterator[Gap]:
             yield Gap(start, end, "drain")
 
 
-def _waits(timeline: Timeline, node: int, clock: float, start: float) -> Iterator[Gap]:
-    """One idle time before a node, in parts: until another rank has computed, has a slot to send, and its message arrives."""
-    table, graph, messages = timeline.table, timeline.flat.graph(), timeline.messages
-    gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
-    if not timeline.computes[node] and not gathers:
-        yield Gap(clock, start, "memory", timeline.table.rows.action_of(node), int(graph.rank[node]))
-        return
-    arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
-    if not arrivals:
-        last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
-        yield Gap(clock, start, "communication", timeline.table.rows.action_of(last), int(graph.rank[last]))
-        return
-    message = arrivals[0]
-    sender = int(graph.sender[message])
-    computed = next(n for n in range(sender, -1, -1) if timeline.computes[n])  # from its end on the sender waits for slots and its sends
-    blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
-    maker, source = table.rows.part_at(int(messages.maker[message])), int(messages.source[message])
-    for until, cause, action in (
-        (float(timeline.end[computed]), "waiting", maker),
-        (float(timeline.end[sender]), "memory", timeline.table.rows.action_of(blocked)),
-        (start, "communication", maker),
-    ):
+Cause = tuple[float, str, Action, int]
+"""Until when a cause lasted, its name, and the action and the rank that it is about."""
+
+
+def _split_idle(clock: float, start: float, causes: Iterable[Cause]) -> Iterator[Gap]:
+    """One idle time in pieces, one per cause."""
+    for until, cause, action, rank in causes:
         if min(until, start) > clock:
-            yield Gap(clock, min(until, start), cause, action, source)
+            yield Gap(clock, min(until, start), cause, action, rank)
             clock = min(until, start)
+
+
+def _simulated_causes(timeline: Timeline, node: int, start: float) -> Iterator[Cause]:
+    """Until another rank has computed, has a slot to send, and its message arrives."""
+    rows, graph, messages = timeline.table.rows, timeline.flat.graph(), timeline.messages
+    gathers = [int(g) for g in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]]]
+    arrivals = [int(m) for m in graph.need[graph.need_at[node] : graph.need_at[node + 1]] if timeline.arrive[m] == start]
+    if not timeline.computes[node] and not gathers:
+        yield start, "memory", rows.action_of(node), int(graph.rank[node])
+    elif not arrivals:
+        last = max(gathers, key=lambda g: float(timeline.collective_end[g]), default=node)
+        yield start, "communication", rows.action_of(last), int(graph.rank[last])
+    else:
+        message, sender = arrivals[0], int(graph.sender[arrivals[0]])
+        computed = next(
+            n for n in range(sender, -1, -1) if timeline.computes[n]
+        )  # from its end on the sender waits for slots and its sends
+        blocked = next((n for n in range(sender, computed, -1) if timeline.start[n] > timeline.end[n - 1]), sender)
+        maker, source = rows.part_at(int(messages.maker[message])), int(messages.source[message])
+        yield float(timeline.end[computed]), "waiting", maker, source
+        yield float(timeline.end[sender]), "memory", rows.action_of(blocked), source
+        yield start, "communication", maker, source
+
+
+# Measured times follow from each other only nearly ---------------------------------------------------------------------
+
+
+def measured_gaps(timeline: Timeline, rank: int) -> list[Gap]:
+    """The rank's idle times in order: everything but computation and the optimizer's step."""
+    waits = timeline.waits
+    low, high = np.searchsorted(waits.rank, (rank, rank + 1)).tolist()
+    idle: list[Gap] = []
+    for place in (low + np.flatnonzero(waits.start[low:high] > waits.free[low:high])).tolist():
+        free, start = float(waits.free[place]), float(waits.start[place])
+        idle += [Gap(0.0, start, "fill")] if place == low else _split_idle(free, start, _measured_causes(waits, place))
+    return idle + list(_tail(timeline, rank, float(waits.end[low:high].max(initial=0.0))))
+
+
+def _measured_causes(waits: WaitCauses, place: int) -> Iterator[Cause]:
+    """The causes of a wait and until when each lasted, in the order in which a program comes to them."""
+    timeline, graph, rows = waits.timeline, waits.timeline.flat.graph(), waits.timeline.table.rows
+    node, rank = int(waits.node[place]), int(waits.rank[place])
+    for own in range(int(waits.node[place - 1]) + 1, node):
+        if waits.sends[own]:
+            yield from _sending(waits, own, float(timeline.end[own - 1]))
+    message = int(waits.message[place])
+    if message >= 0:
+        sender, maker = int(graph.sender[message]), int(waits.maker[message])
+        action, source = rows.part_at(int(timeline.messages.maker[message])), int(timeline.messages.source[message])
+        yield float(waits.end[maker]), "waiting", action, source
+        yield from _sending(waits, sender, float(waits.end[maker]))
+        yield float(timeline.arrive[message]), "communication", action, source
+    for gather in graph.gather[graph.gather_at[node] : graph.gather_at[node + 1]].tolist():
+        yield float(timeline.collective_end[gather]), "communication", timeline.table.rows.action_of(gather), rank
+    yield float(waits.start[place]), OVERHEAD, waits.action(place), rank
+
+
+def _sending(waits: WaitCauses, send: int, free: float) -> Iterator[Cause]:
+    """A send begins when it has a slot; its time from then on is its own."""
+    timeline, action = waits.timeline, waits.timeline.table.rows.action_of(send)
+    start, end, rank = float(timeline.start[send]), float(timeline.end[send]), int(timeline.flat.graph().rank[send])
+    if start - free > waits.negligible:
+        yield start, "memory", action, rank
+    if end - max(start, free) > waits.negligible:
+        yield end, OVERHEAD, action, rank

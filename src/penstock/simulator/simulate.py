@@ -8,13 +8,11 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import ScheduleError
-from penstock.ir.action import unpack_code
 from penstock.ir.costs import Costs
 from penstock.ir.rows import Floats
 from penstock.ir.table import Table
-from penstock.simulator.event_loops.engine import Outcome, run
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.event_loops.loops import Durations
+from penstock.simulator.event_loops.loops import Durations, Graph, run
 from penstock.simulator.timeline import Timeline
 
 _ADVICE = "verify the schedule to see everything that is wrong with it"
@@ -24,22 +22,22 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
     """Time a schedule or program under these costs.
 
     A rank has one compute lane and one lane per channel. A send returns at once unless the channel's slots are all
-    taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. `engine` is `auto`,
-    `plain` or `compiled` (needs numba).
+    taken; a message leaves when its link is free and occupies it for latency + size / bandwidth. Copies of activations to host memory
+    and back run beside everything else, one at a time in each direction of a link. `engine` is `auto`, `plain` or `compiled` (needs numba).
     """
-    return _timed(_flat(table), costs or Costs(), engine)
+    return _time(_flat(table), costs or Costs(), engine)
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
     """Time the same order under other costs, without building anything anew."""
-    return _timed(timeline.flat, costs, engine)
+    return _time(timeline.flat, costs, engine)
 
 
 def _flat(table: Table) -> Flat:
     """Lay the table flat; refuse actions that do not come after everything they need of their own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
-        entry, needed = int(missing.after[0]), unpack_code(int(missing.code[0]))
+        entry, needed = int(missing.after[0]), rows.action_for(int(missing.code[0]))
         raise ScheduleError(f"{rows.action_at(entry)} on rank {rows.rank[entry]} needs {needed}, which does not exist: {_ADVICE}")
     wrong = np.flatnonzero(rows.group[before] >= rows.group[after])
     if len(wrong):
@@ -48,21 +46,19 @@ def _flat(table: Table) -> Flat:
     return Flat(table)
 
 
-def _timed(flat: Flat, costs: Costs, engine: str) -> Timeline:
-    outcome = run(flat.graph(costs.contention), flat.durations(costs), costs.contention, engine)
-    _refuse_hang(flat, outcome)
-    timeline = Timeline(flat.table, costs, *outcome.times, held_by=outcome.held_by)
-    timeline.__dict__["flat"] = flat
-    return timeline
-
-
-def _refuse_hang(flat: Flat, outcome: Outcome) -> None:
+def _time(flat: Flat, costs: Costs, engine: str, graph: Graph | None = None, takes: Durations | None = None) -> Timeline:
+    """Run the event loop; by default on the graph and the durations that follow from the costs."""
+    graph = flat.graph(costs.contention, costs.host_link_shared) if graph is None else graph
+    outcome = run(graph, flat.durations(costs) if takes is None else takes, costs.contention, engine)
     rows = flat.table.rows
     stopped = np.flatnonzero(outcome.reached != rows.group_offsets[1:])
     if len(stopped):
         rank = int(stopped[0])
         action = rows.action_of(int(outcome.reached[rank]))
         raise ScheduleError(f"{len(stopped)} of {flat.table.ranks} ranks never get to their end, rank {rank} stops at {action}: {_ADVICE}")
+    timeline = Timeline(flat.table, costs, *outcome.times, held_by=outcome.held_by)
+    timeline.__dict__["flat"] = flat
+    return timeline
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,16 +95,13 @@ def simulate_many(
         raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
     costs = costs or Costs()
     flat = _flat(table)
-    graph, takes = flat.graph(costs.contention), flat.durations(costs)
+    graph, takes = flat.graph(costs.contention, costs.host_link_shared), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))
     figures: list[tuple[float, float, float]] = []
     for _ in range(scenarios):
         drawn = Durations(*(column * np.exp(chance.normal(-(spread**2) / 2, spread, len(column))) for column in takes))
-        outcome = run(graph, drawn, costs.contention, engine)
-        _refuse_hang(flat, outcome)
-        timeline = Timeline(table, costs, *outcome.times)
-        timeline.__dict__["flat"] = flat
+        timeline = _time(flat, costs, engine, graph, drawn)
         span = float((timeline.finished - timeline.begun).max(initial=0.0))
         figures.append((timeline.makespan, timeline.bubble, span))
     return Scenarios(*np.array(figures).T)

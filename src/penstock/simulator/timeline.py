@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from os import PathLike
@@ -18,6 +19,7 @@ from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
+from penstock.text.units import SECONDS, Units
 
 if TYPE_CHECKING:
     from penstock.simulator.critical import PathStep
@@ -70,6 +72,8 @@ class Timeline:
     held_by: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared."""
     source: str = "simulated"
+    units: Units = field(default_factory=Units)
+    """The unit of the times, and whether sizes are bytes; by default neither is known."""
 
     @cached_property
     def flat(self) -> Flat:
@@ -185,10 +189,9 @@ class Timeline:
 
     def gaps(self, rank: int) -> list[Gap]:
         """The rank's idle times, each with its cause."""
-        from penstock.simulator.gaps import gaps
-        from penstock.simulator.measured import measured_gaps
+        from penstock.simulator.gaps import measured_gaps, simulated_gaps
 
-        return gaps(self, rank) if self.source == "simulated" else measured_gaps(self, rank)
+        return simulated_gaps(self, rank) if self.source == "simulated" else measured_gaps(self, rank)
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
@@ -204,10 +207,30 @@ class Timeline:
     @cached_property
     def critical_path(self) -> list[PathStep]:
         """A chain of actions and messages from the start to the makespan; without a pause if simulated."""
-        from penstock.simulator.critical import critical_path
-        from penstock.simulator.measured import measured_path
+        from penstock.simulator.critical import measured_path, simulated_path
 
-        return critical_path(self) if self.source == "simulated" else measured_path(self)
+        return simulated_path(self) if self.source == "simulated" else measured_path(self)
+
+    def scaled(self, factor: float) -> Timeline:
+        """The same timeline in another unit of time: every time multiplied by the factor."""
+        if factor == 1.0:
+            return self
+        columns = {name: getattr(self, name) * factor for name in ("start", "end", "depart", "arrive")}
+        for name in ("collective_start", "collective_end"):
+            times = getattr(self, name)
+            columns[name] = np.where(times < 0, times, times * factor)  # -1 stands for no time
+        unit = SECONDS.get(self.units.time_unit, math.nan) / factor
+        name = next((name for name, seconds in SECONDS.items() if math.isclose(seconds, unit)), "")
+        return self._changed(costs=self.costs.scaled(factor), units=replace(self.units, time_unit=name), **columns)
+
+    def in_units(self, units: Units) -> Timeline:
+        """The same timeline, whose numbers are in these units."""
+        return self._changed(units=units)
+
+    def _changed(self, **fields: Any) -> Timeline:
+        changed = replace(self, **fields)
+        changed.__dict__["flat"] = self.flat
+        return changed
 
     # Files ------------------------------------------------------------------------------------------------------------
 
@@ -232,4 +255,6 @@ class Timeline:
 
     def __repr__(self) -> str:
         name = f"{self.table.name!r}, " if self.table.name else ""
-        return f"<Timeline {name}{self.source}, {self.ranks} ranks, makespan {self.makespan:.6g}, bubble {self.bubble:.2%}>"
+        figures = f"makespan {self.units.time(self.makespan)}, bubble {self.bubble:.2%}"
+        peak = f", peak memory {self.units.size(max(self.peak_memory))}" if self.units.in_bytes else ""
+        return f"<Timeline {name}{self.source}, {self.ranks} ranks, {figures}{peak}>"

@@ -17,6 +17,7 @@ from penstock.ir.formats import json_form, reading
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import Units
 
 _MOST = sys.float_info.max
 _COLUMNS = ("start", "end", "depart", "arrive", "collective_start", "collective_end")
@@ -35,6 +36,7 @@ def encode(timeline: Timeline) -> dict[str, Any]:
         "version": json_form.VERSION,
         "type": "timeline",
         "source": timeline.source,
+        "units": {"time": timeline.units.time_unit, "bytes": timeline.units.in_bytes},
         "makespan": timeline.makespan,
         "bubble": timeline.bubble,
         "span_bubble": timeline.span_bubble,
@@ -49,7 +51,12 @@ def encode(timeline: Timeline) -> dict[str, Any]:
 def decode(data: Any, file: str = "JSON") -> Timeline:
     """The reverse of `encode`."""
     json_form.check_header(data, file, "timeline")
-    reading.check_fields(data, _FIELDS, error=partial(FileFormatError, file))
+    error = partial(FileFormatError, file)
+    reading.check_fields(data, _FIELDS | {"units": (dict,)}, error=error, required=_FIELDS)
+    measured = {"time": "" if data["source"] == "simulated" else "s", "bytes": False}
+    units = reading.check_fields(
+        data.get("units", measured), {"time": (str,), "bytes": (bool,)}, error=lambda text: error(f"'units': {text}")
+    )
     table = json_form.decode(data["table"], file)
     flat = Flat(table)
     nodes, messages = flat.num_nodes, len(flat.messages.before)
@@ -59,7 +66,8 @@ def decode(data: Any, file: str = "JSON") -> Timeline:
         if (columns[end] < columns[start]).any():
             raise FileFormatError(file, f"{end!r} has a time before its {start!r}")
     held_by = _held_by(data["held_by"], messages, file)
-    return Timeline(table, _costs(data["costs"], table, file), **columns, held_by=held_by, source=data["source"])
+    costs, source = _costs(data["costs"], table, file), data["source"]
+    return Timeline(table, costs, **columns, held_by=held_by, source=source, units=Units(units["time"], units["bytes"]))
 
 
 def _times(values: list[Any], name: str, count: int, file: str) -> NDArray[np.float64]:
@@ -81,7 +89,7 @@ def _held_by(values: list[Any], messages: int, file: str) -> NDArray[np.int32]:
 def _costs(data: Any, table: Table, file: str) -> Costs:
     try:
         costs = Costs.from_json(data)
-        costs.check(table.stages, table.microbatches)
+        costs.check(table.stages, table.units)
     except CostsError as error:
         raise FileFormatError(file, f"'costs': {error}") from None
     return costs

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import Kind
+from penstock.ir.kind import COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -53,7 +53,8 @@ def document(
 ) -> Document:
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     costs = Costs() if costs is None else costs
-    costs.check(table.stages, table.microbatches)
+    refuse_copies(table)
+    costs.check(table.stages, table.units)
     check_costs(costs.to_json())
     all_findings = list(findings)
     return {
@@ -65,20 +66,35 @@ def document(
         "depends_on_costs": depends_on_costs,
         "ranks": table.ranks,
         "stages": table.stages,
-        "microbatches": table.microbatches,
+        "microbatches": table.units,  # the range of the numbers in `entries`: microbatch x slices + slice
+        "slices": table.slices,
         "copies": [list(copy) for copy in table.placement.copies],
         "lowered": table.lowered,
         "table": _about(table),
         "kinds": [kind.name for kind in Kind],
         "entries": _entries(table.rows),
         **_structure(table, costs, any(all_findings)),
-        "costs": costs.to_json(),
+        "costs": {name: value for name, value in costs.to_json().items() if not name.startswith("host_")},
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
-        "findings": [_finding(finding) for finding in all_findings[:MOST_FINDINGS]],
-        "num_findings": len(all_findings),
+        **describe_findings(all_findings),
     }
+
+
+def refuse_copies(table: Table) -> None:
+    """Refuse a table with copies to host memory: the page does not time them."""
+    copies = np.flatnonzero(table.rows.is_kind(*COPIES))
+    if len(copies):
+        raise ScheduleError(
+            f"the page cannot show {table.rows.part_at(int(copies[0]))}: it does not time copies of activations to host memory. Save the "
+            "timeline as .svg, .html or .trace.json instead"
+        )
+
+
+def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Describe findings for the page: the first of them, and how many there are."""
+    return {"findings": [_finding(finding) for finding in findings[:MOST_FINDINGS]], "num_findings": len(findings)}
 
 
 def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limit: Limit = None, **options: Any) -> Document:
@@ -90,9 +106,9 @@ def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limi
 
 
 def title_of(table: Table) -> str:
-    """Give the name, ranks and microbatches in one line."""
-    name = table.name or type(table).__name__.lower()
-    return f"{name}, {format_count(table.ranks, 'rank')}, {format_count(table.microbatches, 'microbatch')}"
+    """Give the name, ranks, microbatches and slices in one line."""
+    name, slices = table.name or type(table).__name__.lower(), f" of {table.slices} slices" if table.slices > 1 else ""
+    return f"{name}, {format_count(table.ranks, 'rank')}, {format_count(table.microbatches, 'microbatch')}{slices}"
 
 
 def _about(table: Table) -> dict[str, Any]:
@@ -131,7 +147,7 @@ def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
     columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
     return {
         "timed": True,
-        "graph": {"bounds": whole(graph.bounds), **columns, "collective": small(graph.collective)},
+        "graph": {"bounds": whole(graph.bounds), **columns, "collective": small(graph.collective >= 0)},
         "local": {"after": whole(pairs[0]), "before": whole(pairs[1])},
         "messages": ends,
         "channels": [[source, target, kind.name] for source, target, kind in messages.channels],
@@ -147,7 +163,7 @@ def _beside_messages(table: Table, flat: Flat) -> Needs:
 
 def _runs(table: Table, costs: Costs) -> bool:
     """Whether every rank reaches its end."""
-    inside = (table.rows.stage < table.stages) & (table.rows.microbatch < table.microbatches)
+    inside = (table.rows.stage < table.stages) & (table.rows.microbatch < table.units)
     try:
         simulate(table, costs, engine="plain" if len(table.rows.codes) < FEW else "auto")
     except ScheduleError:
@@ -164,6 +180,7 @@ def _finding(finding: Finding) -> dict[str, Any]:
         "action": finding.action,
         "message": finding.message,
         "remedy": finding.remedy,
+        "cycle": [list(wait) for wait in finding.cycle],
     }
 
 

@@ -11,15 +11,16 @@ from penstock.errors import FileFormatError, UsageError
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import parse_csv
+from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
 from penstock.planner.request import check_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
-from penstock.studio.document import Document, document, timeline_document
+from penstock.studio.document import Document, describe_findings, document, timeline_document
 from penstock.studio.limits import LONGEST_NAME, check_file, check_request, check_shape, check_table
 from penstock.studio.plan_request import check_plan
 from penstock.text.units import parse_size
-from penstock.verifier.verify import check
+from penstock.verifier.verify import check, verify
 
 _SIZE = (int, float, str, list, type(None))
 _VIEW: dict[str, tuple[type, ...]] = {
@@ -60,6 +61,8 @@ def _options(named: Algorithm) -> dict[str, Any]:
 
 
 def _type_of(named: Algorithm, option: str) -> str:
+    if option == "slices":  # of the shape, not of the generator
+        return _KINDS["int"]
     annotation = str(named.generate.__annotations__.get(option, "str"))
     return next((kind for python_type, kind in _KINDS.items() if python_type in annotation), "text")
 
@@ -85,9 +88,10 @@ def _plain_limit(limits: tuple[float, ...] | None) -> Any:
 
 
 def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
-    shape = named.shape(request["ranks"], request["microbatches"], request.get("chunks"))
+    options = _schedule_options(named, request, costs)
+    shape = named.shape(request["ranks"], request["microbatches"], request.get("chunks"), options.get("slices"))
     check_shape(shape)
-    schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **_schedule_options(named, request, costs))
+    schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **options)
     check_table(schedule)
     if not (request.get("lower") or request.get("fsdp")):
         return schedule
@@ -185,6 +189,33 @@ def table_document(table: Table, name: str) -> Document:
     return document(table, source={"kind": "file", "name": name}, findings=check(table))
 
 
+# A schedule that was changed in the page ------------------------------------------------------------------------------
+
+_VERIFY: dict[str, tuple[type, ...]] = {"table": (dict,), "costs": (dict, type(None)), "memory_limit": _SIZE}
+
+
+def verify_table(body: Any) -> dict[str, Any]:
+    """Prove a schedule, given as JSON, and the program that it is lowered to; or give the findings."""
+    request = check_request(body, _VERIFY, required=("table",))
+    check_file(request["table"])
+    table = json_form.decode(request["table"], "the schedule")
+    check_table(table)
+    if not isinstance(table, Schedule):
+        raise UsageError("a schedule is proved here, and lowered to a program afterwards: this is a program")
+    costs = Costs.from_json(request.get("costs") or {})
+    limits = check_limits(request.get("memory_limit"), table.ranks)
+    findings = check(table, costs=costs, memory_limit=limits)
+    if findings:
+        return {"proof": None, "program": None, **describe_findings(findings)}
+    program = lower(table)
+    check_table(program)
+    return {
+        "proof": str(verify(table, costs=costs, memory_limit=limits)),
+        "program": str(verify(program)),
+        **describe_findings(findings),
+    }
+
+
 # A candidate of a plan ------------------------------------------------------------------------------------------------
 
 
@@ -199,6 +230,7 @@ def candidate(body: Any) -> Document:
 HANDLERS: dict[str, Callable[[Any], Any]] = {
     "view": view,
     "open": open_file,
+    "verify": verify_table,
     "candidate": candidate,
     "check-plan": check_plan,
 }

@@ -55,15 +55,16 @@ def check_actions(count: int, most: int = MOST_ACTIONS) -> None:
 
 
 def check_shape(shape: Shape) -> None:
-    """Refuse a schedule that is too large before it is built: every microbatch has at least two actions per stage."""
-    check_actions(2 * shape.ranks * shape.chunks * shape.microbatches)
+    """Refuse a schedule that is too large before it is built: every unit has at least two actions per stage."""
+    check_actions(2 * shape.ranks * shape.chunks * shape.units)
 
 
 def check_table(table: Table) -> None:
     """Refuse a table that is too large to be drawn."""
-    cells = table.stages * table.microbatches
+    cells = table.stages * table.units
     if cells > MOST_CELLS:
-        raise UsageError(f"{table.stages:,} stages of {table.microbatches:,} microbatches are more than the studio takes")
+        slices = f" of {table.slices:,} slices" if table.slices > 1 else ""
+        raise UsageError(f"{table.stages:,} stages of {table.microbatches:,} microbatches{slices} are more than the studio takes")
     check_actions(len(table.rows.codes))
 
 

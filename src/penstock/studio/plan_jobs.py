@@ -10,7 +10,7 @@ import json
 import multiprocessing
 import secrets
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
@@ -186,15 +186,22 @@ class _Planner:
         self.connection = connection
         self.candidates: list[Candidate] = []
         self.in_bytes = False
+        self.limits: tuple[float, ...] | None = None
+        """What each rank may hold by the request, without the share that stays free."""
 
     def plan(self, body: Any) -> None:
+        from penstock.planner.candidate import Candidate
         from penstock.planner.plan import plan
-        from penstock.planner.request import is_in_bytes
+        from penstock.planner.request import check_limits, is_in_bytes
         from penstock.studio.plan_request import read_plan_request
 
         profile, options = read_plan_request(body)
         self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
+        limits = check_limits(options.get("memory_limit"), options["ranks"])
+        self.limits = None if limits is None else tuple(limit * (1 - options.get("headroom", 0.0)) for limit in limits)
         best = plan(profile, **options, progress=self.progress, found=self.found)
+        if self._chosen(best) is None:  # its cuts were shifted since its candidate was told
+            self.found(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
         self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
@@ -203,24 +210,39 @@ class _Planner:
     def found(self, candidate: Candidate) -> None:
         index = len(self.candidates)
         self.candidates.append(candidate)
-        self.connection.send(("candidate", describe_candidate(candidate, index), pack_candidate(candidate, index, self.in_bytes)))
+        self.connection.send(
+            ("candidate", describe_candidate(candidate, index, self.limits), pack_candidate(candidate, index, self.in_bytes))
+        )
 
     def _result(self, plan: Plan) -> dict[str, Any]:
-        best = next(k for k, each in enumerate(self.candidates) if each.timed is not None and each.schedule is plan.schedule)
         return {
-            "best": best,
+            "best": self._chosen(plan),
             "cancelled": False,
             "name": plan.name,
             "makespan": plan.objective,
+            "memory": max(plan.predicted.peak_memory),
             "bound": plan.bound,
             "gap": plan.gap,
+            "overall_bound": plan.overall_bound,
+            "overall_gap": plan.overall_gap,
             "report": plan.report(),
             "units": {"time": plan.profile.time_unit, "size": "B" if plan.in_bytes else ""},
         }
 
+    def _chosen(self, plan: Plan) -> int | None:
+        """The candidate that is the plan, with its cuts; None if no event has told of it."""
+        same = [
+            index
+            for index, candidate in enumerate(self.candidates)
+            if candidate.timed is not None
+            and candidate.schedule is plan.schedule
+            and (candidate.name, candidate.objective) == (plan.name, plan.objective)
+        ]
+        return same[-1] if same else None
 
-def describe_candidate(candidate: Candidate, index: int) -> dict[str, Any]:
-    """Describe one candidate for the page's plot."""
+
+def describe_candidate(candidate: Candidate, index: int, limits: Sequence[float] | None = None) -> dict[str, Any]:
+    """Describe one candidate for the page's plot; `limits` are those of the request, whatever the candidate was tried with."""
     return {
         "index": index,
         "name": candidate.name,
@@ -231,13 +253,23 @@ def describe_candidate(candidate: Candidate, index: int) -> dict[str, Any]:
         "recompute": candidate.recompute,
         "verdict": candidate.verdict,
         "reason": candidate.reason,
-        "fits": candidate.fits,
+        "fits": candidate.fits and _is_within(candidate, limits),
         "makespan": candidate.objective,
         "bubble": candidate.bubble,
         "memory": candidate.peak,
         "memory_rank": candidate.peak_rank,
         "document": candidate.timed is not None,
     }
+
+
+def _is_within(candidate: Candidate, limits: Sequence[float] | None) -> bool:
+    """Whether no rank holds more than the request allows."""
+    from penstock.planner.problem import SLACK
+
+    if limits is None or candidate.timed is None:
+        return True
+    peaks = candidate.timeline.peak_memory
+    return len(peaks) == len(limits) and all(peak <= limit * (1 + SLACK) for peak, limit in zip(peaks, limits, strict=True))
 
 
 def pack_candidate(candidate: Candidate, index: int, in_bytes: bool) -> bytes | None:

@@ -72,6 +72,9 @@ class Studio:
     async def open(self, request: Request) -> Response:
         return await self._respond(request, "open", await body_of(request))
 
+    async def verify(self, request: Request) -> Response:
+        return await self._respond(request, "verify", await body_of(request))
+
     async def start_plan(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
@@ -191,6 +194,7 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
         Route("/api/schedules", studio.schedules),
         Route("/api/view", studio.view, methods=["POST"]),
         Route("/api/open", studio.open, methods=["POST"]),
+        Route("/api/verify", studio.verify, methods=["POST"]),
         Route("/api/plan", studio.start_plan, methods=["POST"]),
         Route("/api/plan/{job}", studio.plan),
         Route("/api/plan/{job}", studio.cancel_plan, methods=["DELETE"]),

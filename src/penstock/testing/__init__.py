@@ -9,8 +9,6 @@ runs under pytest over a grid of ranks, chunks and microbatches. Without pytest,
 `conformance_cases` lists the grid. Nothing here imports pytest.
 """
 
-from penstock.testing.cases import Case, conformance_cases
-from penstock.testing.checks import check_schedule
-from penstock.testing.conformance import ScheduleConformance
+from penstock.testing.conformance import Case, ScheduleConformance, check_schedule, conformance_cases
 
 __all__ = ["Case", "ScheduleConformance", "check_schedule", "conformance_cases"]

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from penstock.ir import codes
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Linker, peer_stages
 from penstock.ir.graph import StageGraph
@@ -26,6 +27,8 @@ class Context:
     costs: Costs = field(default_factory=Costs)
     limits: tuple[float, ...] | None = None
     """The memory limit of each rank."""
+    host_limits: tuple[float, ...] | None = None
+    """The limit of each rank's activations in host memory."""
     in_bytes: bool = False
     """Whether a limit was given with a unit, so that sizes are bytes."""
     max_outstanding_sends: int | None = None
@@ -51,8 +54,8 @@ class Context:
 
     @cached_property
     def inside(self) -> Flags:
-        """Stage and microbatch are within the counts."""
-        return (self.rows.stage < self.table.stages) & (self.rows.microbatch < self.table.microbatches)
+        """Stage, microbatch and slice are within the counts."""
+        return (self.rows.stage < self.table.stages) & (self.rows.microbatch < self.table.units)
 
     @cached_property
     def communicates(self) -> Flags:
@@ -72,20 +75,15 @@ class Context:
 
     @cached_property
     def cell(self) -> Ints:
-        """Stage and microbatch in one number; meaningless outside the counts."""
-        return self.rows.stage * self.table.microbatches + self.rows.microbatch
+        """Stage, microbatch and slice in one number; meaningless outside the counts."""
+        return self.rows.stage * self.table.units + self.rows.microbatch
 
     def first(self, *kinds: Kind) -> Ints:
         """For each cell, the first entry of these kinds, -1 if there is none."""
         entries = np.flatnonzero(self.rows.is_kind(*kinds) & self.inside)
-        return first_of(self.cell[entries], entries, self.table.stages * self.table.microbatches)
+        return first_of(self.cell[entries], entries, self.table.stages * self.table.units)
 
     # Messages ---------------------------------------------------------------------------------------------------------
-
-    @cached_property
-    def edges(self) -> Ints:
-        """The edges of the graph, one row each: source stage, target stage."""
-        return self.graph.edge_table
 
     @cached_property
     def edge(self) -> Ints:
@@ -113,13 +111,13 @@ class Context:
     @cached_property
     def message(self) -> Ints:
         """The edge that a message is named after and its microbatch in one number, the same for both directions; -1 without an edge."""
-        return np.where(self.edge >= 0, self.edge * self.table.microbatches + self.rows.microbatch, -1)
+        return np.where(self.edge >= 0, self.edge * self.table.units + self.rows.microbatch, -1)
 
     @cached_property
     def away(self) -> Ints:
         """The rank at the other end of a communication entry, -1 if there is none."""
         away, entries = np.full(len(self.rows.codes), -1, dtype=np.int64), np.flatnonzero(self.edge >= 0)
-        ends = self.edges[self.edge[entries]]
+        ends = self.graph.edge_table[self.edge[entries]]
         other = np.where(ends[:, 0] == self.rows.stage[entries], ends[:, 1], ends[:, 0])
         away[entries] = self.placement.ranks_of(other, self.rows.microbatch[entries])
         return away
@@ -142,6 +140,20 @@ class Context:
     def name(self, entry: int) -> str:
         """The entry as text."""
         return str(self.rows.part_at(entry))
+
+    def name_of(self, kind: Kind, stage: int, unit: int) -> str:
+        """A compute action as text, which need not be in the table."""
+        return str(self.rows.action_for(codes.pack(stage, int(kind), unit)))
+
+    def unit_name(self, unit: int) -> str:
+        """`microbatch 3`, or `microbatch 3, slice 1`."""
+        microbatch, part = divmod(unit, self.table.slices)
+        return f"microbatch {microbatch}" + (f", slice {part}" if self.table.slices > 1 else "")
+
+    @property
+    def units_name(self) -> str:
+        """`0..7`, or `0..7, slices 0..3`: the range that `unit_name` is in."""
+        return f"0..{self.table.microbatches - 1}" + (f", slices 0..{self.table.slices - 1}" if self.table.slices > 1 else "")
 
     def place(self, entry: int) -> str:
         return f"step {int(self.rows.step[entry])} of rank {int(self.rows.rank[entry])}"

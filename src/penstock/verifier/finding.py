@@ -43,6 +43,8 @@ class Finding:
     remedy: str
     table: Table | None = field(default=None, repr=False, compare=False)
     """The source of the excerpt."""
+    cycle: tuple[tuple[int, int, int, int], ...] = field(default=(), repr=False, compare=False)
+    """The waits of a deadlock: rank and step of the action that waits, rank and step of the action it waits for."""
 
     @cached_property
     def excerpt(self) -> str:
@@ -86,7 +88,7 @@ def _cut(table: Table, rank: int, steps: range) -> Iterable[Action]:
     rows = table.rows
     begin, end = (int(g) for g in rows.group_offsets[rank : rank + 2])
     first, last = rows.group.searchsorted([min(begin + steps.start, end), min(begin + steps.stop, end)]).tolist()
-    return unpack_actions(rows.codes[first:last].tolist())
+    return unpack_actions(rows.codes[first:last].tolist(), rows.slices)
 
 
 _SHOWN = 20
@@ -97,7 +99,7 @@ def report(table: Table, semantics: str, findings: Sequence[Finding]) -> str:
     many = f"{len(findings)} finding{'s'[: len(findings) > 1]}"
     name = f"{table.name!r}, " if table.name else ""
     order = ", the worst first" if len(findings) > 1 else ""
-    head = f"{many} in {name}{table.placement.describe()}, {table.microbatches} microbatches ({semantics}){order}:"
+    head = f"{many} in {name}{table.describe()} ({semantics}){order}:"
     parts = [head, *(_entry(number, finding) for number, finding in enumerate(findings[:_SHOWN], start=1))]
     if len(findings) > _SHOWN:
         parts.append(f"and {len(findings) - _SHOWN} more")

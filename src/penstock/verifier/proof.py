@@ -28,17 +28,24 @@ class Proof:
     peak_memory: tuple[float, ...] | None = None
     """The most that each rank holds; None without costs and limit."""
     memory_limit: tuple[float, ...] | None = None
+    host_memory: tuple[float, ...] | None = None
+    """The most that the host holds for each rank, if activations are moved there; None without costs and limits."""
+    host_memory_limit: tuple[float, ...] | None = None
+    slices: int = 1
+    """How many slices each microbatch is cut into."""
 
     def __str__(self) -> str:
         what = "program" if self.lowered else "schedule"
         counts = f"{self.actions} actions, {self.messages} messages" if self.lowered else f"{self.actions} actions"
+        slices = f" of {self.slices} slices" if self.slices > 1 else ""
         lines = [
             f"proved: {f'{self.name!r}, ' if self.name else ''}a {what} on {self.ranks} ranks "
-            f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches), {counts}"
+            f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches{slices}), {counts}"
         ]
         lines += format_table(list(self.rules.items()), left=None, indent="  ")
         lines += [f"  {self._assumptions()}"] if self.lowered else []
         lines += [f"  {self._memory()}"] if self.peak_memory is not None else []
+        lines += [f"  {self._host_memory()}"] if self.host_memory is not None else []
         return "\n".join(lines)
 
     def _assumptions(self) -> str:
@@ -47,10 +54,17 @@ class Proof:
         return f"semantics: channels, {'with the slots of the buffers' if self.slots else 'slots unlimited'}"
 
     def _memory(self) -> str:
-        peaks = self.peak_memory or ()
-        highest = max(range(len(peaks)), key=peaks.__getitem__)
-        limit = "" if self.memory_limit is None else f" of {self.memory_limit[highest]:.6g} allowed"
-        return f"peak memory: {peaks[highest]:.6g}{limit}, on rank {highest}"
+        return f"peak memory: {_highest(self.peak_memory or (), self.memory_limit)}"
+
+    def _host_memory(self) -> str:
+        return f"host memory: {_highest(self.host_memory or (), self.host_memory_limit)}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _highest(peaks: tuple[float, ...], limits: tuple[float, ...] | None) -> str:
+    """The highest peak, its limit and its rank."""
+    highest = max(range(len(peaks)), key=peaks.__getitem__)
+    limit = "" if limits is None else f" of {limits[highest]:.6g} allowed"
+    return f"{peaks[highest]:.6g}{limit}, on rank {highest}"

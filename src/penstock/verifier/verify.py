@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 
 import numpy as np
@@ -17,6 +17,7 @@ from penstock.verifier.finding import Finding, report
 from penstock.verifier.proof import Proof
 from penstock.verifier.rules.known import malformed
 from penstock.verifier.rules.memory import peak_memory
+from penstock.verifier.rules.offload import has_copies, peak_host_memory
 from penstock.verifier.rules.table import RULES
 from penstock.verifier.rules.waits import slots_of
 
@@ -32,13 +33,15 @@ def verify(
     *,
     semantics: str = "channels",
     memory_limit: Limit = None,
+    host_memory_limit: Limit = None,
     costs: Costs | None = None,
     max_outstanding_sends: int | None = None,
 ) -> Proof:
     """A proof that a schedule or program neither hangs, drops work nor holds too much; else `VerifyError` with every finding.
 
     `semantics` says how messages wait: `channels` (a send returns at once) or `rendezvous` (one communicator, where both
-    ends must meet in order). `memory_limit` is one size or one a rank, in the units of `costs` or like "40GiB".
+    ends must meet in order). `memory_limit` is one size or one per rank, in the units of `costs` or like "40GiB"; `host_memory_limit`
+    is the same for activations that are moved to host memory.
     `max_outstanding_sends` is how many sends a rank may have sent and not yet waited for (WAIT_SEND_F and WAIT_SEND_B).
 
     >>> from penstock.ir.placement import Placement
@@ -46,11 +49,11 @@ def verify(
     >>> verify(Schedule.from_actions([["0F0", "0B0"], ["1F0", "1B0"]], Placement.linear(2))).actions
     4
     """
-    context = _context(table, semantics, memory_limit, costs, max_outstanding_sends)
+    context = _context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit)
     findings = _check(context)
     if findings:
         raise VerifyError(findings, report(table, semantics, findings))
-    return _proof(context, with_memory=memory_limit is not None or costs is not None)
+    return _proof(context, with_memory=memory_limit is not None or host_memory_limit is not None or costs is not None)
 
 
 def check(
@@ -58,21 +61,25 @@ def check(
     *,
     semantics: str = "channels",
     memory_limit: Limit = None,
+    host_memory_limit: Limit = None,
     costs: Costs | None = None,
     max_outstanding_sends: int | None = None,
+    rules: Collection[str] | None = None,
 ) -> list[Finding]:
-    """Every finding, the worst first, and none where the proof succeeds."""
-    return _check(_context(table, semantics, memory_limit, costs, max_outstanding_sends))
+    """Every finding, the worst first, and none where the proof succeeds; `rules` limits them to some rules, by name."""
+    return _check(
+        _context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit), rules
+    )
 
 
-def _check(context: Context) -> list[Finding]:
-    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_broken(context))
+def _check(context: Context, rules: Collection[str] | None = None) -> list[Finding]:
+    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_broken(context, rules))
     return sorted(findings, key=lambda finding: finding.severity)  # stable: within a severity the rules keep their order
 
 
-def _broken(context: Context) -> Iterator[Finding]:
+def _broken(context: Context, rules: Collection[str] | None) -> Iterator[Finding]:
     for rule in RULES:
-        if rule.applies(context):
+        if (rules is None or rule.name in rules) and rule.applies(context):
             yield from islice(rule.check(context), MOST_FINDINGS)
 
 
@@ -85,6 +92,7 @@ def _proof(context: Context, with_memory: bool) -> Proof:
         ranks=table.ranks,
         stages=table.stages,
         microbatches=table.microbatches,
+        slices=table.slices,
         semantics=context.semantics,
         rules={rule.name: rule.holds for rule in RULES if rule.applies(context)},
         actions=int(table.rows.group_offsets[-1]),
@@ -92,13 +100,17 @@ def _proof(context: Context, with_memory: bool) -> Proof:
         slots=slots_of(context) is not None,
         peak_memory=tuple(peak_memory(table, context.costs)) if with_memory else None,
         memory_limit=context.limits,
+        host_memory=tuple(peak_host_memory(table, context.costs)) if with_memory and has_copies(context) else None,
+        host_memory_limit=context.host_limits,
     )
 
 
 # Arguments ------------------------------------------------------------------------------------------------------------
 
 
-def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | None, outstanding: int | None) -> Context:
+def _context(
+    table: Table, semantics: str, costs: Costs | None, outstanding: int | None, *, memory_limit: Limit, host_memory_limit: Limit
+) -> Context:
     if not isinstance(table, Table):
         raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
     if semantics not in SEMANTICS:
@@ -106,19 +118,19 @@ def _context(table: Table, semantics: str, memory_limit: Limit, costs: Costs | N
     if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
         raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
     costs = costs or Costs()
-    costs.check(table.stages, table.microbatches)
-    sizes = _sizes(memory_limit, table.ranks)
-    limits = None if sizes is None else tuple(parse_size(size, f"memory_limit of rank {rank}") for rank, size in enumerate(sizes))
-    in_bytes = any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes or ())
-    return Context(table, semantics, costs, limits, in_bytes=in_bytes, max_outstanding_sends=outstanding)
+    costs.check(table.stages, table.units)
+    limits, in_bytes = _limits("memory_limit", memory_limit, table.ranks)
+    host_limits, host_in_bytes = _limits("host_memory_limit", host_memory_limit, table.ranks)
+    return Context(table, semantics, costs, limits, host_limits, in_bytes=in_bytes or host_in_bytes, max_outstanding_sends=outstanding)
 
 
-def _sizes(memory_limit: Limit, ranks: int) -> Sequence[float | str] | None:
-    """One size per rank, not parsed yet."""
-    if memory_limit is None:
-        return None
-    if isinstance(memory_limit, str) or not isinstance(memory_limit, Sequence | np.ndarray):
-        return [memory_limit] * ranks
-    if len(memory_limit) != ranks:
-        raise CostsError(f"memory_limit has {len(memory_limit)} values for {ranks} ranks: give one size or one per rank")
-    return list(memory_limit)
+def _limits(name: str, limit: Limit, ranks: int) -> tuple[tuple[float, ...] | None, bool]:
+    """One limit per rank, if there is one, and whether any was given with a unit."""
+    if limit is None:
+        return None, False
+    one = isinstance(limit, str) or not isinstance(limit, Sequence | np.ndarray)
+    sizes: Sequence[float | str] = [limit] * ranks if one else list(limit)  # type: ignore[list-item, arg-type]
+    if len(sizes) != ranks:
+        raise CostsError(f"{name} has {len(sizes)} values for {ranks} ranks: give one size or one per rank")
+    in_bytes = any(isinstance(size, str) and size.rstrip()[-1:].isalpha() for size in sizes)
+    return tuple(parse_size(size, f"{name} of rank {rank}") for rank, size in enumerate(sizes)), in_bytes

@@ -110,18 +110,26 @@ def test_a_first_stage_that_takes_microbatches_in_another_order() -> None:
     run([plain(each) for each in made], 2, [each.num_pipe_buffers() for each in made])
 
 
+def derive_classes() -> dict[str, type]:
+    """A class of the same name for each class of the schedule module, as another module would have them."""
+    return {
+        name: type(name, (each,), {})
+        for name, each in vars(ours).items()
+        if getattr(each, "__module__", "") == ours.__name__ and isinstance(each, type)
+    }
+
+
 def test_the_instructions_of_another_module() -> None:
     """DeepSpeed's engine takes its own classes only, by identity."""
-    names = [name for name in vars(ours) if isinstance(getattr(ours, name), type)]
-    theirs = types.SimpleNamespace(**{name: type(name, (getattr(ours, name),), {}) for name in names})
+    theirs = types.SimpleNamespace(**derive_classes())
     made = as_deepspeed("gpipe", module=theirs)(micro_batches=2, stages=2, stage_id=1)  # type: ignore[arg-type]
     assert isinstance(made, theirs.PipeSchedule)
-    assert {type(each) for step in made for each in step} <= {getattr(theirs, name) for name in names}
+    assert {type(each) for step in made for each in step} <= set(vars(theirs).values())
 
 
 def test_deepspeed_s_own_module_is_taken_where_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     theirs = types.ModuleType("deepspeed.runtime.pipe.schedule")
-    vars(theirs).update({name: type(name, (each,), {}) for name, each in vars(ours).items() if isinstance(each, type)})
+    vars(theirs).update(derive_classes())
     monkeypatch.setitem(__import__("sys").modules, theirs.__name__, theirs)
     made = as_deepspeed("gpipe")(2, 2, 0)
     assert isinstance(made, theirs.PipeSchedule)

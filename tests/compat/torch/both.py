@@ -34,8 +34,11 @@ VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 def with_waits(row: str) -> str:
-    """Add to a row the waits for reductions that torch demands since 2.15."""
-    return re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD \1WAIT_REDUCE_GRAD", row) if VERSION >= (2, 15) else row
+    """Add to a row the waits that torch demands since 2.15: for each reduction behind it, for each send at the row's end."""
+    if VERSION < (2, 15):
+        return row
+    sends = [cell.replace("SEND", "WAIT_SEND") for cell in row.split() if "SEND" in cell]
+    return " ".join([re.sub(r"(\d+)REDUCE_GRAD", r"\1REDUCE_GRAD \1WAIT_REDUCE_GRAD", row), *sends])
 
 
 def fill(info: Any, generator: torch.Generator | None = None) -> None:

@@ -254,11 +254,3 @@ def test_errors(case: str) -> None:
             package._backward.stage_backward(*given[case], [x])
     with pytest.raises(RuntimeError, match="Failed to run stage backward input"):
         OURS._backward.stage_backward_input((x * 1,), (torch.ones(3),), [x], iter(()))
-
-
-def test_null_coalesce_accumulate() -> None:
-    for package in BOTH:
-        add, one = package._backward._null_coalesce_accumulate, torch.ones(2)
-        assert add(None, one) is one
-        assert add(one, None) is one
-        assert add(one, one).tolist() == [2, 2]

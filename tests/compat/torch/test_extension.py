@@ -192,26 +192,6 @@ class TestOrders:
 # Helpers by name ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("zero_bubble", [False, True])
-@pytest.mark.parametrize(("ranks", "chunks", "count"), [(1, 2, 3), (2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 1, 6), (4, 2, 2)])
-def test_rows_of_interleaved_schedules(ranks: int, chunks: int, count: int, zero_bubble: bool) -> None:
-    for rank in range(ranks):
-        rows = []
-        for package in BOTH:
-            warm_up = package.schedules._get_warmup_ops(rank, chunks, min(count, ranks), ranks, count, 1 if zero_bubble else 2)
-            total = chunks * count
-
-            def forward(at: int) -> int:
-                return (at // min(count, ranks)) % chunks * ranks + rank  # noqa: B023 - called before the next
-
-            def backward(at: int) -> int:
-                return (chunks - 1 - ((at - warm_up) // min(count, ranks)) % chunks) * ranks + rank  # noqa: B023 - the same
-
-            given = (chunks, ranks, warm_up, total - warm_up, warm_up, rank, forward, backward)
-            rows.append([warm_up, package.schedules._get_1f1b_rank_ops(*given, rank, enable_zero_bubble=zero_bubble)])
-        assert rows[1] == rows[0]
-
-
 ROWS = [
     ("0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"),
     ("0F0 2F0 2I0 0I0 0W0 2W0", "1F0 3F0 3I0 1I0 1W0 3W0"),
@@ -240,8 +220,8 @@ def test_bubbles_with_a_missing_input() -> None:
 def test_small_helpers() -> None:
     theirs, mine = TORCH.schedules, OURS.schedules
     assert mine._TARGET_CHUNK_SPEC.split_dim == theirs._TARGET_CHUNK_SPEC.split_dim == 0
-    for kind in theirs._ComputationType:
-        assert mine._requires_reduce_grad(mine._ComputationType(kind.value)) == theirs._requires_reduce_grad(kind)
+    for kind in mine._ComputationType:
+        assert mine._requires_reduce_grad(kind) == (kind.value in ("W", "B"))
     for text in ("1F0", "12RECV_B3", "0UNSHARD", "3REDUCE_GRAD", "2W11", "4I0x", "x", "OVERLAP_F_B"):
         found = [package.schedules._action_regex.match(text) for package in BOTH]
         assert (found[1] and found[1].groups()) == (found[0] and found[0].groups())

@@ -71,12 +71,12 @@ def same(one: Any, other: Any) -> bool:
 @settings(max_examples=120)
 @given(st.lists(trees(), max_size=3), st.dictionaries(st.sampled_from("abc"), trees(), max_size=2), st.integers(1, 4), st.booleans())
 def test_splitting(args: list[Any], kwargs: dict[str, Any], chunks: int, specified: bool) -> None:
-    found = []
+    splits = []
     for package in BOTH:
         options: list[Any] = [tuple(mapped(args, spec_of(package))), mapped(kwargs, spec_of(package))] if specified else [None, None]
         values = tuple(mapped(args, lambda leaf: leaf.value)), mapped(kwargs, lambda leaf: leaf.value)
-        found.append(package.microbatch.split_args_kwargs_into_chunks(*values, chunks, *options))
-    assert same(found[1], found[0])
+        splits.append(package.microbatch.split_args_kwargs_into_chunks(*values, chunks, *options))
+    assert same(splits[1], splits[0])
 
 
 def _latest(_: Any, value: Any) -> Any:
@@ -139,18 +139,18 @@ def test_debug_masks(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     value = torch.randn(3, 7)
     whole = distribute_tensor(value, init_device_mesh("cpu", (1,)), [Replicate()]) if sharded else value
     for dim in (0, 1):
-        found = []
+        masked = []
         for package in BOTH:
             monkeypatch.setattr(package.microbatch, "_debug_mask_minibatches", True)
             spec = package.microbatch.TensorChunkSpec(dim)
             parts = list(package.microbatch._split_tensor(whole, spec, 3))
             merged = package.microbatch.merge_chunks(parts, spec)
             assert torch.equal(merged.to_local() if sharded else merged, value)
-            found.append([part.to_local() if sharded else part for part in parts])
+            masked.append([part.to_local() if sharded else part for part in parts])
             with pytest.raises(AssertionError, match="Expected shape"):
                 package.microbatch.merge_chunks([torch.ones(2, 2), torch.ones(3, 2)], spec)
-        assert same(found[1], found[0])
-        assert torch.equal(sum(found[1]), value)
+        assert same(masked[1], masked[0])
+        assert torch.equal(sum(masked[1]), value)
 
 
 def test_chunk_specs() -> None:
@@ -193,7 +193,7 @@ def test_errors(case: str) -> None:
 def test_dtensors(placement: Any) -> None:
     mesh = init_device_mesh("cpu", (1,))
     whole = torch.randn(7, 4)
-    found = []
+    described = []
     for package in BOTH:
         tensor = distribute_tensor(whole, mesh, [placement])
         spec = package.microbatch.TensorChunkSpec(0)
@@ -201,7 +201,7 @@ def test_dtensors(placement: Any) -> None:
         assert all(isinstance(part, DTensor) and part.placements == (placement,) for part in parts)
         merged = package.microbatch.merge_chunks(list(parts), spec)
         assert torch.equal(merged.full_tensor(), whole)
-        found.append(
+        described.append(
             [(part.shape, part.stride(), part.to_local()) for part in parts] + [(merged.shape, merged.stride(), merged.to_local())]
         )
         with pytest.raises(AssertionError, match="got a mix"):
@@ -209,7 +209,7 @@ def test_dtensors(placement: Any) -> None:
         other = distribute_tensor(whole, mesh, [Shard(1) if placement != Shard(1) else Shard(0)])
         with pytest.raises(AssertionError, match="placement mismatch"):
             package.microbatch.merge_chunks([parts[0], other], spec)
-    for mine, theirs in zip(found[1], found[0], strict=True):
+    for mine, theirs in zip(described[1], described[0], strict=True):
         assert mine[:2] == theirs[:2]
         assert torch.equal(mine[2], theirs[2])
 
@@ -221,17 +221,17 @@ def causal_in_documents(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 @pytest.mark.filterwarnings("ignore")
 def test_block_masks() -> None:
     mask = create_block_mask(causal_in_documents, B=5, H=1, Q_LEN=64, KV_LEN=64, device="cpu", BLOCK_SIZE=32)
-    found = []
+    masks = []
     for package in BOTH:
         _, kwargs = package.microbatch.split_args_kwargs_into_chunks((torch.ones(5, 2),), {"mask": mask}, 2)
-        found.append([each["mask"] for each in kwargs])
-    for mine, theirs in zip(found[1], found[0], strict=True):
+        masks.append([each["mask"] for each in kwargs])
+    for mine, theirs in zip(masks[1], masks[0], strict=True):
         assert torch.equal(mine.to_dense(), theirs.to_dense())
         assert mine.shape == theirs.shape
         zero = torch.zeros((), dtype=torch.int64)
         for b in range(2):
             assert mine.mask_mod(zero + b, zero, zero, zero) == theirs.mask_mod(zero + b, zero, zero, zero)
-    assert torch.equal(torch.cat([part.to_dense() for part in found[1]]), mask.to_dense())
+    assert torch.equal(torch.cat([part.to_dense() for part in masks[1]]), mask.to_dense())
 
 
 @pytest.mark.filterwarnings("ignore")

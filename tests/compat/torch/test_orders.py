@@ -180,7 +180,7 @@ def test_no_microbatches(name: str) -> None:
 @pytest.mark.parametrize("name", [*LOOPED, *ON_A_V])
 def test_rows_of_a_subclass(name: str) -> None:
     """Both packages run the row that a subclass returns for a rank."""
-    found = []
+    lowered = []
     for package in BOTH:
 
         class Mine(getattr(package.schedules, name)):  # type: ignore[misc]
@@ -191,16 +191,16 @@ def test_rows_of_a_subclass(name: str) -> None:
         mine = Mine(mock_stages(2, 2), 4)
         assert [action for action in mine.pipeline_order[1] if action is not None] == mine._calculate_single_rank_operations(1)[1:]
         assert mine.pipeline_order[1][0] is None
-        found.append(texts(mine.pipeline_order_with_comms))
-    assert found[0] == found[1]
+        lowered.append(texts(mine.pipeline_order_with_comms))
+    assert lowered[0] == lowered[1]
 
 
 def test_as_torch_by_name_and_its_refusals() -> None:
     for name, chunks in (("1f1b", 1), ("interleaved-1f1b", 3), ("zbv", 2)):
         options = {"chunks": chunks} if chunks > 1 else {}
         table = ps.schedule(name, 2, 4, **options)
-        found = OURS.top.as_torch(name, mock_stages(2, chunks), 4)
-        assert texts(found.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
+        runtime = OURS.top.as_torch(name, mock_stages(2, chunks), 4)
+        assert texts(runtime.pipeline_order) == texts(OURS.top.as_torch(table, mock_stages(2, chunks)).pipeline_order)
     one = mock_stages(2, 1)
     for table, stages, match in (  # type: ignore[assignment]
         ("1f1b", one, "pass n_microbatches="),
@@ -216,3 +216,11 @@ def test_as_torch_by_name_and_its_refusals() -> None:
 def test_unknown_class_names_suggest_the_nearest() -> None:
     with pytest.raises(ValueError, match="did you mean 'GPipe'"):
         OURS.schedules.get_schedule_class("ScheduleGPipe")
+
+
+@pytest.mark.parametrize("text", ["0OFFLOAD1", "2RELOAD0"])
+def test_copies_to_host_memory_are_refused(text: str) -> None:
+    """Torch has no such actions, and its parser does not know them either."""
+    for package in BOTH:
+        with pytest.raises(RuntimeError, match="Invalid"):
+            package.schedules._Action.from_str(text)

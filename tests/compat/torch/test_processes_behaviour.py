@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, SINGLE, Package, parse
+from compat.torch.both import BOTH, LOOPED, ON_A_V, SINGLE, Package, parse, with_waits
 from compat.torch.models import Outcome, assert_same, block, blocks, data, grads, held_by, loop, schedule, stages
 from penstock.runtime.launch.workers import Workers
 
@@ -229,7 +229,7 @@ def by_hand(package: Package, order: str, modules: list[nn.Module], x: Tensor, y
         stages(package, mine, here, len(modules)), count, loss_fn=functional.mse_loss, scale_grads=False
     )
     compute = "SEND" not in rows[0]
-    made._prepare_schedule_with_comms(parse(package, *rows), format="compute_only" if compute else "compute_comms")
+    made._prepare_schedule_with_comms(parse(package, *map(with_waits, rows)), format="compute_only" if compute else "compute_comms")
     out, losses = step_here(made, here, len(modules), x, y)
     return Outcome(out, losses, grads(mine))
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, Package
+from compat.torch.both import BOTH, LOOPED, ON_A_V, OURS, SINGLE, TORCH, VERSION, Package
 from compat.torch.models import assert_same, blocks, data, grads, loop, schedule, stages
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -63,7 +63,8 @@ def test_training_and_evaluation_on_both_packages(package: Package, name: str) -
     held = shard(modules)
     made = schedule(package, name, stages(package, held), 4, loss_fn=functional.mse_loss)
     assert_same(made.eval(x, target=y), loop(modules, x, y, 4).output)
-    assert count_gathered(held) == 0
+    left = 2 if package is TORCH and VERSION >= (2, 15) else 0  # torch 2.15 leaves the root's own parameters in full
+    assert count_gathered(held) == left
 
 
 def test_evaluation_after_a_failed_one() -> None:

@@ -37,6 +37,8 @@ def as_torch(action: Action) -> _Action:
         ("3WAIT_SEND_F1", Action(3, Kind.WAIT_SEND_F, 1)),
         ("3WAIT_SEND_B1", Action(3, Kind.WAIT_SEND_B, 1)),
         ("1WAIT_REDUCE_GRAD", Action(1, Kind.WAIT_REDUCE_GRAD)),
+        ("2OFFLOAD3", Action(2, Kind.OFFLOAD, 3)),
+        ("2RELOAD3.1", Action(2, Kind.RELOAD, 3, slice=1)),
         ("0WAIT_SEND_F1>3", Action(0, Kind.WAIT_SEND_F, 1, peer=3)),
         ("3WAIT_SEND_B1>0", Action(3, Kind.WAIT_SEND_B, 1, peer=0)),
         ("(3F1;0B4)OVERLAP_F_B", Action.overlap(Action(3, Kind.F, 1), Action(0, Kind.B, 4))),

@@ -12,6 +12,7 @@ from penstock.ir.placement import Placement
 from penstock.planner.bounds.lower_bound import lower_bound
 from penstock.planner.order_search.search import search
 from penstock.planner.problem import Problem
+from planner.solver_extra import needs_solver
 
 EQUAL = {"f": 1.0, "i": 1.0, "w": 1.0}
 SKEWED = {"f": 1.0, "i": 1.4, "w": 0.6, "latency": 0.05}
@@ -35,11 +36,12 @@ def problem_of(placement: Placement, microbatches: int, times: dict[str, float],
 
 
 @pytest.mark.slow
+@needs_solver
 def test_the_gap_to_searched_orders_is_small() -> None:
     gaps = []
     for index, (placement, microbatches, times, limit) in enumerate(GRID):
         problem = problem_of(placement, microbatches, times, limit, uneven=index % 3 == 2)
-        found, bound = search(problem, seconds=1.5), lower_bound(problem, seconds=1.5)
+        found, bound = search(problem, seconds=0.7), lower_bound(problem, seconds=0.7)
         assert found.schedule is not None
         assert bound.value <= found.objective * (1 + 1e-9)
         closed = found.objective <= bound.all["work"] * (1 + 1e-9)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import Bound, find_time_unit, lower_bound
 from penstock.planner.bounds.rank_bounds import jackson
 from penstock.planner.problem import Problem
+from planner.solver_extra import needs_solver
 from simulator import draws
 
 CLOSE = 1e-9
@@ -32,9 +34,9 @@ def check(bound: Bound, objective: float) -> None:
 
 def as_tight_as_it_is(schedule: Schedule, costs: Costs, *, barrier: bool) -> tuple[Problem, float]:
     """The problem whose memory limit is just what the schedule holds, and the schedule's objective."""
-    loose = Problem(schedule.placement, schedule.microbatches, costs, None, barrier)
+    loose = Problem(schedule.placement, schedule.microbatches, costs, None, barrier, slices=schedule.slices)
     timeline = loose.evaluate(schedule)
-    problem = Problem(schedule.placement, schedule.microbatches, costs, tuple(timeline.peak_memory), barrier)
+    problem = replace(loose, memory_limit=tuple(timeline.peak_memory))
     return problem, problem.objective(timeline)
 
 
@@ -48,7 +50,7 @@ def timed(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     schedule = schedule.with_graph(StageGraph.chain(schedule.stages))
     contention = draw(draws.contentions)
     amounts = draws.eighths if contention == "independent" else draws.some_eighths
-    return schedule, draw(draws.costs(schedule.stages, schedule.microbatches, amounts, contention))
+    return schedule, draw(draws.costs(schedule.stages, schedule.units, amounts, contention))
 
 
 @settings(deadline=None, max_examples=80)
@@ -180,6 +182,7 @@ TIGHT: list[Any] = [
 ]
 
 
+@needs_solver
 @pytest.mark.slow
 @pytest.mark.parametrize(("placement", "microbatches", "costs", "limit"), TIGHT)
 def test_tight_memory_bounds_more_than_work_does(placement: Placement, microbatches: int, costs: dict[str, Any], limit: float) -> None:
@@ -189,12 +192,14 @@ def test_tight_memory_bounds_more_than_work_does(placement: Placement, microbatc
     assert slow.all["one rank"] >= slow.all["flow"] >= quick.value
 
 
+@needs_solver
 def test_the_linear_program_closes_what_no_quick_bound_does() -> None:
     """Equal times on a V with room for half of what zbv needs: 59 steps, which the exact solver finds."""
     problem = Problem(Placement.v(4), 8, Costs(activation=0.5, weight_stash=0.25), (2.0,) * 4)
     assert lower_bound(problem).value < lower_bound(problem, seconds=10.0).all["flow"] == 59.0
 
 
+@needs_solver
 def test_a_rank_solved_in_whole_closes_what_the_linear_program_does_not() -> None:
     """Equal times, looped twice, room for half: 63 steps; in parts the actions would do in 61."""
     problem = Problem(Placement.looped(4, 2), 8, Costs(activation=0.5, weight_stash=0.25), (2.0,) * 4)

@@ -16,7 +16,7 @@ from penstock.planner.order_search.dispatch import DispatchRule
 from penstock.planner.order_search.dispatch_rules import DispatchRules
 from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import build_schedule, flatten, read_order
-from penstock.planner.order_search.patterns import Pattern, read_pattern
+from penstock.planner.order_search.patterns import Pattern
 from penstock.planner.problem import Problem
 from planner.order_strategies import order_problems
 
@@ -174,7 +174,7 @@ def test_local_search_keeps_an_order_whole_and_within_the_memory(problem: Proble
     order = made_by(evaluator, DispatchRules(evaluator.flat).draw_rule(np.random.default_rng(seed)), full)
     annealing = Annealing(evaluator, order, seed)
     usual = float(np.mean(evaluator.flat.duration))
-    annealing.run(AnnealOptions(400, heat * usual, 0.8, 20, 3, 0.3))
+    annealing.run(AnnealOptions(heat * usual, 0.8, 20, 3, 0.3, tries=400))
     assert annealing.best <= order.objective
     assert is_all_right(problem, annealing.best_order)
     last = Order(np.array(annealing.state.order), np.array(annealing.state.full), annealing.objective)
@@ -189,7 +189,7 @@ def test_different_microbatches_may_be_exchanged() -> None:
     nodes, full = read_order(evaluator.flat, ps.schedule("zb-h1", 2, 3))
     order = Order(nodes, full, evaluator.time(nodes, full))
     annealing = Annealing(evaluator, order, 1)
-    annealing.run(AnnealOptions(5000, 1.0, 0.8, 20, 3, 0.3))
+    annealing.run(AnnealOptions(1.0, 0.8, 20, 3, 0.3, tries=5000))
     assert annealing.best < order.objective
     rows = build_schedule(problem, annealing.best_order.nodes, annealing.best_order.full)
     assert str(rows[0][0]) != "0F0"
@@ -204,7 +204,7 @@ def test_a_pattern_laid_out_is_a_whole_order(problem: Problem, seed: int) -> Non
     evaluator = Evaluator(flatten(problem))
     full = np.zeros(evaluator.cells, dtype=np.int8)
     order = made_by(evaluator, DispatchRules(evaluator.flat).draw_rule(np.random.default_rng(seed)), full)
-    pattern = Pattern(evaluator, *read_pattern(evaluator, order), full, seed)
+    pattern = Pattern.read(evaluator, order, 0.5, seed)
     pattern.run(100, 1.0)
     if pattern.best == np.inf:
         return
@@ -220,9 +220,9 @@ def test_the_pattern_of_1f1b_is_read_from_its_middle() -> None:
     problem = Problem(Placement.linear(3), 9, ps.Costs(f=1.0, b=2.0), split=False)
     evaluator = Evaluator(flatten(problem))
     nodes, full = read_order(evaluator.flat, ps.schedule("1f1b", 3, 9))
-    cycle, lag = read_pattern(evaluator, Order(nodes, full, 0.0))
-    assert [set(cycle[3 * rank : 3 * rank + 3]) for rank in range(3)] == [{rank, rank + 3, rank + 6} for rank in range(3)]
-    laid = Pattern(evaluator, cycle, lag, full, 0).build_order(evaluator)
+    pattern = Pattern.read(evaluator, Order(nodes, full, 0.0), 0.5, 0)
+    assert [set(pattern.state.cycle[3 * rank : 3 * rank + 3]) for rank in range(3)] == [{rank, rank + 3, rank + 6} for rank in range(3)]
+    laid = pattern.build_order(evaluator)
     assert build_schedule(problem, laid, full) == ps.schedule("1f1b", 3, 9)
 
 
@@ -238,8 +238,8 @@ def test_plain_and_compiled_loops_agree(problem: Problem, seed: int) -> None:
         full = np.full(evaluator.cells, not problem.split, dtype=np.int8)
         order = made_by(evaluator, DispatchRules(evaluator.flat).draw_rule(chance), full)
         annealing = Annealing(evaluator, order, seed)
-        annealing.run(AnnealOptions(100, float(np.mean(evaluator.flat.duration)), 0.8, 20, 3, 0.3))
-        pattern = Pattern(evaluator, *read_pattern(evaluator, order), full, seed)
+        annealing.run(AnnealOptions(float(np.mean(evaluator.flat.duration)), 0.8, 20, 3, 0.3, tries=100))
+        pattern = Pattern.read(evaluator, order, 0.5, seed)
         pattern.run(50, 1.0)
         best = annealing.best_order
         found.append((order.nodes.tolist(), order.objective, best.nodes.tolist(), best.full.tolist(), best.objective, pattern.best))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from itertools import combinations, pairwise
 
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 
 import penstock as ps
 from penstock.errors import PlacementError
-from penstock.planner.partition import any_placement
+from penstock.planner.partition import cut
 from penstock.planner.partition.cut import cut_layers
-from penstock.planner.partition.layer_runs import PeakMoment
+from penstock.planner.partition.layer_runs import Cutting, LayerRuns, PeakMoment
 from planner.model_strategies import models, numbers
 
 PLACEMENTS = [
@@ -92,7 +93,7 @@ def test_no_cut_is_better(everything: bool, data: st.DataObject) -> None:
     limits = data.draw(st.none() | st.lists(st.integers(0, 150).map(float), min_size=placement.ranks, max_size=placement.ranks))
     with pytest.MonkeyPatch.context() as patch:
         if not everything:
-            patch.setattr(any_placement, "FEW", 0)
+            patch.setattr(cut, "FEW", 0)
         found = cut_layers(profile, placement, recompute=recompute, limits=limits, moments=moments)
     reference = Reference(profile, placement, recompute, moments)
     cuts = (0, *np.cumsum(found.sizes).tolist())
@@ -118,7 +119,7 @@ def test_no_cut_is_better(everything: bool, data: st.DataObject) -> None:
 def test_mirrored_stages_are_exact_without_trying_everything(placement: ps.Placement, data: st.DataObject) -> None:
     profile = data.draw(models(10).filter(lambda model: len(model) >= placement.stages))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(any_placement, "FEW", 0)
+        patch.setattr(cut, "FEW", 0)
         found = cut_layers(profile, placement)
     reference = Reference(profile, placement, [False] * placement.stages, [])
     assert found.exact
@@ -188,7 +189,18 @@ def test_branch_and_bound_agrees_with_every_way_to_cut(placement, monkeypatch):
         limits = [chance.choice([24.0, 100.0])] * placement.ranks
         every = cut_layers(profile, placement, limits=limits)
         with monkeypatch.context() as patched:
-            patched.setattr(any_placement, "FEW", 0)
+            patched.setattr(cut, "FEW", 0)
             found = cut_layers(profile, placement, limits=limits)
         assert every.exact
         assert found.load == pytest.approx(every.load) if found.exact else not found.fits
+
+
+def test_branch_and_bound_goes_deeper_than_the_interpreter_recurses() -> None:
+    placement = ps.Placement.looped(2, sys.getrecursionlimit())
+    layers = [ps.Layer(f=1.0 + place % 3, i=1.0, w=1.0) for place in range(placement.stages + 2)]
+    cutting = Cutting(LayerRuns(ps.Profile(layers)), placement, (False,) * placement.stages, None, ())
+    start = np.array([*range(placement.stages), len(layers)], dtype=np.int64)  # the last stage has three layers
+    best, _ = cut._branch_and_bound(cutting, start)
+    assert len(best) == placement.stages + 1
+    assert (np.diff(best) > 0).all()
+    assert cutting.loads(best[None, :]).max() < cutting.loads(start[None, :]).max()

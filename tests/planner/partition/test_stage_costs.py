@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 import penstock as ps
-from penstock.planner.partition.stage_costs import reserves, stage_costs
+from penstock.planner.partition.stage_costs import reserves, sliced_stage_costs, stage_costs
+from planner.sliced_models import random_lengths, random_model
 
 A = ps.Layer(f=1, i=2, w=3, activation=10, weight_stash=4, output=2, parameters=100, gradients=50, optimizer=25)
 B = ps.Layer(f=2, i=1, w=0, activation=20, weight_stash=1, output=3)
@@ -41,3 +45,18 @@ def test_two_copies_exchange_their_gradients():
     profile = ps.Profile([A, C], latency=0.5, bandwidth=10)
     assert stage_costs(profile, (1, 1), ps.Placement.bidirectional(2), (False, False)).reduce == (5.5, 0.5)
     assert stage_costs(profile, (1, 1), ps.Placement.linear(2), (False, False)).reduce == 0.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_stages_on_slices_cost_what_each_slice_costs_as_a_microbatch(seed):
+    chance = np.random.default_rng(seed)
+    profile, placement, lengths = random_model(chance, layers=7), ps.schedule("zbv", 2, 1).placement, random_lengths(chance, 96, 3)
+    sizes, recompute = (2, 1, 3, 1), tuple((chance.uniform(size=4) < 0.5).tolist())
+    costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches=2)
+    parts = [stage_costs(part, sizes, placement, recompute) for part in profile.cut_sequence(lengths)]
+    for name in ("f", "i", "w", "activation", "weight_stash", "output"):
+        for stage in range(4):
+            values = [costs.of_stage(name, stage, unit) for unit in range(6)]
+            assert values == pytest.approx([part.of_stage(name, stage) for part in parts] * 2), name
+    spare = [reserves(part, sizes, placement, recompute) for part in profile.cut_sequence(lengths)]
+    assert reserves(profile, sizes, placement, recompute, lengths) == pytest.approx(np.max(spare, axis=0).tolist())

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, whatever happens to the process that writes them or to the files."""
+"""Checkpoints on disk are complete or absent, whatever happens to the process that writes them or to the files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoint, Checkpoints, DataOrder, Pipeline, launch
-from penstock.runtime.checkpoint.files import MANIFEST
+from penstock.runtime.checkpoint.checkpoints import MANIFEST
 from runtime.models import blocks
 
 
@@ -96,9 +96,11 @@ def flip(folder: Path, name: str) -> None:
     (folder / name).write_bytes(data)
 
 
-def restate(folder: Path) -> None:
-    said = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(said | {"step": 7}))
+def restate(folder: Path, old: str, new: str) -> None:
+    """Replace a text in the manifest."""
+    text = (folder / MANIFEST).read_text()
+    assert old in text
+    (folder / MANIFEST).write_text(text.replace(old, new))
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -108,9 +110,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "short data": (shorten, r"is partial: __0_0.distcp has \d+ bytes of \d+"),
     "flipped data": (lambda folder: flip(folder, "__0_0.distcp"), "is corrupt: __0_0.distcp has changed since it was written"),
     "flipped metadata": (lambda folder: flip(folder, ".metadata"), "is corrupt: .metadata has changed since it was written"),
-    "empty manifest": (lambda folder: (folder / MANIFEST).write_text(""), f"is corrupt: its {MANIFEST} cannot be read"),
-    "other manifest": (lambda folder: (folder / MANIFEST).write_text("[1]"), f"is corrupt: its {MANIFEST} cannot be read"),
-    "changed manifest": (restate, f"is corrupt: its {MANIFEST} has changed since it was written"),
+    "empty manifest": (
+        lambda folder: (folder / MANIFEST).write_text(""),
+        rf"is corrupt: its {MANIFEST} cannot be read \(not a JSON file: it is empty\)",
+    ),
+    "other manifest": (
+        lambda folder: (folder / MANIFEST).write_text("[1]"),
+        rf"is corrupt: its {MANIFEST} cannot be read \(the data must be an object, got a list\)",
+    ),
+    "missing field": (
+        lambda folder: restate(folder, "sha256", "digest"),
+        rf"is corrupt: its {MANIFEST} cannot be read \('sha256' is missing\)",
+    ),
+    "text for a number": (
+        lambda folder: restate(folder, '"ranks": 1', '"ranks": "1"'),
+        rf"is corrupt: its {MANIFEST} cannot be read \('ranks' must be a whole number, got text\)",
+    ),
+    "unknown field of a file": (
+        lambda folder: restate(folder, '"bytes"', '"bites"'),
+        rf"is corrupt: its {MANIFEST} cannot be read \(of .metadata, 'bytes' is missing\)",
+    ),
+    "changed manifest": (
+        lambda folder: restate(folder, '"step": 2', '"step": 7'),
+        f"is corrupt: its {MANIFEST} has changed since it was written",
+    ),
 }
 
 
@@ -172,7 +195,7 @@ KILLED = """
     import torch
     from torch import nn
     from penstock.runtime import Checkpoints
-    import penstock.runtime.checkpoint.writing, penstock.runtime.checkpoint.reading
+    import penstock.runtime.checkpoint.storage, penstock.runtime.checkpoint.storage
 
     folder = sys.argv[1]
     torch.set_num_threads(1)
@@ -224,7 +247,7 @@ KILLED = """
 
 @pytest.mark.slow
 def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
-    """Whichever change of the disk is the last one, the checkpoint before is there, or the new one; nothing else stays."""
+    """After a crash at any write, either the previous checkpoint or the new one is complete, and nothing else remains."""
     script = tmp_path / "killed.py"
     script.write_text(textwrap.dedent(KILLED))
     done = subprocess.run(
@@ -239,7 +262,7 @@ def test_killed_at_any_moment_of_a_save(tmp_path: Path) -> None:
 
 
 def test_other_files_in_the_folder_are_left_alone(two: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Files of the user's are not ours; a manifest that cannot be opened is a damaged checkpoint, which is passed over."""
+    """The user's own files are left alone; a checkpoint whose manifest cannot be opened counts as damaged and is skipped."""
     (two / "step-notes.txt").write_text("mine")
     (two / "step-by-step").mkdir()
     assert loaded(two) == (2, 2.0)
@@ -255,7 +278,7 @@ def test_other_files_in_the_folder_are_left_alone(two: Path, caplog: pytest.LogC
 
 
 def test_bad_arguments(two: Path, tmp_path: Path) -> None:
-    """Each is refused in words, and nothing is left behind."""
+    """Each wrong argument is refused with a clear message, and leaves nothing behind."""
     before, checkpoints = sorted(two.iterdir()), Checkpoints(two)
     for step in (1.5, "3", True, -1):
         with pytest.raises(CheckpointError, match=r"^step .*: give the number of steps that were made"):
@@ -278,7 +301,7 @@ def test_bad_arguments(two: Path, tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_checkpoint_of_version_0_1() -> None:
-    """Two ranks of 0.1 trained the same model three steps; it loads into a pipeline, into the plain model, and with torch alone."""
+    """A checkpoint written by version 0.1 on two ranks loads into a pipeline, into the plain model, and with torch alone."""
     folder = Path(__file__).parents[2] / "data" / "checkpoint_0_1"
     wanted, velocity = trained_by_0_1()
 
@@ -306,7 +329,7 @@ def test_checkpoint_of_version_0_1() -> None:
 
 
 def trained_by_0_1() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
-    """The weights and velocities of gradient descent with momentum, written out."""
+    """Compute the weights and velocities of gradient descent with momentum by its formula."""
     samples = torch.arange(16.0).reshape(8, 2) / 16
     weights, velocity, rate = [torch.eye(2), torch.eye(2)], [torch.zeros(2, 2), torch.zeros(2, 2)], 0.5
     for step in range(3):
@@ -321,7 +344,7 @@ def trained_by_0_1() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
 
 
 def test_pickled_metadata_names_no_class_of_ours(tmp_path: Path) -> None:
-    """So that modules may move, and other versions and torch itself read it."""
+    """Our modules can move without breaking checkpoints, and torch alone can read them."""
     path = Checkpoints(tmp_path).save(blocks(2), step=1)
     words = {argument for _, argument, _ in pickletools.genops((path / ".metadata").read_bytes()) if isinstance(argument, str)}
     assert "torch.distributed.checkpoint.metadata" in words

@@ -1,4 +1,4 @@
-"""Checkpoints that do not fit the run: refused before anything of it has changed."""
+"""Checkpoints that do not match the run are refused before anything in it has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.models import blocks
 
 
 class Picky:
-    """State that only some rank refuses."""
+    """State that only one rank refuses to load."""
 
     def __init__(self, refuses: bool) -> None:
         self.refuses = refuses
@@ -78,7 +78,7 @@ def test_scheduler_with_other_groups(tmp_path: Path) -> None:
 
 
 def test_rejection_on_one_rank_fails_all(tmp_path: Path) -> None:
-    """Then no rank has taken anything."""
+    """If one rank refuses the saved state, no rank has loaded anything."""
 
     def train() -> tuple[str, bool, int]:
         torch.manual_seed(rank())
@@ -142,7 +142,7 @@ def test_optimizer_of_another_kind(tmp_path: Path, one: str, other: str, why: st
 
 
 class Own(torch.optim.Adam):
-    """Has Adam's options and keeps something else."""
+    """An optimizer with Adam's options but different state."""
 
     def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
@@ -150,7 +150,7 @@ class Own(torch.optim.Adam):
 
 
 def test_optimizer_state_of_another_kind(tmp_path: Path) -> None:
-    """With the same options: what is kept for a parameter tells; something more is taken, as options bring it."""
+    """Optimizers with equal options are told apart by the state that they keep; additional keys, as with `amsgrad`, are accepted."""
     model, optimizer = updated(torch.optim.Adam, 0, amsgrad=True)
     Checkpoints(tmp_path).save(model, optimizer, step=1)
     model, other = updated(Own, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints of one run loaded into another: the loss goes on to the last bit as if nothing had happened."""
+"""A run that continues from a checkpoint has bitwise the losses of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def resume(make: Callable[..., nn.Module], schedule: str, ranks: int, folder: Pa
     ids=str,
 )
 def test_losses_continue_bitwise(ways: list[tuple[str, int]], tmp_path: Path) -> None:
-    """Also what dropout draws, though the cuts between stages are others."""
+    """Dropout draws the same numbers too, although the model is cut into other stages."""
     make = partial(model, dropout=0.3)
     losses = start(make, *ways[0], tmp_path, 3)
     for way in ways[1:]:
@@ -81,7 +81,7 @@ def test_into_the_unpipelined_model_and_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_plain_torch_loads_a_checkpoint(tmp_path: Path, tied: bool) -> None:
-    """The model and the optimizer, with torch alone."""
+    """torch alone loads the model and the optimizer."""
     make = partial(model, tied=tied)
     start(make, "1f1b", 4, tmp_path, 3)
     folder = next(tmp_path.iterdir())
@@ -103,7 +103,7 @@ def test_plain_torch_loads_a_checkpoint(tmp_path: Path, tied: bool) -> None:
 
 
 def test_torch_converts_a_checkpoint(tmp_path: Path) -> None:
-    """To one file with the model's own state: every name, also those of tied parameters."""
+    """torch converts a checkpoint into one file with the model's state dict, all names of tied parameters included."""
     start(partial(model, tied=True), "1f1b", 2, tmp_path, 1)
     dcp_to_torch_save(next(tmp_path.iterdir()), tmp_path / "whole.pt")
     state = torch.load(tmp_path / "whole.pt", weights_only=False)["model"]
@@ -134,7 +134,7 @@ def assert_same_state(found: Any, wanted: Any) -> None:
 
 @pytest.mark.parametrize("way", [("1f1b", 4), ("1f1b", 1), ("chimera", 4)], ids=str)
 def test_tied_parameters_are_saved_once(way: tuple[str, int], tmp_path: Path) -> None:
-    """One tensor less is written than of the model with a head of its own, though all names are there."""
+    """A tied head is listed under its name, but written once: one tensor less than for the untied model."""
     for name, tied in (("tied", True), ("apart", False)):
 
         def save(tied: bool = tied, name: str = name) -> None:
@@ -152,7 +152,7 @@ def test_tied_parameters_are_saved_once(way: tuple[str, int], tmp_path: Path) ->
 
 
 def test_tied_by_name(tmp_path: Path) -> None:
-    """Parameters that are tied by name alone are one too: saved once, and loaded on the ranks of both."""
+    """Parameters tied by `ties=` are saved once too, and loaded on both ranks."""
     ties = [["embed.tokens.weight", "head.weight"]]
     losses = {}
 
@@ -190,7 +190,7 @@ class Counter:
 
 
 def test_extra_stateful_objects(tmp_path: Path) -> None:
-    """Keys that are no texts, empty containers: all comes back as it was."""
+    """Keys that are not strings and empty containers are restored unchanged."""
     one, other = Counter(), Counter()
     one.seen = {3: [1, 2], 5: []}
     plain = nn.Linear(2, 2)
@@ -204,7 +204,7 @@ def test_extra_stateful_objects(tmp_path: Path) -> None:
 
 
 def test_random_state_of_every_rank(tmp_path: Path) -> None:
-    """A run without a seed draws on as it would have."""
+    """A run without a seed continues its random numbers."""
 
     def draws() -> list[float]:
         return [torch.rand(()).item(), random.random(), np.random.rand()]
@@ -233,7 +233,7 @@ def test_random_state_of_every_rank(tmp_path: Path) -> None:
 
 
 class Batched(nn.Module):
-    """Buffers, one of which is not saved, and state that is no tensor."""
+    """A module with a persistent buffer, one that is not saved, and extra state that is not a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,7 +285,7 @@ def test_compiled_and_wrapped_layers_keep_their_names(tmp_path: Path) -> None:
 
 
 def test_several_optimizers(tmp_path: Path) -> None:
-    """Each finds the state of its own parameters, also if they are distributed differently."""
+    """Each of several optimizers finds the state of its parameters, even if they are distributed differently."""
     plain = blocks(2)
     ours = [torch.optim.SGD(plain[k].parameters(), lr=0.5 + k, momentum=0.9) for k in range(2)]
     plain(torch.randn(4, 6)).sum().backward()
@@ -308,7 +308,7 @@ def test_several_optimizers(tmp_path: Path) -> None:
 
 
 def test_optimizer_state_in_higher_precision(tmp_path: Path) -> None:
-    """A float32 average of a bfloat16 parameter is not rounded on its way, as torch's own load does."""
+    """A float32 average of a bfloat16 parameter is not rounded, unlike with torch's own load."""
     plain = nn.Linear(4, 4, dtype=torch.bfloat16)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.5, momentum=0.9)
     kept = torch.randn(4, 4)
@@ -324,10 +324,10 @@ def test_optimizer_state_in_higher_precision(tmp_path: Path) -> None:
 
 
 def test_asynchronous_save_holds_the_state_of_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The saved state is that of the call, although it is written after the next steps."""
+    """`save_async` saves the state at the time of the call, although it is written during later steps."""
     import threading
 
-    from penstock.runtime.checkpoint.writing import RankLayout
+    from penstock.runtime.checkpoint.storage import RankLayout
 
     gate, write = threading.Event(), RankLayout.write
 
@@ -408,8 +408,8 @@ def test_ranks_must_save_the_same_step(tmp_path: Path) -> None:
 
 
 def test_failure_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk on one rank: all raise the same, nothing is left behind, and the next save works."""
-    from penstock.runtime.checkpoint.writing import RankLayout
+    """If the disk is full on one rank, all ranks raise the same error, nothing is left behind, and the next save works."""
+    from penstock.runtime.checkpoint.storage import RankLayout
 
     write, full = RankLayout.write, [True]
 
@@ -438,7 +438,7 @@ def test_failure_on_one_rank_fails_all(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_tied_parameter_is_the_first_on_several_ranks(tmp_path: Path) -> None:
-    """Each rank's optimizer has the tied one first, with options under more names of its own; none of these is lost."""
+    """Each rank lists the tied parameter first, with its own aliases of its options; no alias is lost."""
 
     class Tied(nn.Module):
         def __init__(self, weight: nn.Parameter) -> None:

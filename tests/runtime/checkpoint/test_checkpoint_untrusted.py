@@ -1,4 +1,4 @@
-"""Checkpoints that somebody else may have written: nothing in them is run."""
+"""No code in a checkpoint from an untrusted source is run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import torch
 
 from penstock.errors import CheckpointError
 from penstock.runtime import Checkpoints
-from penstock.runtime.checkpoint.files import MANIFEST, Draft, prune
+from penstock.runtime.checkpoint.checkpoints import MANIFEST, Draft, prune
 from runtime.models import blocks
 
 
@@ -34,7 +34,7 @@ class Hostile:
 
 
 class State:
-    """State of the data, or of anything else saved with the model."""
+    """Stateful data with any state, to be saved with the model."""
 
     def __init__(self, value: Any = None) -> None:
         self.value = value
@@ -79,7 +79,7 @@ def test_metadata_cannot_name_files_outside(tmp_path: Path) -> None:
 
 
 def test_values_run_no_code(tmp_path: Path) -> None:
-    """Values other than the model are unpickled too."""
+    """Saved values other than tensors are unpickled safely too."""
     folder, data = tmp_path / "run", State({"place": 3})
     path = Checkpoints(folder).save(blocks(1), step=1, data=data)
     metadata = pickle.loads((path / ".metadata").read_bytes())
@@ -99,7 +99,7 @@ def test_values_run_no_code(tmp_path: Path) -> None:
 
 
 def test_unsafe_objects_are_rejected_on_save(tmp_path: Path) -> None:
-    """Not only when a run is to go on, days later."""
+    """State that could not be loaded is refused on saving, not days later when the run should continue."""
     odd = State({"order": State(1)})
     with pytest.raises(CheckpointError, match=r"data holds objects that could only be loaded by running code"):
         Checkpoints(tmp_path).save(blocks(1), step=1, data=odd)
@@ -126,11 +126,11 @@ def test_arrays_and_random_states_are_plain_values(tmp_path: Path) -> None:
 
 
 def test_pruning_leaves_a_save_in_progress_alone(tmp_path: Path) -> None:
-    """Another run, in another process, writes into the same folder; once it has been killed, what it left is removed."""
+    """An unfinished save of another process is left alone while that process lives, and removed after it was killed."""
     code = f"""
         import sys
         from pathlib import Path
-        from penstock.runtime.checkpoint.files import Draft
+        from penstock.runtime.checkpoint.checkpoints import Draft
         draft = Draft.begin(Path({str(tmp_path)!r}), 7)
         print(draft.path, flush=True)
         sys.stdin.read()

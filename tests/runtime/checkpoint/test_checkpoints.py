@@ -1,4 +1,4 @@
-"""The split backward of checkpointed parts: recomputed once, and nothing held that will be."""
+"""Activation checkpointing in a split backward: everything is recomputed once, and nothing is held that will be recomputed."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_checkpointed_parts_run_forward_twice_and_no_more(reentrant: bool) -> No
 
 @REENTRANT
 def test_row_17_checkpointing_in_a_split_pipeline_recomputes_once(reentrant: bool) -> None:
-    """8 blocks, 4 microbatches: 32 forwards and as many again to recompute, where torch's split takes 112 in all."""
+    """8 blocks and 4 microbatches take 32 forwards and 32 recomputed ones; torch's split backward takes 112."""
     inner = [Counted() for _ in range(8)]
     model = nn.Sequential(*(Checkpointed(block, use_reentrant=reentrant) for block in inner))
     schedule = ps.schedule(SPLIT, ranks=2, microbatches=4)
@@ -123,7 +123,7 @@ def test_recomputed_values_are_not_held(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_a_forward_that_is_recorded_holds_what_autograd_would(checkpoints: bool) -> None:
-    """The same tensors, byte for byte: each weight's input once, and nothing of what a checkpoint is to compute again."""
+    """The stash holds each weight's input once, to the byte, and nothing that a checkpoint will recompute."""
 
     def held(split: bool) -> list[int]:
         blocks = [nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)]
@@ -142,7 +142,7 @@ def test_a_forward_that_is_recorded_holds_what_autograd_would(checkpoints: bool)
 
 @pytest.mark.parametrize("wanting", [True, False], ids=["input gradient", "no input gradient"])
 def test_selective_checkpointing(wanting: bool) -> None:
-    """Outputs of matrix products are kept and must not be changed; the rest is computed again."""
+    """A selective checkpoint that keeps the outputs of matrix products and recomputes everything else."""
 
     def contexts() -> Any:
         return create_selective_checkpoint_contexts([torch.ops.aten.mm.default, torch.ops.aten.addmm.default])
@@ -154,7 +154,7 @@ def test_selective_checkpointing(wanting: bool) -> None:
 
 
 def test_saved_tensors_moved_elsewhere() -> None:
-    """Hooks that pack what is saved, as offloading does, get the inputs of weights too."""
+    """Saved-tensor hooks, as for offloading, also see the inputs of deferred weights."""
     packed: list[tuple[int, ...]] = []
 
     def pack(tensor: Tensor) -> Tensor:

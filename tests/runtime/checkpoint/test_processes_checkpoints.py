@@ -1,4 +1,4 @@
-"""Checkpoints of ranks that are processes, loaded by other numbers of them."""
+"""Checkpoints of processes, loaded by another number of processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 
 def go_on(schedule: str, folder: Path, steps: int, seed: int) -> list[float]:
-    """Some steps from where the last ones ended, with a save in the middle that is written meanwhile."""
+    """Continue from the latest checkpoint for some steps, with an asynchronous save in the middle."""
     torch.set_num_threads(1)
     run = pipelined(model(seed, dropout=0.3), schedule)
     with Checkpoints(folder, keep=1) as checkpoints:
@@ -37,7 +37,7 @@ def go_on(schedule: str, folder: Path, steps: int, seed: int) -> list[float]:
 
 
 def test_losses_continue_with_fewer_and_more_processes(workers: Workers, tmp_path: Path) -> None:
-    """From 4 to 2 to 3 to 1, each with another schedule, then in the unpipelined model: to the last bit."""
+    """From 4 ranks to 2, 3 and 1 with different schedules, then into the unpipelined model: bitwise equal."""
     losses: list[float] = []
     for number, (schedule, ranks) in enumerate([("1f1b", 4), ("zbv", 2), ("zb-h1", 3), ("1f1b", 1)]):
         found = workers.run(go_on, (schedule, tmp_path, 2, number), ranks=ranks)
@@ -65,7 +65,7 @@ def step(trained: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Non
 
 
 def test_sharded_parameters(workers: Workers, tmp_path: Path) -> None:
-    """FSDP2's shards: every rank writes and reads its own, and the unsharded model reads all."""
+    """Every rank writes and reads its own FSDP2 shards, and the unsharded model loads all of them."""
     x = torch.randn(4, 6)
 
     def save() -> dict[str, Tensor]:
@@ -97,7 +97,7 @@ def test_sharded_parameters(workers: Workers, tmp_path: Path) -> None:
 
 
 def test_two_pipelines_save_together_and_apart(workers: Workers, tmp_path: Path) -> None:
-    """Two pipelines of two ranks each, which save together: what both hold is written once."""
+    """Two data-parallel pipelines save together; what both hold is written once."""
 
     def save() -> tuple[int, int]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "pipe"))
@@ -120,14 +120,14 @@ def test_two_pipelines_save_together_and_apart(workers: Workers, tmp_path: Path)
 
 
 def test_folder_that_is_not_shared(workers: Workers, tmp_path: Path) -> None:
-    """Every rank has its own folder, as on machines without a shared disk."""
+    """Ranks without a shared file system are refused."""
 
     def save() -> str:
         pipe = Pipeline(blocks(2), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss)
         here = tmp_path / str(rank())
         checkpoints = Checkpoints(here)
         if rank():
-            from penstock.runtime.checkpoint.writing import RankLayout
+            from penstock.runtime.checkpoint.storage import RankLayout
 
             init = RankLayout.__init__
 

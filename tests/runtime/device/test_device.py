@@ -16,7 +16,7 @@ import penstock as ps
 from penstock.errors import ScheduleError
 from penstock.runtime import Pipeline, StepResult, launch
 from penstock.runtime.batch.result import ResultShare
-from penstock.runtime.device import gpu, graphs, memory, multiprocessors, rng, streams, timing
+from penstock.runtime.device import autocast, gpu, graphs, rng, streams, timing
 from runtime.models import assert_same, blocks, by_loop, by_pipeline
 
 
@@ -79,7 +79,7 @@ class Cuda:
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (gpu, streams, rng, timing, memory, graphs):
+    for module in (gpu, streams, rng, timing, graphs):
         monkeypatch.setattr(module, "cuda", Cuda)
         monkeypatch.setattr(module, "is_initialized", lambda: True)
     here.stream = Stream()
@@ -238,29 +238,29 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(132)
-    monkeypatch.setattr(multiprocessors, "_driver", lambda: made)
-    multiprocessors.split_multiprocessors.cache_clear()
+    monkeypatch.setattr(streams, "_driver", lambda: made)
+    streams.split_multiprocessors.cache_clear()
     return made
 
 
 @pytest.mark.usefixtures("driver")
 def test_multiprocessors_are_divided_among_ranks() -> None:
-    assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)
-    assert multiprocessors.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)  # once for all
+    assert streams.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)
+    assert streams.split_multiprocessors(4, 32, 0) == (100, 101, 102, 103)  # once for all
     with pytest.raises(ScheduleError, match="5 parts of 32 multiprocessors, but the device has 132"):
-        multiprocessors.split_multiprocessors(5, 32, 0)
+        streams.split_multiprocessors(5, 32, 0)
     with pytest.raises(ScheduleError, match=r"parts of \[32, 32\] multiprocessors, but 2 parts of 30"):
-        multiprocessors.split_multiprocessors(2, 30, 0)
+        streams.split_multiprocessors(2, 30, 0)
 
 
 def test_an_unsuitable_driver_is_an_error(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 801)
     with pytest.raises(ScheduleError, match="answered cuGreenCtxCreate with error 801"):
-        multiprocessors.split_multiprocessors(2, 8, 0)
+        streams.split_multiprocessors(2, 8, 0)
     monkeypatch.delattr(Driver, "cuGreenCtxStreamCreate")
     monkeypatch.setattr(Driver, "cuGreenCtxCreate", lambda *_: 0)
     with pytest.raises(ScheduleError, match=r"no cuGreenCtxStreamCreate: .* CUDA 12.4"):
-        multiprocessors.split_multiprocessors(2, 8, 0)
+        streams.split_multiprocessors(2, 8, 0)
 
 
 def test_backwards_run_on_the_thread_of_their_rank() -> None:
@@ -271,3 +271,12 @@ def test_backwards_run_on_the_thread_of_their_rank() -> None:
     Pipeline(list(model), schedule=ps.schedule("looped-bfs", 1, 2, chunks=2), loss_fn=functional.mse_loss).step(x, target=x)
     assert seen == [False, False]
     assert torch._C._is_multithreading_enabled()
+
+
+def test_autocast_of_every_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert autocast.find_autocast() == {}
+    with torch.autocast("cpu", torch.float16):
+        assert autocast.find_autocast() == {"cpu": torch.float16}
+        monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+        monkeypatch.setattr(torch, "get_autocast_dtype", {"cuda": torch.bfloat16}.__getitem__)
+        assert autocast.find_autocast() == {"cuda": torch.bfloat16}

@@ -20,7 +20,7 @@ def _schedule(name: str, ranks: int, microbatches: int) -> Schedule | None:
         made = ps.schedule(name, ranks=ranks, microbatches=microbatches)
     except ScheduleError:
         return None
-    return made if made.training else None
+    return made if made.training and made.slices == 1 else None
 
 
 CASES = [(name, ranks) for name in algorithms() for ranks in (1, 2, 4) if _schedule(name, ranks, 5)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -14,22 +15,25 @@ from penstock.runtime.launch.workers import Workers
 from runtime.models import Numbers, assert_close, blocks, by_batch
 
 
+@pytest.mark.parametrize("transport", ["framed", "direct", "edges"])
 @pytest.mark.parametrize("limit", ["all", "1"])
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
-def test_numbers_are_those_of_the_model(workers: Workers, name: str, limit: str) -> None:
-    """Three steps, the second with other sizes: messages of new forms are waited for as well."""
+def test_numbers_are_those_of_the_model(workers: Workers, name: str, limit: str, transport: str) -> None:
+    """Four steps, the third with other sizes: messages of new forms are waited for as well."""
     passes = PassList.parse(f"reduce-grad{{wait=now}},send-receive,wait-send{{outstanding={limit}}},buffers")
     program = passes.apply(ps.schedule(name, ranks=2, microbatches=6))
     model = blocks(program.stages).double()
-    batches = [(torch.randn(rows, 6).double(), torch.randn(rows, 6).double()) for rows in (12, 17, 12)]
+    batches = [(torch.randn(rows, 6).double(), torch.randn(rows, 6).double()) for rows in (12, 12, 17, 12)]
 
     def train() -> list[tuple[Tensor | None, dict[str, Tensor]]]:
-        pipe, found = Pipeline(model, program, loss_fn=functional.mse_loss), []
+        pipe = Pipeline(model, program, loss_fn=functional.mse_loss, group=dist.group.WORLD, transport=transport, deadline=60)
+        found = []
         for x, y in batches:
             for _, parameter in pipe.local_parameters():
                 parameter.grad = None
             loss = pipe.step(x, target=y).loss
             found.append((loss, {name: parameter.grad.clone() for name, parameter in pipe.local_parameters()}))
+        pipe.group.close()
         return found
 
     steps = list(zip(*workers.run(train, ranks=2), strict=True))
@@ -52,7 +56,8 @@ def large_and_crossing() -> ps.Program:
     return ps.Program.from_actions([" ".join(row).split() for row in (first, second)], ps.Placement.v(2))
 
 
-def test_a_wait_ends_when_the_receive_is_posted(workers: Workers) -> None:
+@pytest.mark.parametrize("transport", ["framed", "edges"])
+def test_a_wait_ends_when_the_receive_is_posted(workers: Workers, transport: str) -> None:
     """Messages so large that few are received ahead: 4 MiB take up all the room that there is."""
     program = large_and_crossing()
     ps.verify(program)
@@ -61,8 +66,10 @@ def test_a_wait_ends_when_the_receive_is_posted(workers: Workers) -> None:
     x = torch.randn(rows, 6).double()
 
     def train() -> list[float]:
-        pipe = Pipeline(model, program, loss_fn=functional.mse_loss, deadline=60)
-        return [float(pipe.step(x, target=x).loss) for _ in range(3)]  # type: ignore[arg-type]
+        pipe = Pipeline(model, program, loss_fn=functional.mse_loss, group=dist.group.WORLD, transport=transport, deadline=60)
+        losses = [float(pipe.step(x, target=x).loss) for _ in range(3)]  # type: ignore[arg-type]
+        pipe.group.close()
+        return losses
 
     wanted = float(by_batch(model, x, x).loss)  # type: ignore[arg-type]
     for losses in workers.run(train, ranks=2):

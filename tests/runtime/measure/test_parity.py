@@ -1,4 +1,4 @@
-"""`parity` says whether a step equals the unpipelined model, and what differs where it does not."""
+"""`parity` compares a step with the unpipelined model and lists every difference."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_other_orders_are_close(name: str) -> None:
 
 
 def test_nothing_is_left_behind() -> None:
-    """Gradients that were there, batch statistics, random numbers and modes are as before; also of what ranks share."""
+    """Earlier gradients, batch statistics, random state and train mode are restored, also on models that ranks share."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(4)))
     model[3][0].weight = model[0][0].weight
     x, y = torch.randn(8, 6), torch.randn(8, 6)
@@ -105,7 +105,7 @@ def test_batch_statistics_differ_from_the_whole_batch_and_it_says_so() -> None:
 
 
 class Fickle(nn.Module):
-    """Deliberately wrong as a stage: what it computes depends on how often it was called before."""
+    """A stage with a deliberate fault: its output depends on how often it was called."""
 
     calls = 0
 
@@ -119,7 +119,7 @@ class Fickle(nn.Module):
 
 
 def test_wrong_stage_is_named() -> None:
-    """The gradients of the wrong stage and of those before it differ; the loss too."""
+    """The loss differs, and the gradients of the faulty stage and of all stages before it."""
     model = nn.Sequential(nn.Linear(6, 6), Fickle(), nn.Linear(6, 6))
     x, y = torch.randn(4, 6), torch.randn(4, 6)
     found = launch(lambda: Pipeline(model, schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss).parity(x, target=y), 3)[0]
@@ -134,7 +134,7 @@ def test_wrong_stage_is_named() -> None:
 
 
 def test_dropped_work_is_found() -> None:
-    """An overlap executor that forgets the backward for the weights: exactly those of the stages concerned differ."""
+    """An overlap executor that skips the weight backward: exactly the weights of its stages differ."""
 
     def forgetful(action: Action, operations: list[Callable[[], None]]) -> None:
         for part, operation in zip(action.sub_actions, operations, strict=True):
@@ -152,7 +152,7 @@ def test_dropped_work_is_found() -> None:
 
 
 def test_wrong_weights_differ_from_the_whole_batch() -> None:
-    """A sum that is declared a mean: the loop scales it in the same way, the whole batch shows it."""
+    """A sum declared as a mean: the loop scales it in the same way, but the whole batch reveals it."""
 
     def summed(out: Tensor, target: Tensor) -> Tensor:
         return (out - target).square().sum()
@@ -202,7 +202,7 @@ def test_trees_skips_side_losses_and_keyword_arguments() -> None:
 
 
 def test_whole_batch_is_skipped_with_weights() -> None:
-    """With weights of the targets the whole batch has a weighting of its own."""
+    """With `weight=` the batch in one piece would have other weights, so it is not compared."""
     pipe = Pipeline(blocks(1), schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, weight=len)
     assert pipe.parity(torch.randn(4, 6), target=torch.randn(4, 6)).batch is None
 
@@ -242,7 +242,7 @@ NAN = float("nan")
     ],
 )
 def test_nan_equals_only_nan(found: list[float], wanted: list[float], close: bool) -> None:
-    """Whatever else differs, and on whichever rank it is."""
+    """NaN on one side only is a difference on any rank, even next to values that are equal up to rounding."""
     off, right, reference = torch.tensor([1.0 + 2e-7]), torch.tensor(wanted), torch.tensor([1.0])
     for ranks in ([found, wanted], [wanted, found]):
         held = [{"a": off, "b": torch.tensor(each)} for each in ranks]
@@ -268,7 +268,7 @@ def batch_of(rows: int = 12) -> tuple[Tensor, Tensor]:
 
 
 class Counter(nn.Module):
-    """State of every sort."""
+    """A module with all kinds of state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ def test_module_state_is_compared_and_restored() -> None:
 
 
 def test_state_that_advances_twice_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recomputed stages that start from whatever state there is."""
+    """A recompute that starts from the current state instead of the captured one is noticed."""
     monkeypatch.setattr(ModuleState, "stand_in", lambda self: nullcontext())
     model, (x, y) = nn.Sequential(Counter(), normed(1)).double(), batch_of()
     assert run(copy.deepcopy(model), ps.schedule("1f1b", 2, 3), x, y).loop.exact
@@ -388,7 +388,7 @@ def test_random_state_is_restored() -> None:
 
 
 class First(nn.Module):
-    """Takes a list of one tensor; what it makes of the tensor itself is something else."""
+    """Takes a list of one tensor, and computes something else from a bare tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -406,11 +406,11 @@ def test_wrongly_split_batch_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return Pipeline([First()], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, **options).parity([x], target=y)
 
     def lost(value: Any, dims: Any, sizes: Any) -> list[Any]:
-        """Lists become their only element."""
+        """A faulty split: lists become their only element."""
         return [(piece,) for piece in value[0][0].split(sizes)] if isinstance(value, tuple) else list(value.split(sizes))
 
     def uncut(value: Any, dims: Any, sizes: Any) -> list[Any]:
-        """All of it for every microbatch."""
+        """A faulty split: every microbatch gets the whole batch."""
         return [value for _ in sizes]
 
     for wrong in (lost, uncut):
@@ -441,7 +441,7 @@ def test_batch_changed_in_place_by_a_stage_is_preserved() -> None:
 
 
 def test_reference_has_the_alignment_of_the_step() -> None:
-    """Slices of an odd batch begin anywhere in a cache line, on which the rounding of a product may depend."""
+    """Slices of an odd batch start anywhere in a cache line, which may change the rounding of a product."""
     torch.manual_seed(0)
     stages = [nn.Linear(5, 7), nn.Sequential(nn.Tanh(), nn.Linear(7, 3))]
     for rows in (7, 9, 11, 13):

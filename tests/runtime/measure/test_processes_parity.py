@@ -1,4 +1,4 @@
-"""Ranks as processes give the numbers of the unpipelined model."""
+"""Pipelines of processes compute the numbers of the unpipelined model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ IN_ORDER = ["gpipe", "1f1b", "zb-h1", "zb-h2", "interleaved-1f1b", "interleaved-
 """Schedules that sum each stage's gradients in the order of microbatches."""
 OTHER = ["looped-bfs", "chimera", "dualpipe"]
 SLOW_1F1B = pytest.param("1f1b", 4, marks=pytest.mark.slow)
-"""The first use of an optimizer loads much of torch in every process."""
+"""Slow, because the first use of an optimizer imports much of torch in every process."""
 LAYERS = Layers("blocks", head=["embed"], tail=["norm", "head"])
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [*IN_ORDER, *OTHER])
 def test_schedule_against_the_loop(workers: Workers, name: str, ranks: int) -> None:
-    """A batch that does not divide, computed here by the loop and there by the pipeline, which also compares by itself."""
+    """A batch that does not divide evenly: the pipeline equals the loop run here, and its own `parity` agrees."""
     schedule = ps.schedule(name, ranks=ranks, microbatches=6)
     model, x, y = blocks(schedule.stages + 1), torch.randn(13, 6), torch.randn(13, 6)
 
@@ -74,7 +74,7 @@ def test_whole_batch_in_double(workers: Workers, name: str) -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), [SLOW_1F1B, ("1f1b", 2), ("interleaved-zb", 2), ("zbv", 2), ("dualpipe", 2)])
 def test_training_follows_the_unpipelined_run(workers: Workers, name: str, ranks: int) -> None:
-    """Six steps with an optimizer that remembers, gradients of two steps added up before each update, and clipping."""
+    """Six steps with a stateful optimizer, gradient accumulation over two steps, and clipping."""
     schedule = ps.schedule(name, ranks=ranks, microbatches=4)
     model = blocks(schedule.stages).double()
     batches = [(torch.randn(9, 6).double(), torch.randn(9, 6).double()) for _ in range(6)]
@@ -113,7 +113,7 @@ def test_training_follows_the_unpipelined_run(workers: Workers, name: str, ranks
 
 
 def _accumulated(model: nn.Module, batches: list[tuple[Tensor, Tensor, int]]) -> Numbers:
-    """The loop over all batches, each in as many pieces as it says."""
+    """Run the microbatch loop over all batches, each split into its number of microbatches."""
     again, losses = copy.deepcopy(model), []
     for x, y, count in batches:
         pieces = list(zip(x.tensor_split(count), y.tensor_split(count), strict=True))
@@ -123,7 +123,7 @@ def _accumulated(model: nn.Module, batches: list[tuple[Tensor, Tensor, int]]) ->
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved-zb", "zbv"])
 def test_row_9_sizes_and_counts_that_change_with_every_step(workers: Workers, name: str) -> None:
-    """A batch of 10 in 4 microbatches, then other sizes and other counts, and back again."""
+    """A batch of 10 in 4 microbatches, then other batch sizes and counts, and the first ones again."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model = blocks(schedule.stages)
     plan = ((10, None), (10, None), (7, None), (12, 6), (10, None), (4, 1), (12, 6), (3, 2))
@@ -144,7 +144,7 @@ def test_row_9_sizes_and_counts_that_change_with_every_step(workers: Workers, na
 
 
 def test_microbatches_of_different_lengths(workers: Workers) -> None:
-    """Lists of ready microbatches, each of its own length, in another order in the second step; their number changes too."""
+    """Lists of microbatches of different lengths, whose order and number change from step to step."""
     model = GPT(depth=4)
     lists = [[torch.randint(11, (rows, length)) for rows, length in shapes] for shapes in (((2, 8), (1, 3), (3, 5)), ((3, 5), (2, 8)))]
 
@@ -171,9 +171,9 @@ def test_microbatches_of_different_lengths(workers: Workers) -> None:
 
 @pytest.mark.parametrize(("name", "ranks"), [SLOW_1F1B, ("zb-h1", 2), ("zbv", 2), ("dualpipe", 2)])
 def test_tied_weights(workers: Workers, name: str, ranks: int) -> None:
-    """The embedding and the head are one parameter, which here is two, in different processes: they stay the same.
+    """A tied embedding and head are two parameters in different processes, and stay equal.
 
-    Copies start from the values of the first, whatever they were made with.
+    All copies start from the values of the first.
     """
     torch.manual_seed(3)
     model = GPT(depth=4, tied=True).double()

@@ -1,4 +1,4 @@
-"""What a step took, as a timeline: on processes and on virtual ranks, on one clock."""
+"""Recorded timelines of steps, with all ranks on one clock, on processes and virtual ranks."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from penstock.runtime.measure import recorder
 from penstock.runtime.measure.recorder import StepTimes, build_timeline, clock_offsets
 from penstock.runtime.transport.current_group import get_group
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import Units
 from runtime.models import blocks
 
 BATCH = torch.randn(12, 6)
@@ -38,7 +39,7 @@ def recorded(model: nn.Module, schedule: Any) -> StepResult:
 
 
 def run(workers: Workers | None, schedule: ps.Schedule, model: nn.Module | None = None, **options: Any) -> Timeline:
-    """The second step's timeline, which all ranks must agree on."""
+    """Return the timeline of the second step, after checking that all ranks agree on it."""
     model = blocks(schedule.stages) if model is None else model
     if workers is None:
         found = [each.timeline for each in launch(recorded, schedule.ranks, args=(model, schedule), **options)]
@@ -53,7 +54,7 @@ def run(workers: Workers | None, schedule: ps.Schedule, model: nn.Module | None 
 
 
 def assert_sound(found: Timeline, schedule: ps.Schedule) -> None:
-    """It is the program's, every action once and in order, nothing before what it needs, and time has passed in all of it."""
+    """Check that every action of the program occurs once, in order, after its dependencies, and takes time."""
     assert found.source == "measured"
     assert found.table == ps.lower(schedule)
     offsets = found.table.rows.group_offsets.tolist()
@@ -76,7 +77,7 @@ def assert_sound(found: Timeline, schedule: ps.Schedule) -> None:
 
 
 def _makers(sent: ps.Action) -> list[str]:
-    """The computations that may have made what a send sends."""
+    """Return the compute actions that may produce the message of a send."""
     return [f"{sent.stage}{kind}{sent.microbatch}" for kind in ("F" if sent.kind is Kind.SEND_F else "BI")]
 
 
@@ -150,7 +151,7 @@ def test_recording_can_be_switched_at_any_time(workers: Workers) -> None:
 
 
 def test_each_step_has_its_own_times(workers: Workers) -> None:
-    """A result's timeline is that step's, also when it is looked at after others."""
+    """A result has the timeline of its own step, even if it is read after later steps."""
     model = Naps(2, forward=1)
 
     def train() -> list[float]:
@@ -171,7 +172,7 @@ def test_each_step_has_its_own_times(workers: Workers) -> None:
 
 
 class Nap(nn.Module):
-    """A stage that takes at least so long."""
+    """A stage whose forward and backward take at least these times, in seconds."""
 
     def __init__(self, forward: float, backward: float) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class Naps(nn.Sequential):
 
 
 def test_costs_are_those_of_the_stages(workers: Workers) -> None:
-    """Each stage's own, and no waiting in them: a later stage's forward begins when its input is there."""
+    """Measured costs are those of each stage without waiting: a forward starts when its input has arrived."""
     schedule = ps.schedule("1f1b", ranks=4, microbatches=3)
     found = run(workers, schedule, Naps(4, forward=1, backward=2))
     for stage, (forward, backward) in enumerate(zip(found.costs.per_stage("f", 4), found.costs.per_stage("b", 4), strict=True)):
@@ -207,7 +208,7 @@ def test_costs_are_those_of_the_stages(workers: Workers) -> None:
 
 @pytest.mark.parametrize("processes", [False, True])
 def test_actions_that_run_together_count_all_their_parts(workers: Workers, processes: bool) -> None:
-    """A forward and a backward of which the second waits for its gradient: waiting is left out, and the first part is not."""
+    """In an overlapped pair whose backward waits for its gradient, the wait does not count, but the forward does."""
     schedule = ps.schedule("dualpipe-v", ranks=2, microbatches=6)
     found = run(workers if processes else None, schedule, Naps(4, forward=1, backward=1))
     together = [span for each in range(2) for span in found.spans(each) if span.action.sub_actions]
@@ -220,7 +221,7 @@ def test_actions_that_run_together_count_all_their_parts(workers: Workers, proce
 
 
 def test_saved_and_compared(workers: Workers, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is loaded as it was saved, and `penstock compare` lays it over the prediction."""
+    """A saved timeline loads unchanged, and `penstock compare` compares it with the prediction."""
     schedule = ps.schedule("zbv", ranks=2, microbatches=4)
     found = run(workers, schedule)
     measured, predicted = tmp_path / "measured.json", tmp_path / "predicted.json"
@@ -232,11 +233,14 @@ def test_saved_and_compared(workers: Workers, tmp_path: Path, capsys: pytest.Cap
     assert loaded.costs == found.costs
     for name in ("start", "end", "depart", "arrive"):
         assert np.array_equal(getattr(loaded, name), getattr(found, name))
-    assert main(["compare", str(predicted), str(measured), "--json"]) == 0
+    assert loaded.units == found.units == Units("s")
+    assert main(["compare", str(predicted), str(measured)]) == 2
+    assert "the unit of the predicted times is not known" in capsys.readouterr().err
+    assert main(["compare", str(predicted), str(measured), "--scale", "auto", "--json"]) == 0
     (difference,) = json.loads(capsys.readouterr().out)["differences"]
     assert difference["makespan"]["measured"] == pytest.approx(found.makespan)
     assert len(difference["actions"]) == sum(len(row) for row in schedule)
-    assert main(["compare", str(predicted), str(measured)]) == 0
+    assert main(["compare", str(predicted), str(measured), "--scale", "auto"]) == 0
     assert "where they part" in capsys.readouterr().out
     for suffix in ("svg", "trace.json", "html"):
         found.save(tmp_path / f"measured.{suffix}")
@@ -244,7 +248,7 @@ def test_saved_and_compared(workers: Workers, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_gaps_and_critical_path_of_a_measured_timeline(workers: Workers) -> None:
-    """Idle time has a cause, and with what was done makes up the whole; the path leads from the start to the end."""
+    """Every idle gap has a cause, work and idle time add up to the makespan, and the critical path spans it."""
     schedule = ps.schedule("1f1b", ranks=4, microbatches=3)
     found = run(workers, schedule, Naps(4, forward=1))
     for each in range(4):
@@ -260,7 +264,7 @@ def test_gaps_and_critical_path_of_a_measured_timeline(workers: Workers) -> None
 
 
 def _offsets(monkeypatch: pytest.MonkeyPatch, ahead: list[int], machines: list[str]) -> list[list[int]]:
-    """Clocks that are compared by ranks of which each reads its own; time passes by one with each reading of any."""
+    """A group whose ranks read clocks of their own; every reading advances time by one."""
     ticks = itertools.count()
     monkeypatch.setattr(recorder, "clock", lambda: next(ticks) + ahead[rank()])
     monkeypatch.setattr(recorder, "machine_id", lambda: machines[rank()])
@@ -273,7 +277,7 @@ def _offsets(monkeypatch: pytest.MonkeyPatch, ahead: list[int], machines: list[s
 
 
 def test_clocks_of_other_machines_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To within what a meeting takes, here a few readings."""
+    """Offsets are exact to within the duration of a gather, here a few readings."""
     ahead = [7_000, 7_000, -5_000_000, 90_000_000_000]
     found = _offsets(monkeypatch, ahead, ["a", "a", "b", "c"])
     assert all(theirs == found[0] for theirs in found)
@@ -291,7 +295,7 @@ def test_machine_id_is_the_same_in_all_processes(workers: Workers) -> None:
 
 
 def test_processes_share_one_clock(workers: Workers) -> None:
-    """A reading there, between two here."""
+    """Readings in other processes lie between two readings here."""
     before = recorder.clock()
     found = workers.run(recorder.clock)
     after = recorder.clock()
@@ -299,7 +303,7 @@ def test_processes_share_one_clock(workers: Workers) -> None:
 
 
 def _records(found: Timeline, ahead: list[int]) -> list[StepTimes]:
-    """What ranks with such clocks would have noted of a timeline, in nanoseconds; every message was waited for."""
+    """Turn a timeline into the times that ranks with these clocks would record, in nanoseconds, with a wait for every message."""
     bounds = found.table.rows.group_offsets.tolist()
     times = {name: np.rint(getattr(found, name) * 1e6).astype(np.int64) for name in ("start", "end", "depart", "arrive")}
     records = []
@@ -317,7 +321,7 @@ def _records(found: Timeline, ahead: list[int]) -> list[StepTimes]:
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera", "interleaved-zb"])
 def test_one_clock_for_all_ranks(name: str) -> None:
-    """What was noted by clocks that differ is the timeline that it was."""
+    """Times recorded by clocks that differ give the original timeline."""
     program = ps.lower(ps.schedule(name, ranks=4, microbatches=6))
     wanted = ps.simulate(program, ps.Costs(f=3.0, i=4.0, w=2.0, latency=0.5))
     ahead = [10**15, 10**15 + 5_000_000_000, 10**15 - 77, 0]
@@ -335,7 +339,7 @@ def test_one_clock_for_all_ranks(name: str) -> None:
 
 
 def test_message_without_a_wait_takes_as_long_as_the_fastest() -> None:
-    """When it came nobody saw; it is known to have been there when it was asked for."""
+    """The arrival of an early message is not observed, but it is no later than the receive."""
     program = ps.lower(ps.schedule("1f1b", ranks=2, microbatches=2))
     simulated = ps.simulate(program, ps.Costs(latency=0.25))
     first, second = _records(simulated, [0, 0])
@@ -370,7 +374,7 @@ def test_profiler_shows_each_action(workers: Workers, name: str, processes: bool
 
 
 def _on_rank_0(model: nn.Module, schedule: ps.Schedule) -> tuple[dict[str, int], list[str]]:
-    """A profiler sees the thread that it was started on."""
+    """The profiler records only the thread that it was started on."""
 
     def train() -> Any:
         if rank() == 0:

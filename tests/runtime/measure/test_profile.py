@@ -1,4 +1,4 @@
-"""Profiles that are measured: against formulas, against what a running pipeline holds, and without a trace."""
+"""Measured profiles agree with formulas and with a running pipeline, and leave the model unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from penstock.errors import PlacementError, ScheduleError
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Layers, Pipeline, launch
 from penstock.runtime.measure.profile import profile
-from runtime.live import Live
+from runtime.live import Live, observe_actions
 
 QUICK = {"warmup": 0, "repeats": 1}
 
@@ -44,7 +44,7 @@ def measured() -> ps.Profile:
 
 
 def test_a_transformer_holds_what_the_formulas_say(measured):
-    """All but statistics of the norms, 2 numbers a token each, which the formulas leave out, and a little for masks."""
+    """Sizes agree up to the norms' statistics, 2 numbers per token and norm, which the formulas leave out, and masks."""
     wanted = ps.Profile.transformer(layers=2, hidden=32, heads=4, sequence=32, vocabulary=64, flops=1, microbatch=3, bytes=4)
     tokens = 3 * 32
     for found, computed in zip(measured.layers[1:3], wanted.layers[1:3], strict=True):
@@ -59,8 +59,8 @@ def test_a_transformer_holds_what_the_formulas_say(measured):
 
 @pytest.mark.parametrize("splits", [True, False])
 def test_only_the_layers_own_work_is_timed(monkeypatch: pytest.MonkeyPatch, splits: bool) -> None:
-    """Walking over modules, cutting the input off and making the first gradients take 30 ms each here, and are in no figure."""
-    import penstock.runtime.measure.profile as measuring
+    """Inspecting modules, detaching the input and creating the first gradients take 30 ms each here, and are not measured."""
+    import penstock.runtime.measure.layer as measuring
 
     def slow(call: Any) -> Any:
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -78,7 +78,7 @@ def test_only_the_layers_own_work_is_timed(monkeypatch: pytest.MonkeyPatch, spli
 
 
 class Doubled(nn.Module):
-    """Needs its backward whole: it asks for gradients in its forward."""
+    """A module that cannot split its backward, because it asks for gradients in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.square()
@@ -112,19 +112,18 @@ def in_phases(ranks: int, microbatches: int) -> ps.Schedule:
 
 
 def watched_step(pipe: Pipeline, model: nn.Module, x: Tensor, y: Tensor) -> list[tuple[str, int]]:
-    """The kind of each action of a step, and the bytes of what this rank has made that are alive after it."""
+    """Return the kind of each action of a step, and the bytes allocated by this rank that are alive after it."""
     held: list[tuple[str, int]] = []
     with Live() as live:
         live.forget(x, y, *model.parameters(), *(p.grad for p in model.parameters()))
         executor = pipe._executor(pipe.microbatches, True)
-        run = executor.run
-        executor.run = lambda feed: run(feed, lambda at: held.append((executor.actions[at].kind.name, live.bytes)))  # type: ignore[method-assign]
+        observe_actions(executor, lambda at: held.append((executor.actions[at].kind.name, live.bytes)))
         pipe.step(x, target=y)
     return held
 
 
 def test_a_running_stage_holds_what_was_measured():
-    """Between the phases a rank holds all activations, and then all stashes: to the byte, but for two numbers around the loss."""
+    """Between the phases a rank holds all activations, then all stashes: to the byte, except for two numbers of the loss."""
     microbatches, rows = 4, 3
     layers, tokens, loss, target = gpt.build(SHAPE, batch=rows)
     measured = profile(layers, tokens, loss_fn=loss, target=target, **QUICK)
@@ -295,7 +294,7 @@ def test_invalid_arguments(model, sample, given, kind, said):
 
 
 class Sequence(nn.Module):
-    """An RNN of which only the outputs go on."""
+    """An RNN that passes on only its outputs."""
 
     def __init__(self, make: Any) -> None:
         super().__init__()
@@ -344,7 +343,7 @@ class Asking(nn.Module):
 
 
 def test_layer_that_needs_a_whole_backward() -> None:
-    """Its I is all of its backward, and it leaves nothing for its W."""
+    """The I of such a layer is its whole backward, and nothing is left for its W."""
     layer = Asking()
     asking, plain = profile([layer, nn.Linear(64, 64)], wanting(256, 64), warmup=1, repeats=3).layers
     assert asking.weight_stash == 0 < plain.weight_stash
@@ -366,3 +365,20 @@ def test_loss_that_needs_a_whole_backward() -> None:
 
 def wanting(*shape: int) -> Tensor:
     return torch.randn(*shape, requires_grad=True)
+
+
+def test_a_layer_behind_another_computes_the_gradient_of_its_input():
+    """As a stage does, unless the input is data."""
+
+    class Noting(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            noted.append(x.requires_grad)
+            return super().forward(x)
+
+    noted: list[bool] = []
+    profile([Noting(4, 4)], torch.randn(2, 4), **QUICK)
+    assert not any(noted)
+    noted.clear()
+    profile([nn.Linear(4, 4), Noting(4, 4), nn.ReLU(), Noting(4, 4)], torch.randn(2, 4), **QUICK)
+    assert noted
+    assert all(noted)

@@ -47,7 +47,7 @@ def build(name: str, ranks: int = 2, microbatches: int = 4) -> ps.Schedule | Non
         found = ps.schedule(name, ranks=ranks, microbatches=microbatches)
     except ScheduleError:
         return None
-    return found if found.training else None
+    return found if found.training and found.slices == 1 else None
 
 
 NAMES = [name for name in algorithms() if build(name) is not None]
@@ -82,7 +82,7 @@ def test_compiled_stages_have_the_numbers_of_the_eager_model(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_every_schedule_runs_compiled_stages(name):
-    """By the compiler's own autograd: a stage's backward is one operation that it has written."""
+    """With a compiler that uses AOTAutograd, a stage's backward is one compiled operation."""
     check(name, "aot_eager")
 
 
@@ -99,7 +99,7 @@ def test_stages_are_compiled_one_by_one():
 
 
 def test_the_cost_is_reported(caplog):
-    """zb-h1 with every backward merged is 1f1b: (p-1)(F+I-W) of idle time become (p-1)(F+B)."""
+    """zb-h1 with every backward merged is 1f1b: its idle time grows from (p-1)(F+I-W) to (p-1)(F+B)."""
     ranks, count = 2, 4
     schedule = ps.schedule("zb-h1", ranks=ranks, microbatches=count)
     with caplog.at_level(logging.WARNING, "penstock"):

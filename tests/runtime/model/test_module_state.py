@@ -120,7 +120,7 @@ def test_parameters_are_not_part_of_the_state() -> None:
 
 
 def test_a_forward_run_twice_leaves_the_state_of_one() -> None:
-    """Batch norm, spectral norm and a counter; and the first forward's graph can still go backward."""
+    """Restores batch norm, spectral norm and a counter, and the first forward's graph can still run its backward."""
 
     class Counted(nn.Module):
         def __init__(self) -> None:
@@ -158,7 +158,7 @@ def test_a_module_on_the_meta_device_has_a_state() -> None:
 
 
 def test_a_tensor_with_a_history_is_restored_by_reference() -> None:
-    """Its graph must go on working."""
+    """A tensor with a graph is kept, so that its backward still works."""
     module = nn.Module()
     weight = torch.ones(3, requires_grad=True)
     module.last = (weight * 2).exp()
@@ -171,7 +171,7 @@ def test_a_tensor_with_a_history_is_restored_by_reference() -> None:
 
 
 def test_copies_replace_the_state_temporarily() -> None:
-    """Code that runs meanwhile starts from the captured state and may change it: the present objects stay as they were."""
+    """Code inside starts from the captured state and may change it; the current objects do not change."""
     module = nested()
     captured = ModuleState.capture(module)
     part: Any = module[1].part
@@ -207,7 +207,7 @@ def test_only_some_names_can_be_captured() -> None:
 
 @pytest.mark.parametrize("name", sorted(CHANGES.keys() - {"norm.running_mean", "pair"}))
 def test_versions_notice_changes(name: str) -> None:
-    """Except in what leaves no trace: `data`, and tensors inside of a tuple."""
+    """All changes are noticed except those through `data` and of tensors inside a tuple, which leave no trace."""
     module = nested()
     versions, others = ModuleVersions.capture(module), ModuleVersions.capture(module, skip=[f"1.part.{name}"])
     CHANGES[name](module[1].part)
@@ -215,3 +215,12 @@ def test_versions_notice_changes(name: str) -> None:
     assert [*replaced.names(), *in_place] == [f"1.part.{name}"]
     replaced, in_place = others.changes()
     assert [*replaced.names(), *in_place] == []
+
+
+def test_versions_do_not_take_skipped_state_for_added() -> None:
+    module = nested()
+    versions = ModuleVersions.capture(module, skip=["1.part.total", "1.part.runs"])
+    part: Any = module[1].part
+    part.late = 1
+    replaced, in_place = versions.changes()
+    assert [*replaced.names(), *in_place] == ["1.part.late"]

@@ -17,7 +17,7 @@ LAYERS = Layers("blocks", head=["embed"], tail=["norm", "head"])
 
 
 def _unpipelined(model: nn.Module, x: Tensor, y: Tensor, count: int, loss_fn: object = functional.mse_loss) -> nn.Module:
-    """A copy with the gradients of the microbatch loop."""
+    """Return a copy of the model with the gradients of the microbatch loop."""
     again = copy.deepcopy(model)
     for name, grad in by_loop(model, x, y, count, loss_fn).grads.items():  # type: ignore[arg-type]
         again.get_parameter(name).grad = grad
@@ -63,7 +63,7 @@ def test_norm_does_not_depend_on_the_ranks() -> None:
 @pytest.mark.parametrize("separate", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe"])
 def test_tied_parameters_count_once(name: str, separate: bool) -> None:
-    """The norm is that of the unpipelined model, whether ranks share one model or have built their own."""
+    """The norm equals the unpipelined model's, whether ranks share one model or build their own."""
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     torch.manual_seed(1)
     model = GPT(depth=4, tied=True).double()
@@ -101,7 +101,7 @@ def test_names_are_those_of_the_model() -> None:
 @pytest.mark.filterwarnings("ignore:rank 1 has no parameters to update")
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_one_object_is_updated_once(name: str) -> None:
-    """Virtual ranks that share a model: a parameter that two of them hold is listed by one, so that no two optimizers step it."""
+    """Of virtual ranks that share a model, only one lists a shared parameter, so that only one optimizer updates it."""
     model = GPT(depth=2, tied=True)
     schedule = ps.schedule(name, ranks=2, microbatches=2)
     found = launch(lambda: [id(p) for p in Pipeline(model, schedule, loss_fn=token_loss, split=LAYERS).parameters()], 2)
@@ -110,7 +110,7 @@ def test_one_object_is_updated_once(name: str) -> None:
 
 
 def test_parameters_follow_a_replacement() -> None:
-    """A state dict that is assigned brings new parameters; a pipeline that was made before sees them."""
+    """An existing pipeline sees new parameters from `load_state_dict(assign=True)`."""
     model = blocks(2)
     pipe = Pipeline(model, schedule="1f1b-v", microbatches=2, loss_fn=functional.mse_loss)
     model.load_state_dict(blocks(2).state_dict(), assign=True)

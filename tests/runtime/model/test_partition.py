@@ -1,4 +1,4 @@
-"""Cutting a model into stages: everything in exactly one of them."""
+"""Cutting a model puts every layer into exactly one stage."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_unknown_part_has_a_suggestion() -> None:
 
 
 def test_layer_used_twice_runs_twice() -> None:
-    """The children of a module are listed once each; the layers of a sequence are not."""
+    """A layer that occurs twice in a sequence runs twice, although `named_children` lists it once."""
     twice = nn.Linear(6, 6)
     model = nn.Sequential(twice, nn.Tanh(), twice, nn.Linear(6, 6))
     assert _names(partition(model, 2, [2, 2])) == [("0", "1"), ("2", "3")]
@@ -181,7 +181,7 @@ def test_list_trains_like_the_whole(wrap: Any) -> None:
 
 
 def test_map_of_local_stages() -> None:
-    """Each rank builds the stages that it holds and no others."""
+    """Each rank builds only its own stages."""
     model, x, y = blocks(4), torch.randn(7, 6), torch.randn(7, 6)
     wanted = by_loop(model, x, y, 3)
     schedule = ps.schedule("interleaved-1f1b", ranks=2, microbatches=3)

@@ -16,7 +16,7 @@ from runtime.models import Block, blocks, count_forwards
 
 LAYER = ps.Layer(f=1, i=1, w=1, activation=4, weight_stash=1, output=1)
 UNEVEN = ps.Profile([ps.Layer(f=3, i=3, w=3, activation=4), *[LAYER] * 6], input=1)
-"""The first layer takes as long as three others."""
+"""A profile whose first layer takes as long as three others."""
 
 
 def made(**given: Any) -> ps.Plan:
@@ -24,7 +24,7 @@ def made(**given: Any) -> ps.Plan:
 
 
 def run(model: Any, plan: Any, **given: Any) -> list[tuple[list[int], bool, Any]]:
-    """Each rank's layers per stage, and whether the numbers equal the unpipelined model's."""
+    """Return the layers per stage on each rank, and whether the numbers equal the unpipelined model's."""
     x, y = torch.randn(8, 6), torch.randn(8, 6)
 
     def train() -> tuple[list[int], bool, Any]:

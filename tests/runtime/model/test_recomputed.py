@@ -1,4 +1,4 @@
-"""Recomputed stages: as many forwards and as much memory as the simulator counts, with the same numbers."""
+"""Recomputed stages run as many forwards and hold as much memory as the simulator predicts, with the same numbers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from penstock.ir.kind import Kind
 from penstock.planner.partition.stage_costs import stage_costs
 from penstock.runtime import Pipeline, StageOutput, add_loss, add_metric, launch
 from penstock.runtime.measure.profile import profile
-from runtime.live import Live
+from runtime.live import Live, observe_actions
 from runtime.models import Block, Numbers, assert_equal, assert_same, blocks, count_forwards, gradients, loop_step
 
 FLAGS = {"1f1b": (True, False), "gpipe": (True, True), "zb-h1": (False, True), "zbv": (True, False, False, True), "dualpipe-v": (True,) * 4}
@@ -27,7 +27,7 @@ COUNT = 4
 
 @pytest.mark.parametrize("name", FLAGS)
 def test_forwards_are_as_many_as_the_simulator_counts(name):
-    """If a forward takes 1 and backwards nothing, a rank's busy time is its number of forwards."""
+    """With forwards of cost 1 and free backwards, a rank's busy time is its number of forwards."""
     schedule, flags = ps.schedule(name, ranks=2, microbatches=COUNT), FLAGS[name]
     per_stage = 2
     profiled = ps.Profile([ps.Layer(f=1, i=0, w=0)] * (per_stage * schedule.stages))
@@ -110,17 +110,17 @@ def test_outputs_and_evaluation_equal_those_without_recompute():
 
 
 SCALARS = 16
-"""The loss and what its backward starts with, two numbers of 4 bytes each, and their room."""
+"""Bytes of the loss and of the gradient that its backward starts from, with their allocation granularity."""
 
 
 def product(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that holds both; torch's own gives a number in the room of all that it is the mean of."""
+    """A loss that holds its two inputs; torch's own returns a scalar in the storage of all elements that it averages."""
     return (output * target).mean()
 
 
 @pytest.mark.parametrize("flags", [(False, False, False), (True, True, True), (True, False, True), (False, True, False)])
 def test_a_forward_keeps_what_the_plan_predicts(flags):
-    """Measured by watching every tensor: the profile's activations, or of a recomputed stage its input and output."""
+    """Every tensor is watched: a stage holds the profile's activations, or if recomputed its input and output."""
     wide, rows = 64, 16
     model = nn.Sequential(*(nn.Sequential(nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide)) for _ in range(6)))
     x, y = torch.randn(rows * COUNT, wide), torch.randn(rows * COUNT, wide)
@@ -131,7 +131,7 @@ def test_a_forward_keeps_what_the_plan_predicts(flags):
     def train() -> list[int]:
         pipe = Pipeline(model, schedule, loss_fn=product, recompute=flags)
         executor = pipe._executor(COUNT, True)
-        run, held = executor.run, [0]
+        held = [0]
         pipe.step(x, target=y)  # the first one also looks whether stages change their inputs
         for parameter in pipe.parameters():
             parameter.grad = None
@@ -144,7 +144,7 @@ def test_a_forward_keeps_what_the_plan_predicts(flags):
                 if executor.actions[at].kind is Kind.F:
                     held.append(live.bytes)
 
-            executor.run = lambda feed: run(feed, look)  # type: ignore[method-assign]
+            observe_actions(executor, look)
             pipe.step_list(pieces, targets)
         return [after - before for before, after in pairwise(held)]
 
@@ -164,7 +164,7 @@ def test_a_forward_keeps_what_the_plan_predicts(flags):
 
 
 class Counter(nn.Module):
-    """Counts its forwards in every way; what it gives depends on the counts."""
+    """Counts its forwards in every kind of state, and its output depends on the counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Counter(nn.Module):
 
 
 class Averaged(nn.Module):
-    """Saves a buffer for its backward that it has changed just before, past autograd."""
+    """Saves a buffer for its backward just after changing it in a way that autograd does not see."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ STATEFUL = {
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    """Buffers and attributes by name."""
+    """Return buffers and attributes by name."""
     found: dict[str, Any] = dict(model.named_buffers())
     for prefix, part in model.named_modules():
         if isinstance(part, Counter):
@@ -225,7 +225,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["1f1b", "gpipe", "zbv"])
 @pytest.mark.parametrize("kind", STATEFUL)
 def test_state_equals_that_of_one_forward(kind, name):
-    """Two steps with recomputed stages against the loop of the plain model: the numbers, and what is left in the modules."""
+    """Two steps with recomputed stages equal the microbatch loop, in their numbers and in the state of the modules."""
     schedule, x = ps.schedule(name, ranks=2, microbatches=COUNT), torch.randn(16, 6).double()
     model = nn.Sequential(*(STATEFUL[kind]() for _ in range(schedule.stages))).double()
     again = copy.deepcopy(model)
@@ -244,7 +244,7 @@ def test_state_equals_that_of_one_forward(kind, name):
 
 
 class Late(nn.Module):
-    """Changes a buffer in its third forward only: in place, or by another one."""
+    """Changes a buffer in its third forward only, in place or by assigning another tensor."""
 
     def __init__(self, in_place: bool) -> None:
         super().__init__()

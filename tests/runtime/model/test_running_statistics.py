@@ -1,4 +1,4 @@
-"""Running statistics equal the plain loop's, also with two copies of a stage or microbatches in another order."""
+"""Running statistics equal those of the microbatch loop, also with two copies of a stage or reordered microbatches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BIDIRECTIONAL = ["chimera", "dualpipe"]
 
 
 class Twice(nn.Module):
-    """Calls its norm layer two times in each forward."""
+    """Calls its norm layer twice per forward."""
 
     def __init__(self, momentum: float | None) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ LAYERS = {
     "frozen": lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6).eval()),
 }
 COUNTS = (4, 1, 3)
-"""Microbatches of each step."""
+"""Number of microbatches per step."""
 
 
 def data(rows: int = 12) -> tuple[Tensor, Tensor]:
@@ -74,7 +74,7 @@ def assert_same_buffers(found: dict[str, Tensor], wanted: nn.Module) -> None:
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_statistics_equal_the_loop_s(kind: str, name: str, one_object: bool, recompute: bool) -> None:
-    """Steps of several counts; then each rank evaluates as the plain model does."""
+    """After steps with several microbatch counts, each rank evaluates like the plain model."""
     model, (x, y) = nn.Sequential(*(LAYERS[kind]() for _ in range(2))).double(), data()
     again = loop(model, x, y)
     schedule = ps.schedule(name, ranks=2, microbatches=4)
@@ -103,7 +103,7 @@ def test_statistics_equal_the_loop_s(kind: str, name: str, one_object: bool, rec
 
 
 def test_another_order_of_microbatches() -> None:
-    """A schedule from a file or by hand may permute them; one rank has all."""
+    """A custom schedule may permute microbatches on one rank."""
     rows = [["0F2", "0F0", "0F1", "0B2", "0B0", "0B1"], ["1F2", "1F0", "1F1", "1B2", "1B0", "1B1"]]
     schedule = ps.Schedule.from_actions(rows, ps.Placement.custom([0, 1]))
     model, (x, y) = nn.Sequential(*(LAYERS["batch norm"]() for _ in range(2))).double(), data()
@@ -179,7 +179,7 @@ class Counter(nn.Module):
 
 
 class Total(nn.Module):
-    """Counts in a buffer, from some forward on."""
+    """Counts its forwards in a buffer, starting at a given forward."""
 
     def __init__(self, late: bool) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ OTHER = {
 @pytest.mark.parametrize("name", BIDIRECTIONAL)
 @pytest.mark.parametrize("kind", OTHER)
 def test_other_state_is_refused(kind: str, name: str, recompute: bool) -> None:
-    """Refused in the first step, which restores it."""
+    """The first step refuses the change and restores the state."""
     model, (x, y) = nn.Sequential(nn.Linear(6, 6), OTHER[kind]()).double(), data()
     before = copy.deepcopy(model)
 

@@ -1,4 +1,4 @@
-"""Tied parameters, and models of which a pipeline holds two copies."""
+"""Tied parameters, and pipelines that hold two copies of the model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKENS = torch.randint(11, (9, 8), generator=torch.Generator().manual_seed(5))
 @pytest.mark.parametrize("microbatches", [1, 4])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "interleaved-1f1b", "dualpipe", "dualpipe-v"])
 def test_tied_embedding_of_one_model(name: str, microbatches: int) -> None:
-    """Virtual ranks share the model: both ends add to the one gradient."""
+    """On virtual ranks that share a model, both uses of a tied parameter add to one gradient."""
     model = GPT(depth=5, tied=True).double()
     schedule = ps.schedule(name, ranks=2, microbatches=microbatches)
     found = by_pipeline(model, schedule, TOKENS, TOKENS, token_loss, split=LAYERS)
@@ -30,7 +30,7 @@ def test_tied_embedding_of_one_model(name: str, microbatches: int) -> None:
 
 
 def _train(model: nn.Module, schedule: ps.Schedule, spoilt: Sequence[str]) -> dict[str, Tensor]:
-    """Some steps with clipping and an optimizer on a separate copy; returns this rank's parameters."""
+    """Run some steps with clipping and an optimizer on a copy of the model; return this rank's parameters."""
     mine = copy.deepcopy(model)
     if rank():
         with torch.no_grad():
@@ -63,9 +63,9 @@ def _unpipelined(model: nn.Module, microbatches: int, steps: int = 3) -> nn.Modu
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv", "dualpipe", "chimera"])
 def test_separate_copies_stay_equal(name: str, tied: bool) -> None:
-    """A model built on each rank, as in processes of their own: after three steps every copy is the same to the last bit.
+    """With one model per rank, as in processes, all copies are bitwise equal after three steps.
 
-    Copies start from the values of the first, whatever they were made with.
+    All copies start from the values of the first.
     """
     torch.manual_seed(2)
     model = GPT(depth=4, tied=tied).double()
@@ -84,7 +84,7 @@ def test_separate_copies_stay_equal(name: str, tied: bool) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2, 5])
 @pytest.mark.parametrize("name", ["dualpipe", "chimera"])
 def test_bidirectional_copies_have_the_whole_gradient(name: str, microbatches: int) -> None:
-    """Each copy sees half of the microbatches; both end with the sum, also where one has seen none."""
+    """Each copy sees half of the microbatches, and both get the sum, even if one copy has seen none."""
     model, x, y = blocks(4).double(), torch.randn(7, 6).double(), torch.randn(7, 6).double()
     schedule = ps.schedule(name, ranks=4, microbatches=microbatches)
 
@@ -110,7 +110,7 @@ def test_bidirectional_copies_have_the_whole_gradient(name: str, microbatches: i
 
 
 def test_copies_that_partly_share_objects() -> None:
-    """Ranks 0 and 1 share a model, and ranks 2 and 3 another: a parameter tied over two stages is on all four, as two objects."""
+    """Ranks 0 and 1 share a model, ranks 2 and 3 another: a parameter tied over two stages is two objects on four ranks."""
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))).double()
     model[1].weight = model[0].weight
     x, y = torch.randn(8, 6).double(), torch.randn(8, 6).double()
@@ -132,7 +132,7 @@ def test_copies_that_partly_share_objects() -> None:
 
 
 def test_two_pipes_of_one_model_side_by_side() -> None:
-    """Two copies on ranks of their own, which need not wait for each other: one may be through before the other begins."""
+    """Copies on ranks that do not communicate: one may have finished before the other begins."""
     rows = [["0F0", "0B0"], ["1F0", "1B0"], ["0F1", "0B1"], ["1F1", "1B1"]]
     schedule = ps.Schedule.from_actions(rows, ps.Placement.custom([0, 1], [2, 3]))
     model, x, y = blocks(2).double(), torch.randn(4, 6).double(), torch.randn(4, 6).double()
@@ -170,7 +170,7 @@ def test_two_pipes_of_one_model_side_by_side() -> None:
 
 
 class Untied(nn.Module):
-    """The layout of a tied model whose two ends are made on different ranks, each with a parameter of its own."""
+    """One end of a tied model, built on its own rank with its own parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ class Untied(nn.Module):
 
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "zbv"])
 def test_declared_ties(name: str) -> None:
-    """Two parameters that are to be one: equal from the start, the gradient summed, counted once in the norm."""
+    """Parameters tied by `ties=` start equal, their gradients are summed, and the norm counts them once."""
     schedule = ps.schedule(name, ranks=2, microbatches=3)
     stages = schedule.stages
     last = stages - 1
@@ -221,7 +221,7 @@ def test_invalid_declared_ties_are_refused() -> None:
 
 
 def test_tied_gradients_accumulate_over_steps() -> None:
-    """What was there before a step is added to once, on every rank that has a copy."""
+    """A step adds to accumulated gradients once, on every rank that has a copy."""
     model = GPT(depth=2, tied=True).double()
     schedule = ps.schedule("1f1b", ranks=2, microbatches=2)
 
@@ -239,7 +239,7 @@ def test_tied_gradients_accumulate_over_steps() -> None:
 
 
 def test_failure_restores_tied_gradients() -> None:
-    """Also those of parameters whose copies were set aside for the step."""
+    """A failed step restores gradients, also those that were set aside for the sum over copies."""
     broken = False
 
     class Loss(nn.Module):
@@ -270,7 +270,7 @@ def test_failure_restores_tied_gradients() -> None:
 
 
 def test_parallel_ranks_do_not_share_parameters() -> None:
-    """Two threads would add to one gradient at the same time."""
+    """Parallel virtual ranks cannot share a model, because two threads would add to one gradient at the same time."""
     model = GPT(depth=2, tied=True)
     schedule = ps.schedule("1f1b", ranks=2, microbatches=2)
     with pytest.raises(ScheduleError, match="cannot share parameters: build a model on each rank"):
@@ -278,7 +278,7 @@ def test_parallel_ranks_do_not_share_parameters() -> None:
 
 
 def test_two_pipelines_of_one_model() -> None:
-    """Each has its own program; both add to the same gradients."""
+    """Two pipelines on one model have separate programs and add to the same gradients."""
     model, x, y = blocks(4).double(), torch.randn(8, 6).double(), torch.randn(8, 6).double()
 
     def train() -> None:

@@ -22,7 +22,7 @@ WAYS = [("1f1b", 1, 1), ("1f1b", 4, 4), ("zbv", 2, 4), ("interleaved-1f1b", 3, 6
 
 
 class Recomputing(GPTBlock):
-    """A block that keeps only its input, by torch's own checkpoint."""
+    """A block under torch's activation checkpoint, which keeps only its input."""
 
     def forward(self, x: Tensor) -> Tensor:
         made: Tensor = checkpoint(super().forward, x, use_reentrant=False)
@@ -30,7 +30,7 @@ class Recomputing(GPTBlock):
 
 
 def step(plan: Any, ranks: int, recompute: bool = False) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The losses of the second step, and the gradients of both."""
+    """Return the losses of the second step, and the gradients of both."""
     made, tokens = make(), texts()[:8]
     if recompute:
         for block in made.blocks:
@@ -78,7 +78,7 @@ def test_recomputed_stages_draw_the_same(way: tuple[str, int, int]) -> None:
 
 
 def test_modules_that_were_given_as_stages_have_a_stream_each() -> None:
-    """In a list of modules the stages are the layers, so there is one stream per stage."""
+    """In a list of modules every module is a stage, so there is one stream per stage."""
 
     def train() -> Tensor:
         pipe = Pipeline([torch.nn.Dropout(0.5)], schedule="1f1b", microbatches=2, loss_fn=functional.mse_loss, seed=3)

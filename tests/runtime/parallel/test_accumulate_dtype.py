@@ -1,4 +1,4 @@
-"""Gradients that are summed in another precision, of parameters that several ranks hold; and the layout of every sum."""
+"""`accumulate_dtype` for parameters that several ranks hold, and the memory layout of the sums."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ranks_that_share_a_model_sum_in_the_dtype(name: str, tied: bool, steps:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_copies_sum_in_the_dtype(name: str, tied: bool) -> None:
-    """A model on each rank: both copies end with the same sum."""
+    """With one model per rank, both copies end with the same sum."""
     schedule = ps.schedule(name, ranks=2, microbatches=COUNT)
     model, x, y = model_of(schedule.stages, HALF, tied), torch.randn(16, 6).to(HALF), torch.randn(16, 6).to(HALF)
     wanted = terms(model, x, y)
@@ -63,7 +63,7 @@ def test_copies_sum_in_the_dtype(name: str, tied: bool) -> None:
 
 
 class Sparse(nn.Module):
-    """An embedding with sparse gradients, and what makes a stage of it."""
+    """A stage with an embedding that has sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class Sparse(nn.Module):
 
 
 class Scores(nn.Module):
-    """Dense gradients for the table of an embedding."""
+    """A head that uses the embedding's table and gives it dense gradients."""
 
     def __init__(self, table: nn.Parameter) -> None:
         super().__init__()

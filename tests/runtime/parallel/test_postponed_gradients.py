@@ -27,13 +27,13 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
 
 
 def draw(steps: int = STEPS, dtype: torch.dtype = torch.float64) -> list[Pieces]:
-    """Microbatches of several sizes, by step."""
+    """Return the microbatches of each step, of several sizes."""
     torch.manual_seed(3)
     return [[(torch.randn(2 + k % 3, 6, dtype=dtype), torch.randn(2 + k % 3, 6, dtype=dtype)) for k in range(COUNT)] for _ in range(steps)]
 
 
 def by_loop(model: nn.Module, pieces: Pieces) -> Grads:
-    """The unpipelined model over all microbatches in order."""
+    """Run the unpipelined model over all microbatches in order."""
     model = copy.deepcopy(model)
     model.zero_grad()
     for x, y in pieces:
@@ -42,7 +42,7 @@ def by_loop(model: nn.Module, pieces: Pieces) -> Grads:
 
 
 def by_pipeline(model: nn.Module, schedule: ps.Schedule, steps: list[Pieces], finalize: list[bool], own: bool, **options: Any) -> Grads:
-    """Steps on virtual ranks; with `own` each has a copy of the model, else they share one."""
+    """Run steps on virtual ranks, which share one model, or with `own` have one copy each."""
     one = copy.deepcopy(model)
     one.zero_grad()
 
@@ -69,9 +69,9 @@ def assert_near(found: Grads, wanted: Grads, tolerance: float) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied"])
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_three_steps_equal_one_over_all_microbatches(name: str, tied: bool, own: bool) -> None:
-    """To the last bit if each parameter's gradients are summed in the order of microbatches, else to 1e-12 in float64.
+    """Bitwise equal if each parameter's gradients are summed in the order of microbatches, else to 1e-12 in float64.
 
-    Two stages that add to one tied parameter on one rank, or to one object of several, take turns as the schedule has it.
+    Stages that add to one tied parameter on one rank, or to an object that several ranks share, do so in the schedule's order.
     """
     schedule = ps.schedule(name, ranks=2, microbatches=COUNT)
     model, steps = model_of(schedule.stages, torch.float64, tied), draw()
@@ -88,7 +88,7 @@ def test_three_steps_equal_one_over_all_microbatches(name: str, tied: bool, own:
 
 @pytest.mark.parametrize("name", ["1f1b", "chimera"])
 def test_what_was_finalized_before_is_not_summed_again(name: str) -> None:
-    """Finalized, postponed, finalized: every gradient counts once."""
+    """Over a finalized, a postponed and another finalized step, every gradient counts once."""
     schedule = ps.schedule(name, ranks=2, microbatches=COUNT)
     model, steps = model_of(schedule.stages, torch.float64, True), draw()
     found = by_pipeline(model, schedule, steps, [True, False, True], own=True)
@@ -110,7 +110,7 @@ def test_sums_in_a_dtype_are_rounded_once_over_all_steps(name: str, own: bool) -
 
 
 def test_gradients_are_incomplete_until_a_step_finalizes() -> None:
-    """Copies keep what was finalized; clipping and comparing, which need the gradients, are refused."""
+    """Copies keep their finalized gradients meanwhile; clipping and parity, which need all gradients, are refused."""
     schedule = ps.schedule("1f1b", ranks=2, microbatches=COUNT)
     model, steps = model_of(schedule.stages, torch.float64, True), draw(1)
 

@@ -225,14 +225,14 @@ def _stage(module: nn.Module) -> Any:
 
 
 def force(inner: nn.Module, x: Tensor) -> Tensor:
-    """A gradient that depends on the weights."""
+    """Return a gradient that depends on the weights."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         return torch.autograd.grad(inner(x).tanh().sum(), x, create_graph=True)[0]
 
 
 def test_a_gradient_of_a_gradient_is_refused() -> None:
-    """The weight's part in the inner gradient would be lost."""
+    """An inner gradient is refused, because the weight's part in it would be lost."""
     for shape in ((4, 5), (2, 4, 5)):
         half = Half(Applied(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)), force))
         with pytest.raises(WholeBackwardNeeded, match="create_graph"):
@@ -240,7 +240,7 @@ def test_a_gradient_of_a_gradient_is_refused() -> None:
 
 
 def by_engine(inner: nn.Module, x: Tensor) -> Tensor:
-    """As `force`, but around torch's own functions."""
+    """Like `force`, but calls the engine past torch's functions."""
     x = x.detach().requires_grad_()
     out = inner(x).tanh().sum()
     run = torch.autograd.Variable._execution_engine.run_backward
@@ -303,7 +303,7 @@ class Again(torch.autograd.Function):
 
 @pytest.mark.parametrize("unused", [True, False])
 def test_a_function_that_computes_its_part_again(unused: bool) -> None:
-    """Its parameters wait too, if it can do without their gradients; if not, torch says so."""
+    """A custom function's parameters are deferred if it does not need their gradients; if it does, torch raises an error."""
     model = Applied(nn.Linear(5, 5), lambda inner, x: Again.apply(x, inner, unused, *inner.parameters()))
     if unused:
         assert check(model, (wants(4, 5),), (wants(2, 4, 5),)) == names(model)

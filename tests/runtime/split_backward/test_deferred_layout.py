@@ -1,4 +1,4 @@
-"""Weight gradients that wait have the strides that autograd gives them: optimizers with one kernel for both rely on that."""
+"""Deferred weight gradients have the strides that autograd gives them, on which fused optimizers rely."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ON_ITS_SIDE: dict[str, tuple[Callable[..., Tensor], tuple[int, ...], Callable[[]
 
 
 def reversed_dims(value: Tensor) -> Tensor:
-    """The same values in memory of the opposite order of dimensions."""
+    """Return the same values with the dimensions in opposite memory order."""
     dims = list(range(value.dim()))[::-1]
     return value.permute(dims).contiguous().permute(dims)
 
@@ -85,7 +85,7 @@ def assert_strides(model: nn.Module, data: Callable[[], Tensor]) -> None:
 
 
 def strides(run: Callable[..., Any], model: nn.Module, microbatches: Any) -> dict[str, tuple[int, ...]]:
-    """The strides of the gradients, as hooks see them on the copy that is run."""
+    """Return the strides of the gradients as hooks on a copy of the model see them."""
     kept: dict[str, Any] = {}
 
     def forward(module: nn.Module, *args: Any) -> Any:
@@ -97,7 +97,7 @@ def strides(run: Callable[..., Any], model: nn.Module, microbatches: Any) -> dic
 
 
 class Sideways(nn.Module):
-    """A linear map whose weight was built on its side, and a convolution with its channels last."""
+    """A linear map with a transposed weight, and a convolution in channels-last format."""
 
     def __init__(self) -> None:
         super().__init__()

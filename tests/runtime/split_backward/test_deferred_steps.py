@@ -73,7 +73,7 @@ def test_recordings_inside_each_other() -> None:
 
 
 def test_threads_do_not_disturb_each_other() -> None:
-    """One records while another trains the plain way, over and over."""
+    """One thread records a split forward while another trains without one, many times."""
     torch.manual_seed(2)
     models = [nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 5)) for _ in range(4)]
     x = wants(4, 5)
@@ -96,7 +96,7 @@ def test_threads_do_not_disturb_each_other() -> None:
 
 
 def test_a_backward_on_another_thread_records_with_its_own_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a device: what a checkpoint recomputes there belongs to the backward of its own weights, and to no other."""
+    """When the backward runs on another thread, as on a device, a recomputed forward is recorded for its own stage only."""
     mine, other = nn.Linear(5, 5), nn.Linear(5, 5)
     halves = [Half(mine), Half(other)]
     for half in halves:
@@ -137,7 +137,7 @@ def test_parallel_ranks_split_side_by_side() -> None:
 # Fused accumulation ---------------------------------------------------------------------------------------------------
 
 FUSED_BOUND = 1e-6
-"""Of the largest gradient: what fused accumulation may differ from the plain one in float32, for sums like these."""
+"""Tolerance of fused accumulation in float32, relative to the largest gradient, for sums of this length."""
 
 
 @pytest.mark.parametrize("shape", [(64, 32), (4, 16, 32)], ids=str)
@@ -171,7 +171,7 @@ def test_fused_accumulation_adds_to_the_gradient_in_place() -> None:
 
 
 def test_fused_accumulation_only_if_it_is_safe() -> None:
-    """A weight that is used twice, and a gradient of another type, are added as ever."""
+    """A weight that is used twice and a gradient of another dtype are added without fusing."""
     twice = Applied(nn.Linear(5, 5), lambda inner, x: inner(torch.tanh(inner(x))))
     microbatches = [(wants(4, 5),) for _ in range(3)]
     assert_same_grads(in_two(twice, *microbatches).grads, in_two(twice, *microbatches, fused=True).grads)
@@ -253,7 +253,7 @@ def test_errors_of_a_split_stage_name_stage_and_microbatch() -> None:
 
 
 def test_row_16_the_weight_pass_is_linear_in_depth() -> None:
-    """Python calls of both backwards for twice the layers: twice as many, while torch's weight pass takes four times as many."""
+    """Twice the layers take twice the Python calls in both backwards; torch's weight pass takes four times as many."""
 
     def calls(layers: int) -> int:
         model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True) for _ in range(layers)))

@@ -1,4 +1,4 @@
-"""Hooks that run when a parameter's gradient is complete, an optimizer among them."""
+"""Post-accumulate hooks, among them optimizers that run in one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runtime.models import assert_equal, blocks
 
 
 def update(parameter: Tensor) -> None:
-    """An optimizer step, and no gradient left."""
+    """Run an optimizer step and clear the gradient."""
     assert parameter.grad is not None
     with torch.no_grad():
         parameter.add_(parameter.grad, alpha=-0.1)
@@ -26,7 +26,7 @@ def update(parameter: Tensor) -> None:
 
 
 def update_unseen(parameter: Tensor) -> None:
-    """The same past autograd, which counts no change."""
+    """The same through `data`, which autograd does not see as a change."""
     assert parameter.grad is not None
     parameter.data.add_(parameter.grad, alpha=-0.1)
     parameter.grad = None
@@ -50,7 +50,7 @@ def values(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("hook", [update, update_unseen, replace])
 @pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
 def test_optimizer_in_a_hook_is_refused(name: str, hook: Callable[[Tensor], Any]) -> None:
-    """The weights are as before the step."""
+    """The step is refused, and the weights are as before."""
     model, x = hooked(blocks(2), hook), torch.randn(4, 6)
     before = values(model)
 

@@ -1,4 +1,4 @@
-"""Operators whose weight gradients are deferred: bitwise the numbers of autograd's backward, and what is left to autograd."""
+"""Deferred operators give bitwise the numbers of autograd's backward; other uses of a weight are left to autograd."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def waits_not(value: Tensor, *biases: str) -> set[str]:
 
 
 class OnItsSide(nn.Module):
-    """A map along the sequence, as mixers have: neither its input nor the gradient that comes back lies in one piece."""
+    """A linear map along the sequence, as in mixers: neither its input nor its output's gradient is contiguous."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,14 +75,14 @@ class OnItsSide(nn.Module):
 
 
 def test_linear_along_the_sequence() -> None:
-    """The bias is summed in the order in which the gradient lies, which rounds differently from others."""
+    """The bias's gradient is summed in memory order, which rounds differently from other orders."""
     assert check(OnItsSide(), *twice(lambda: wants(2, 16, 32))) == {"map.weight"}
 
 
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", INPUTS)
 def test_linear_between_others(shape: str, bias: bool) -> None:
-    """Where its input is made by another operator and its output goes on, changed in place."""
+    """A linear map between other operators, whose output is changed in place."""
     model = nn.Sequential(nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Linear(5, 5, bias=bias), nn.ReLU(inplace=True), nn.Tanh())
     assert check(model, *twice(INPUTS[shape])) == names(model) - waits_not(INPUTS[shape](), "0.bias")
 
@@ -320,7 +320,7 @@ def test_bags_that_are_left_to_autograd() -> None:
 
 @pytest.fixture
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have the gradients of small normalisations wait, too."""
+    """Defer the gradients of small normalisations too."""
     monkeypatch.setattr(operators, "SMALLEST_NORM", 0)
 
 
@@ -466,7 +466,7 @@ def test_other_uses_of_a_parameter_are_left_to_autograd(name: str) -> None:
 
 
 class Own(nn.Linear):
-    """A linear map that runs by itself."""
+    """A subclass of `nn.Linear` that computes its product itself."""
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
         return input @ self.weight.t() + self.bias

@@ -1,4 +1,4 @@
-"""Operators whose weight gradients wait, in other types, in transforms and in functions of their own."""
+"""Deferred operators with other dtypes, in function transforms and in custom autograd functions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ AUTOCAST: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name: str) -> None:
-    """Gradients have the parameters' type, and the values that autograd gives them."""
+    """Gradients have the parameters' dtype and autograd's values."""
     make, data = AUTOCAST[name]
     model = make()
     microbatches = twice(data)
@@ -93,7 +93,7 @@ def test_subclassed_parameters_are_left_alone() -> None:
 
 
 def test_a_wrapper_that_is_called_outside_a_recording_is_the_operator() -> None:
-    """As when another thread records, or when someone kept the wrapper."""
+    """A wrapper called without an active deferral, as from another thread, is torch's operator."""
     with Deferrable(nn.Linear(1, 1)).forward(Deferral()):
         wrapper = functional.linear
     model, x = nn.Linear(5, 3), torch.randn(4, 5)

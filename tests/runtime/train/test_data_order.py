@@ -1,4 +1,4 @@
-"""The order in which samples are read: every one once an epoch, and continued from any place."""
+"""The data order reads every sample once per epoch, and continues from any position."""
 
 from __future__ import annotations
 

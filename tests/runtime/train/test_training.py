@@ -19,7 +19,7 @@ STEPS = 200
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Sequences that count upwards from anywhere, in one of two strides."""
+    """Sequences that count upwards from a random start, with one of two strides."""
     generator = torch.Generator().manual_seed(step)
     start, stride = torch.randint(11, (5, 1), generator=generator), torch.randint(1, 3, (5, 1), generator=generator)
     tokens = (start + stride * torch.arange(9)) % 11
@@ -60,7 +60,7 @@ def pipelined(model: nn.Module, schedule: ps.Schedule, steps: int) -> list[Tenso
 
 @cache
 def trained(depth: int, steps: int) -> tuple[list[Tensor], GPT]:
-    """The losses of the unpipelined model, and what became of it."""
+    """Return the losses of the unpipelined model, and the trained model."""
     torch.manual_seed(0)
     model = GPT(depth=depth)
     return reference(model, 4, steps), model
@@ -82,7 +82,7 @@ def _follows(name: str, steps: int) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "zbv"])
 def test_200_steps_of_a_small_gpt_follow_the_loop_exactly(name: str) -> None:
-    """Loss after loss and every parameter at the end to the last bit, with clipping and AdamW; and it learns."""
+    """All losses and final parameters are bitwise equal, with clipping and AdamW, and the loss falls."""
     losses = _follows(name, STEPS)
     assert float(losses[0]) > 2.2
     assert float(losses[-1]) < 0.8
@@ -96,7 +96,7 @@ def test_some_steps_of_a_small_gpt(name: str, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["1f1b", "dualpipe"])
 def test_tied_training_on_separate_copies_stays_close(name: str) -> None:
-    """50 steps with a tied head, in double precision: the loop's losses to 9 digits."""
+    """50 steps with a tied head in float64: the losses equal the loop's to 9 digits."""
     torch.manual_seed(0)
     schedule = ps.schedule(name, ranks=2, microbatches=4)
     model = GPT(depth=2, tied=True).double()

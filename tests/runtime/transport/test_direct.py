@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -77,6 +78,80 @@ def test_forms_are_sent_only_when_inputs_change(workers: Workers, transport: str
         return learned
 
     assert workers.run(run, ranks=2) == [[True, False, False, True, False, True]] * 2
+
+
+@pytest.mark.parametrize("transport", ["direct", "edges"])
+def test_autocast_may_be_toggled_between_steps(workers: Workers, transport: str) -> None:
+    """Messages change their types with it. The last setting is the GPU's, which changes nothing here, but might."""
+    settings = [None, None, torch.bfloat16, torch.bfloat16, torch.float16, None, "cuda", "cuda", None]
+
+    def run() -> tuple[list[bool], list[bool]]:
+        torch.manual_seed(0)
+        model, (x, y) = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(2, 8, 6).unbind()
+        options = {"schedule": "1f1b", "microbatches": 4, "loss_fn": functional.mse_loss, "split": [1, 1], "group": dist.group.WORLD}
+        pipe, framed = (Pipeline(model, transport=each, deadline=60.0, **options) for each in (transport, "framed"))
+        learned, same = [], []
+        for setting in settings:
+            torch.set_autocast_enabled("cuda", setting == "cuda")
+            dtype = setting if isinstance(setting, torch.dtype) else torch.bfloat16
+            with torch.autocast("cpu", dtype, enabled=isinstance(setting, torch.dtype)):
+                same.append(torch.equal(pipe.step(x, target=y).loss, framed.step(x, target=y).loss))
+            learned.append(all(outbox.agreement.learning for outbox in pipe._executor(4, True).links.outboxes.values()))
+        torch.set_autocast_enabled("cuda", False)
+        pipe.group.close()
+        return learned, same
+
+    for learned, same in workers.run(run, ranks=2):
+        assert learned == [before != after for before, after in zip(["new", *settings], settings, strict=False)]
+        assert all(same)
+
+
+class Counting(nn.Module):
+    """A stage that notes how many tensors with the shape of a message are alive on its rank while it runs."""
+
+    def __init__(self, wide: int, high: int) -> None:
+        super().__init__()
+        self.map, self.most = nn.Linear(wide, high), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.most = max(self.most, count_messages())
+        return self.map(x)
+
+
+def count_messages() -> int:
+    """How many pieces of memory hold a tensor with the shape of a message."""
+    return len({thing.data_ptr() for thing in gc.get_objects() if type(thing) is Tensor and thing.shape == (2, 7)})
+
+
+@pytest.mark.parametrize("transport", ["direct", "edges"])
+@pytest.mark.parametrize("name", ["1f1b", "zbv"])
+def test_sent_tensors_are_let_go(workers: Workers, name: str, transport: str) -> None:
+    """What a rank holds does not grow with the number of microbatches, and no message is left after a step or an evaluation."""
+
+    def run() -> tuple[list[int], list[int]]:
+        gc.freeze()  # `count_messages` looks at objects that are younger than this
+        torch.manual_seed(0)
+        schedule = ps.schedule(name, 2, 8)
+        widths = [5, *[7] * (schedule.stages - 1), 3]
+        model = [Counting(*widths[stage : stage + 2]) for stage in range(schedule.stages)]
+        mine = schedule.placement.stages_of(rank())
+        pipe = Pipeline(model, schedule, loss_fn=functional.mse_loss, group=dist.group.WORLD, transport=transport, deadline=60.0)
+        most, left = [], []
+        for count in (8, 32):
+            x, y = torch.randn(2 * count, 5), torch.randn(2 * count, 3)
+            for act in (pipe.step, pipe.step, pipe.eval_step):
+                for stage in mine:
+                    model[stage].most = 0
+                act(x, target=y, microbatches=count)
+                most.append(max(model[stage].most for stage in mine))
+                left.append(count_messages())
+        pipe.group.close()
+        gc.unfreeze()
+        return most, left
+
+    for (_, step, _, _, more, _), left in workers.run(run, ranks=2):
+        assert more == step
+        assert left == [0] * 6
 
 
 class Fickle(nn.Module):

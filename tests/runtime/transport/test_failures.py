@@ -16,6 +16,7 @@ from torch.nn import functional
 import penstock as ps
 from penstock.errors import PenstockError, PipelineError, ScheduleError
 from penstock.runtime import Pipeline, launch, rank
+from runtime.live import count_held
 from runtime.models import assert_equal, blocks, by_loop, gradients
 
 
@@ -182,7 +183,7 @@ def test_nothing_of_a_failed_step_is_held() -> None:
     with pytest.raises(PipelineError, match="1F3"):
         pipe.step(x, target=y)
     executor = pipe._executor(4, True)
-    assert set(executor.count_held().values()) == {0}
+    assert set(count_held(executor).values()) == {0}
     assert not executor.compute.step_input.args
 
 

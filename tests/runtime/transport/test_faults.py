@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -170,15 +172,33 @@ def test_wrong_shape(trio: Workers) -> None:
         assert max(took for _, _, took in times) < SOON
 
 
-def test_stall_past_the_deadline(trio: Workers) -> None:
+@pytest.mark.parametrize("victim", [1, 2])
+def test_stall_past_the_deadline(trio: Workers, victim: int) -> None:
+    """The headline names the rank that stalls, also if the first to complain waits for a rank in between."""
+
     def set_trap(trap: Trap) -> None:
         trap.forward_trap = lambda: time.sleep(4)
 
-    for times in zip(*trio.run(survive, (set_trap, 1, 1.0)), strict=True):
+    for times in zip(*trio.run(survive, (set_trap, victim, 1.0)), strict=True):
         assert len({report for report, _, _ in times}) == 1
         report = times[0][0]
-        assert re.match(r"rank \d waited \d\.\d s for (gradients|activations) from rank 1\n", report)
-        assert re.search(r"\n  rank 1 runs 1F2 since ", report)
+        headline = rf"rank \d waited \d\.\d s for (gradients|activations) from rank \d; held up by rank {victim}, which runs {victim}F2 "
+        assert re.match(headline + r"since \d\.\d s\n", report)
+        assert re.search(rf"\n  rank {victim} runs {victim}F2 since ", report)
+
+
+def test_stall_in_the_words_of_nccl() -> None:
+    """NCCL says of a wait that was too long that its work ran for so long `before timing out`."""
+    from penstock.runtime.transport.failures import TCPStore
+    from penstock.runtime.transport.processes import Processes
+
+    words = "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(OpType=RECV) ran for 1000 milliseconds before timing out."
+    group = Processes(TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), 0, 1, 10.0)
+    try:
+        with pytest.raises(PipelineError, match=r"^rank 0 waited \d\.\d s for gradients from rank 1\n"):
+            group.raise_lost(1, "gradients from rank 1", RuntimeError(words))
+    finally:
+        group.close()
 
 
 def test_ranks_that_disagree_on_the_schedule(trio: Workers) -> None:
@@ -233,6 +253,71 @@ def test_steps_continue_after_many_failures(trio: Workers) -> None:
 
     for before, after in trio.run(run):
         assert after <= before
+
+
+# Channels that carry tensors as they are, with gloo in the place of NCCL ------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["direct", "edges"])
+def test_reports_of_direct_channels_tell_faults_apart(transport: str, tmp_path: Path) -> None:
+    """In one run: an exception, a wrong shape, a stall, each in a steady step and followed by a good one; at last a rank is killed."""
+
+    def run() -> list[Any]:
+        traps: list[Callable[[], None] | None] = [raise_it, None, lambda: time.sleep(4)]
+        pipe, model, x, y = make(deadline=2.0, group=dist.group.WORLD, transport=transport)
+        first = pipe.step(x, target=y).loss
+        found = []
+        for trap in traps:
+            assert torch.equal(pipe.step(x, target=y).loss, first)
+            if rank() == 2:
+                model[2].calls, model[2].forward_trap = 0, trap
+            wrong = torch.zeros(12, 5) if trap is None else x
+            found.append(caught(partial(pipe.step, wrong, target=y)))
+            model[2].forward_trap = None
+            assert torch.equal(pipe.step(x, target=y).loss, first)
+        if rank() == 2:
+            model[2].calls, model[2].forward_trap = 0, lambda: os.kill(os.getpid(), signal.SIGKILL)
+        found.append(caught(lambda: pipe.step(x, target=y)))
+        (tmp_path / str(rank())).write_bytes(pickle.dumps(found))
+        raise PipelineError("rank 2 is gone")
+
+    with pytest.raises(LostRankError, match="the process of rank 2 was killed by SIGKILL"), Workers(RANKS) as workers:
+        workers.run(run)
+    reports = [pickle.loads((tmp_path / str(place)).read_bytes()) for place in (0, 1)]
+    headlines = [
+        r"2F2 \(stage 2, forward of microbatch 2\) failed on rank 2: ValueError: no such token\n",
+        r"0F0 \(stage 0, forward of microbatch 0\) failed on rank 0: RuntimeError: .*shapes",
+        r"rank [01] waited \d\.\d s for gradients from rank [12]; held up by rank 2, which runs 2F2 since \d\.\d s\n",
+        r"rank 1 lost the connection to rank 2 while it waited for gradients from rank 2\n",
+    ]
+    for headline, (one, _, took), (other, _, also) in zip(headlines, *reports, strict=True):
+        assert one == other
+        assert re.match(headline, one), one
+        assert max(took, also) < SOON
+    assert "\n  rank 2 does not answer" in reports[0][-1][0]
+
+
+@pytest.mark.parametrize("transport", ["framed", "direct", "edges"])
+def test_failure_reaches_all_ranks_if_their_errors_are_kept(trio: Workers, transport: str) -> None:
+    """Rank 0 waits for rank 1, which is told of the failure of rank 2 and keeps the error, with everything that its frames refer to."""
+
+    def run() -> float:
+        pipe, model, x, y = make(group=dist.group.WORLD, transport=transport)
+        pipe.step(x, target=y)
+        if rank() == 2:
+            model[2].calls, model[2].forward_trap = 0, raise_it
+        began, kept = time.monotonic(), []
+        try:
+            pipe.step(x, target=y)
+        except PipelineError as error:
+            kept.append(error)
+        took = time.monotonic() - began
+        model[2].forward_trap = None
+        pipe.step(x, target=y)
+        pipe.group.close()
+        return took if kept else LATE
+
+    assert max(trio.run(run)) < SOON
 
 
 # Ranks that are lost ----------------------------------------------------------------------------------------------------
@@ -344,8 +429,8 @@ def test_unknown_backend() -> None:
 
 def test_processes_that_do_not_join_are_named() -> None:
     def run() -> str:
+        from penstock.runtime.transport.failures import TCPStore
         from penstock.runtime.transport.processes import Processes
-        from penstock.runtime.transport.store import TCPStore
 
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         return caught(lambda: Processes(store, 0, 3, 0.3))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import pickle
 from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from penstock.errors import ScheduleError
-from penstock.runtime.transport.all_gather import dumps, loads
+from penstock.runtime.transport.all_gather import dumps
 from penstock.runtime.transport.message_format import (
     NUMBER,
     OVERFLOW,
@@ -271,7 +272,7 @@ def test_words_of_a_frame_do_not_touch_its_tensors() -> None:
 
 @given(TREES)
 def test_a_gathered_value_arrives_unchanged(value: Any) -> None:
-    found = loads(dumps(value))
+    found = pickle.loads(dumps(value))
     leaves, spec = pytree.tree_flatten(value)
     got, other = pytree.tree_flatten(found)
     assert other == spec
@@ -289,7 +290,7 @@ def test_class_defined_in_a_function_can_be_gathered() -> None:
     class Local(NamedTuple):
         x: Tensor
 
-    found = loads(dumps([Local(torch.ones(2))]))[0]
+    found = pickle.loads(dumps([Local(torch.ones(2))]))[0]
     assert type(found) is Local
     assert torch.equal(found.x, torch.ones(2))
     sent = unpack_new(pack_new(Local(torch.ones(2)))[1])[1]

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from penstock.errors import PipelineError
 from penstock.runtime.transport import processes
-from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.failures import FailureBoard
+from penstock.runtime.transport.failures import FailureBoard, Notices, PrefixStore
+from penstock.runtime.transport.group import Activity
 from penstock.runtime.transport.processes import ChannelEnds, Processes
-from penstock.runtime.transport.store import Notices, PrefixStore
 
 SIZES = (4, 1000)
 

@@ -34,7 +34,7 @@ def small(name: str, module: nn.Module) -> None:
 
 
 def builders(depth: int, width: int = 16) -> dict[str, Callable[[], nn.Module]]:
-    """The layers of a GPT, one by one."""
+    """Return the layers of a GPT."""
     blocks = {f"blocks.{k}": partial(GPTBlock, width, 2, 0.0) for k in range(depth)}
     return {
         "embed": partial(Embed, 11, width, 8),
@@ -52,7 +52,7 @@ WAYS: dict[str, Callable[[int], Any]] = {
 
 
 def owned_values(make: Callable[[], nn.Module], weights: Any, schedule: str, split: Any = SPLIT) -> tuple[dict[str, Tensor], set[str]]:
-    """This rank's values, and the names of all that takes memory here."""
+    """Return this rank's values, and the names of all tensors that take memory here."""
     model = on_meta(make)
     pipe = Pipeline(model, schedule=schedule, microbatches=4, loss_fn=token_loss, split=split, weights=weights)
     real = {name for name, each in model.named_parameters(remove_duplicate=False) if not each.is_meta}
@@ -80,7 +80,7 @@ def test_values_equal_the_unpipelined_model(way: str, tied: bool, depth: int, ra
 
 
 def backwards(depth: int) -> GPT:
-    """The head is the first of the model's parts, and the last that runs."""
+    """A model whose head is its first submodule, but runs last."""
     model = GPT(depth, tied=True)
     model._modules = dict(reversed(model._modules.items()))
     return model
@@ -109,7 +109,7 @@ def test_values_depend_only_on_seed_and_name() -> None:
 
 @pytest.mark.slow
 def test_training_from_the_meta_device(workers: Workers) -> None:
-    """Processes that never hold the model: the loss is that of the unpipelined one."""
+    """Processes that never hold the whole model compute the unpipelined model's loss."""
     tokens = torch.randint(0, 11, (8, 8))
 
     def train() -> tuple[float, int, int]:
@@ -132,7 +132,7 @@ def test_training_from_the_meta_device(workers: Workers) -> None:
 
 
 class Rotary(nn.Module):
-    """A buffer that the constructor computes and that is not saved."""
+    """Has a non-persistent buffer that its constructor computes."""
 
     def __init__(self, width: int = 4) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class Rotary(nn.Module):
 
 
 def test_buffers_computed_in_the_constructor() -> None:
-    """Building the layer gives such buffers; other sources refuse them instead of leaving them out."""
+    """`Built` gives values to such buffers; other sources refuse them instead of skipping them."""
     make = partial(nn.Sequential, Rotary(), Rotary())
     model = on_meta(lambda: nn.Sequential(Rotary(), Rotary()))
     options = {"schedule": "1f1b", "microbatches": 1, "loss_fn": functional.mse_loss}
@@ -187,7 +187,7 @@ def test_missing_values_are_errors() -> None:
 
 
 def test_module_that_initialises_its_submodules() -> None:
-    """torch's attention sets its projection's bias to zero, after that has begun by itself."""
+    """torch's attention resets the bias of its projection after the projection has initialised it."""
     made = on_meta(lambda: nn.MultiheadAttention(4, 2))
     Initial(seed=0)(made)
     assert not made.out_proj.bias.any()
@@ -196,7 +196,7 @@ def test_module_that_initialises_its_submodules() -> None:
 
 
 def test_attributes_of_parameters_are_kept() -> None:
-    """Optimizers, ties and whatever is noted on a parameter still refer to it."""
+    """Parameters stay the same objects, with their attributes, for optimizers and ties."""
     model = on_meta(lambda: nn.Linear(2, 2))
     weight = model.weight
     weight.decay = False
@@ -213,7 +213,7 @@ def test_attributes_of_parameters_are_kept() -> None:
 
 
 def test_stages_by_list() -> None:
-    """Modules that were given one a stage, on the meta device: each rank gives values to its own."""
+    """With one meta-device module per stage, each rank fills its own."""
 
     def run() -> list[bool]:
         modules = [on_meta(lambda: nn.Linear(3, 3)) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""Initial values equal to those that torch draws for the unpipelined model, with only a rank's own in memory."""
+"""`Replayed` gives the values that torch draws for the unpipelined model, and holds only a rank's own in memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SPLIT = Layers("blocks", head=["embed"], tail=["norm", "head"])
 
 
 class Late(GPT):
-    """Draws again for everything at its end, as models with an initialisation of their own do."""
+    """Initialises all weights again at the end of its constructor, as many models do."""
 
     def __init__(self, depth: int, *, tied: bool = False) -> None:
         super().__init__(depth, tied=tied)
@@ -77,7 +77,7 @@ class Deep(nn.Module):
 
 
 def test_memory_of_other_ranks_values_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the model is built there are this rank's values and those of the layer that is being built, never more."""
+    """While the model is built, memory holds this rank's values and those of one layer, never more."""
     with torch.device("meta"):
         model = Deep()
     made: list[nn.Linear] = []

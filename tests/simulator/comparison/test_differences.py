@@ -17,12 +17,10 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
-from penstock.simulator.comparison.differences import Differences, differences
-from penstock.simulator.comparison.differences_json import encode
-from penstock.simulator.comparison.lateness import ACTION, MESSAGE, SLACK
-from penstock.simulator.comparison.scaling import scaled
-from penstock.simulator.comparison.totals import totals
+from penstock.simulator.comparison.differences import Differences, differences, encode
+from penstock.simulator.comparison.lateness import ACTION, MESSAGE, SLACK, totals
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import Units
 from simulator.draws import costs, programs, schedules_of_any_kind, tables, zoo
 from simulator.runs import run
 
@@ -43,7 +41,7 @@ def laid(table: Table, one: Costs, other: Costs, **options: float) -> Difference
 def pairs(draw: st.DrawFn, of: st.SearchStrategy[Table] = tables) -> Pair:
     """A table and two costs, as different as they can be."""
     table = draw(of)
-    return table, *(draw(costs(table.stages, table.microbatches)) for _ in range(2))
+    return table, *(draw(costs(table.stages, table.units)) for _ in range(2))
 
 
 def ends(timeline: Timeline) -> dict[tuple[int, str], float]:
@@ -59,7 +57,7 @@ def test_lateness_is_the_difference_of_the_ends(case: Pair) -> None:
     table, one, other = case
     predicted, ran = run((table, one)), measured(table, other)
     first, second = ends(predicted), ends(ran)
-    for said in encode(differences(predicted, ran))["actions"]:
+    for said in encode(differences(predicted, ran, scale=1.0))["actions"]:
         key = said["rank"], said["action"]
         assert (said["predicted_end"], said["end"]) == (first[key], second[key])
         assert said["late"] == second[key] - first[key]
@@ -69,7 +67,7 @@ def test_lateness_is_the_difference_of_the_ends(case: Pair) -> None:
 @given(pairs())
 def test_lateness_is_what_was_inherited_and_what_is_its_own(case: Pair) -> None:
     table, one, other = case
-    found = differences(run((table, one)), measured(table, other))
+    found = differences(run((table, one)), measured(table, other), scale=1.0)
     late = found.lateness
     inherited = np.append(late.late, 0.0)[late.cause]
     np.testing.assert_allclose(inherited + late.transit + late.between - late.slack + late.own, late.late, atol=1e-9)
@@ -83,7 +81,7 @@ def test_lateness_is_what_was_inherited_and_what_is_its_own(case: Pair) -> None:
 def test_the_way_to_the_end_adds_up_to_the_difference_of_the_makespans(case: Pair) -> None:
     table, one, other = case
     predicted, ran = run((table, one)), measured(table, other)
-    found = differences(predicted, ran)
+    found = differences(predicted, ran, scale=1.0)
     assert sum(delay.added for delay in found.way) == pytest.approx(ran.makespan - predicted.makespan, abs=1e-9)
     assert sum(total.added for total in totals(found.way)) == pytest.approx(ran.makespan - predicted.makespan, abs=1e-9)
 
@@ -98,7 +96,7 @@ def test_what_was_waited_for_ended_last(case: Pair) -> None:
     for transfer in ran.transfers():
         key = transfer.target, str(transfer.used)
         arrivals[key] = max(arrivals.get(key, 0.0), transfer.end)
-    said = {(each["rank"], each["action"]): each for each in encode(differences(predicted, ran))["actions"]}
+    said = {(each["rank"], each["action"]): each for each in encode(differences(predicted, ran, scale=1.0))["actions"]}
     for rank in range(table.ranks):
         free, before = 0.0, None
         for span in ran.spans(rank):
@@ -117,7 +115,7 @@ def test_what_was_waited_for_ended_last(case: Pair) -> None:
 def test_they_part_at_the_first_action_that_is_too_late(case: Pair, tolerance: float) -> None:
     table, one, other = case
     predicted, ran = run((table, one)), measured(table, other)
-    found = differences(predicted, ran, tolerance=tolerance)
+    found = differences(predicted, ran, tolerance=tolerance, scale=1.0)
     first, second = ends(predicted), ends(ran)
     margin = (tolerance + 1e-9) * predicted.makespan
     apart = {key: end for key, end in second.items() if abs(end - first[key]) > margin}
@@ -267,8 +265,12 @@ def test_time_between_actions_is_overhead() -> None:
 def test_scale() -> None:
     table = ps.schedule("zb-h1", ranks=3, microbatches=5)
     amounts = Costs(f=[1, 2, 1], i=1.5, w=0.5, latency=0.25, output=1, bandwidth=4.0, optimizer=0.5)
-    plain, in_ms = ps.simulate(table, amounts), replace(scaled(ps.simulate(table, amounts), 1e-3), source="measured")
-    assert differences(plain, in_ms).unlike == pytest.approx(1e-3)
+    plain, in_ms = ps.simulate(table, amounts), replace(ps.simulate(table, amounts).scaled(1e-3), source="measured")
+    assert differences(plain, in_ms, scale=1.0).unlike == pytest.approx(1e-3)
+    with pytest.raises(UsageError, match=r"unit of the predicted times is not known.*takes 0.001 times as long as predicted.*'auto'"):
+        differences(plain, in_ms)
+    known = differences(plain.in_units(Units("ms")), in_ms.in_units(Units("s")))
+    assert (known.scale, known.first) == (pytest.approx(1e-3), None)
     for scale in (1e-3, "auto"):
         found = differences(plain, in_ms, scale=scale)
         assert found.scale == pytest.approx(1e-3)
@@ -284,7 +286,7 @@ def test_scale() -> None:
 def test_the_scale_that_is_found_is_the_median_s() -> None:
     """One slow stage of four does not make the unit another."""
     table = ps.schedule("1f1b", ranks=4, microbatches=8)
-    found = laid(table, Costs(), scaled(ps.simulate(table, Costs(f=[1, 3, 1, 1])), 0.01).costs, scale="auto")
+    found = laid(table, Costs(), ps.simulate(table, Costs(f=[1, 3, 1, 1])).scaled(0.01).costs, scale="auto")
     assert found.scale == pytest.approx(0.01)
     assert found.first.rank == 1
 

@@ -82,7 +82,7 @@ def test_too_few_rows() -> None:
 
 @pytest.mark.parametrize(
     "code",
-    [codes.pack(0, int(Kind.OVERLAP_F_B)), codes.pack(0, 15), 1 << 62, -1, codes.pack(0, int(Kind.F), 0, peer=1)],
+    [codes.pack(0, int(Kind.OVERLAP_F_B)), codes.pack(0, 31), 1 << 62, -1, codes.pack(0, int(Kind.F), 0, peer=1)],
 )
 def test_codes_of_no_action(code: int) -> None:
     (found,) = _raw([codes.F(0, 0), code])

@@ -43,6 +43,8 @@ export function readDocument(data: unknown): View {
     findings: (json.findings ?? []) as Finding[],
     numFindings: Number(json.num_findings ?? 0),
     timed,
+    slots: null,
+    place: null,
   };
   check(view);
   if (json.measured) view.measured = readMeasured(object(json.measured, "measured"), view);

@@ -7,11 +7,26 @@ export interface Durations {
   node: Float64Array;
   message: Float64Array;
   collective: Float64Array;
+  /** How long the idle slots before each node last; null without any. */
+  idle: Float64Array | null;
 }
 
 /** How long every node, message and collective takes. */
 export function durationsOf(view: View, costs: Costs): Durations {
-  return { node: nodeDurations(view, costs), message: travelTimes(view, costs), collective: collectiveDurations(view, costs) };
+  return { node: nodeDurations(view, costs), message: travelTimes(view, costs), collective: collectiveDurations(view, costs), idle: idleDurations(view, costs) };
+}
+
+/** An idle slot lasts as long as the mean forward. */
+function idleDurations(view: View, costs: Costs): Float64Array | null {
+  const { slots } = view;
+  if (!slots) return null;
+  const slot = slotLength(view, costs);
+  return Float64Array.from(slots, (count) => count * slot);
+}
+
+export function slotLength(view: View, costs: Costs): number {
+  const forwards = perAction(costs.f, view.stages, view.microbatches, "f");
+  return pairwiseSum(forwards) / forwards.length;
 }
 
 function nodeDurations(view: View, costs: Costs): Float64Array {

@@ -66,7 +66,7 @@ export function begunOf(view: View, timing: Timing): Float64Array {
 
 /** Idle time over all ranks, by cause. */
 export function idleByCause(view: View, timing: Timing): Record<Cause, number> {
-  const idle: Record<Cause, number> = { fill: 0, waiting: 0, communication: 0, memory: 0, drain: 0, overhead: 0 };
+  const idle: Record<Cause, number> = { fill: 0, waiting: 0, communication: 0, memory: 0, drain: 0, overhead: 0, slot: 0 };
   for (let rank = 0; rank < view.ranks; rank++) {
     for (const gap of gapsOf(view, timing, rank)) idle[gap.cause] += gap.end - gap.start;
   }

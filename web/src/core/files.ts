@@ -36,7 +36,7 @@ export function stepsOf(view: View): Int32Array {
     const rank = stack.pop() as number;
     ahead: while (at[rank] < bounds[rank + 1]) {
       const node = at[rank];
-      let begin = now[rank];
+      let begin = now[rank] + (view.slots?.[node] ?? 0);
       for (let k = need_at[node]; k < need_at[node + 1]; k++) {
         const made = step[sender[need[k]]];
         if (made < 0) break ahead;
@@ -62,6 +62,7 @@ export function toTimelineJson(view: View, timing: Timing, costs: Costs): Record
     version: 1,
     type: "timeline",
     source: timing.source,
+    units: { time: view.units.time, bytes: view.units.size === "B" },
     makespan: numbers.makespan,
     bubble: numbers.bubble,
     span_bubble: numbers.spanBubble,

@@ -53,6 +53,7 @@ function waitsOf(view: View, timing: Timing, node: number, clock: number, start:
   const gathers = graph.gather_at[node] < graph.gather_at[node + 1];
   if (!computes(view, node) && !gathers) return [{ start: clock, end: start, cause: "memory", action: actionText(view, node), rank: graph.rank[node] }];
   const message = graph.need.subarray(graph.need_at[node], graph.need_at[node + 1]).find((each) => timing.arrive[each] === start);
+  if (message === undefined && view.slots?.[node]) return [{ start: clock, end: start, cause: "slot", action: actionText(view, node), rank: graph.rank[node] }];
   if (message === undefined) {
     const last = lastGather(view, timing, node);
     return [{ start: clock, end: start, cause: "communication", action: actionText(view, last), rank: graph.rank[last] }];
@@ -105,6 +106,7 @@ const SAID: Record<Gap["cause"], (gap: Gap) => string> = {
   waiting: (gap) => `waits for ${gap.action} on rank ${gap.rank}`,
   communication: (gap) => `waits for the message of ${gap.action} from rank ${gap.rank}`,
   memory: (gap) => `waits ${gap.action?.includes("WAIT_") ? "in" : "for a slot to send"} ${gap.action}`,
+  slot: (gap) => `an idle slot before ${gap.action}`,
   overhead: (gap) => `has all that ${gap.action} needs`,
 };
 

@@ -22,7 +22,7 @@ export function runIndependent(graph: Graph, takes: Durations, times: Timing, li
     let node = at[rank];
     let clock = now[rank];
     ahead: for (; node < last; node++) {
-      let begin = clock;
+      let begin = takes.idle ? clock + takes.idle[node] : clock;
       for (let k = need_at[node]; k < need_at[node + 1]; k++) {
         const arrival = arrive[need[k]];
         if (arrival < 0) break ahead;

@@ -70,6 +70,7 @@ class Walk {
       const before = this.takenAt(graph.slot[message], begin);
       if (before) return before;
     }
+    if (this.view.slots?.[node] && node > graph.bounds[graph.rank[node]]) return ["action", node - 1];
     return this.takenAt(graph.retire[node], begin);
   }
 

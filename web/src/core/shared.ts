@@ -119,7 +119,7 @@ class SharedRun {
   /** Begin the rank's next node if all it waits for is known, else wait for another rank. */
   private tryNext(rank: number): void {
     const node = this.at[rank];
-    const begin = this.beginOf(node, this.now[rank]);
+    const begin = this.beginOf(node, Math.max(this.now[rank], this.freeAt(rank, node)));
     if (begin < 0) {
       this.state[rank] = WAITING;
       return;
@@ -129,6 +129,13 @@ class SharedRun {
     this.now[rank] = this.times.end[node];
     this.state[rank] = RUNNING;
     this.heap.push(rank);
+  }
+
+  /** When the rank has done what comes before a node and its idle slots are over. */
+  private freeAt(rank: number, node: number): number {
+    const { idle } = this.takes;
+    if (!idle) return 0;
+    return (node > this.graph.bounds[rank] ? this.times.end[node - 1] : 0) + idle[node];
   }
 
   private beginOf(node: number, clock: number): number {

@@ -1,6 +1,8 @@
 // What a document holds once it is read, and what follows from it. A node is one action of one rank (an overlapped action
 // is one node with several entries); a message is what crosses from one rank to another.
 
+import type { Edit } from "./edits.ts";
+
 export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
 export type Contention = "independent" | "pair" | "duplex" | "rank";
@@ -45,7 +47,14 @@ export interface Finding {
   action: string;
   message: string;
   remedy: string;
+  /** The waits of a deadlock in the order in which the message tells them, or the two ends of a wrong order. */
+  cycle?: CycleLink[];
+  /** The changes that the remedy names, if the page can make them. */
+  fix?: Edit[] | null;
 }
+
+/** Where an action waits, and where the action stands that it waits for: rank and step of each. */
+export type CycleLink = [rank: number, step: number, neededRank: number, neededStep: number];
 
 export interface Graph {
   /** Each rank's first node, and the number of nodes. */
@@ -132,6 +141,10 @@ export interface View {
   numFindings: number;
   /** False where the order cannot run: there is a grid and findings, and no times. */
   timed: boolean;
+  /** The idle slots before each node; null without any. */
+  slots: Uint16Array | null;
+  /** Each node's place among the cells of its row, idle slots included; null if it is its step. */
+  place: Int32Array | null;
 }
 
 /** When everything happens: a value a node or a message, -1 for collectives that are none. */
@@ -150,7 +163,7 @@ export interface Timing {
   optimizer: Float64Array;
 }
 
-export type Cause = "fill" | "waiting" | "communication" | "memory" | "drain" | "overhead";
+export type Cause = "fill" | "waiting" | "communication" | "memory" | "drain" | "overhead" | "slot";
 
 export interface Gap {
   start: number;

@@ -18,8 +18,10 @@ export const TONES = {
 } satisfies Record<string, Tone>;
 
 const KIND_FILLS: Record<string, string> = { F: TONES.F.fill, B: TONES.B.fill, I: TONES.I.fill, W: TONES.W.fill };
-const DARKEST = -0.2;
-const LIGHTEST = 0.3;
+// The share of white in the first and the last chunk, or of black if negative: kinds whose hues look alike to some readers differ in lightness.
+const DARKER = [-0.45, 0];
+const LIGHTER = [0, 0.5];
+const SHADES: Record<string, number[]> = { F: DARKER, B: DARKER, I: LIGHTER, W: LIGHTER };
 const RAMP = ["#00306f", "#2d4a78", "#55626f", "#7b7b78", "#a09575", "#cab36b", "#fdd84a"];
 
 /** Black or white, whichever reads better on the fill. */
@@ -34,12 +36,18 @@ export function mixed(colour: string, white: number): string {
   return hex(rgb(colour).map((c) => c * (1 - share) + other * share));
 }
 
+/** So much of the second colour in the first. */
+export function blended(one: string, other: string, share: number): string {
+  const [from, to] = [rgb(one), rgb(other)];
+  return hex(from.map((c, k) => c + (to[k] - c) * share));
+}
+
 /** One of a rank's chunks: the first the darkest, the last the lightest. */
 export function chunkFill(kind: string, chunk: number, chunks: number): string {
   const fill = KIND_FILLS[kind] ?? TONES.STEP.fill;
   if (chunks < 2) return fill;
-  const lightest = Math.min(LIGHTEST + 0.1 * (chunks - 2), 0.6);
-  return mixed(fill, DARKEST + ((lightest - DARKEST) * chunk) / (chunks - 1));
+  const [first, last] = SHADES[kind] ?? LIGHTER;
+  return mixed(fill, first + ((last - first) * chunk) / (chunks - 1));
 }
 
 /** A colour of the ramp, from 0 to 1. */
@@ -83,6 +91,10 @@ export interface Paper {
   memory: string;
   memoryLine: string;
   idle: string;
+  /** Actions of a recorded run: as predicted, longer, shorter. */
+  same: string;
+  late: string;
+  early: string;
 }
 
 export const LIGHT: Paper = {
@@ -98,6 +110,9 @@ export const LIGHT: Paper = {
   memory: "#c9d2ea",
   memoryLine: "#4f63a6",
   idle: "#f1f2f5",
+  same: "#aab3c0",
+  late: "#c2410c",
+  early: "#2563c9",
 };
 
 export const DARK: Paper = {
@@ -113,4 +128,7 @@ export const DARK: Paper = {
   memory: "#2c3a5c",
   memoryLine: "#93a8e8",
   idle: "#1a2029",
+  same: "#5d6878",
+  late: "#ff9a62",
+  early: "#7fb2ff",
 };

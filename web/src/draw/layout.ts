@@ -14,6 +14,8 @@ export interface Row extends Strip {
   panel: number;
   rank: number;
   compute: Strip;
+  /** The recorded run, below what was predicted. */
+  measured: Strip | null;
   lanes: ChannelLane[];
   collectives: Strip | null;
   memory: Strip | null;
@@ -37,6 +39,7 @@ export interface PanelShape {
   channelsOf: number[][];
   collectives: boolean;
   memory: boolean;
+  measured?: boolean;
 }
 
 export const AXIS = 28;
@@ -78,14 +81,15 @@ function rowAt(top: number, panel: number, rank: number, channels: number[], sha
   const thin = scale > 0.75 ? 5 : scale > 0.5 ? 4 : 2;
   const pitch = scale > 0.5 ? thin + 1 : thin;
   const compute = { top, height: bounded(30 * scale, 9, 40) };
-  let at = compute.top + compute.height + 1;
+  const measured = shape.measured ? { top: compute.top + compute.height + 1, height: bounded(22 * scale, 7, 30) } : null;
+  let at = (measured ?? compute).top + (measured ?? compute).height + 1;
   const lanes = channels.map((channel, k) => ({ channel, top: at + k * pitch, height: thin }));
   at += channels.length * pitch;
   const collectives = shape.collectives ? { top: at, height: thin + 2 } : null;
   at += collectives ? thin + 3 : 0;
   const memory = shape.memory ? { top: at + 2, height: bounded(32 * scale, 11, 44) } : null;
   const bottom = memory ? memory.top + memory.height : at;
-  return { panel, rank, top, height: bottom - top, compute, lanes, collectives, memory };
+  return { panel, rank, top, height: bottom - top, compute, measured, lanes, collectives, memory };
 }
 
 function bounded(value: number, least: number, most: number): number {
@@ -94,6 +98,7 @@ function bounded(value: number, least: number, most: number): number {
 
 export type Part =
   | { what: "compute" }
+  | { what: "measured" }
   | { what: "channel"; channel: number }
   | { what: "collectives" }
   | { what: "memory" };
@@ -111,6 +116,7 @@ export function partAt(layout: Layout, y: number): { row: Row; part: Part } | nu
 function partOf(row: Row, y: number): Part {
   if (row.memory && y >= row.memory.top) return { what: "memory" };
   if (row.collectives && y >= row.collectives.top) return { what: "collectives" };
+  if (row.measured && y >= row.measured.top && y < row.measured.top + row.measured.height) return { what: "measured" };
   const lane = row.lanes.find((each) => y >= each.top && y <= each.top + each.height);
   return lane ? { what: "channel", channel: lane.channel } : { what: "compute" };
 }

@@ -1,18 +1,33 @@
-import type { PathStep } from "../core/types.ts";
+import type { PathStep, View } from "../core/types.ts";
 import { makerOf, relatedOf } from "../state/related.ts";
 import type { Shown } from "../state/shown.ts";
 import type { Pen } from "./pen.ts";
+import { endsOf, paintWaits } from "./cycle.ts";
 import { paintAction, channelFill } from "./rows.ts";
 import { fills, shifted, type Scene } from "./scene.ts";
-import { boxOf, type Target } from "./target.ts";
+import type { Strip } from "./layout.ts";
+import { toX } from "./span.ts";
+import { boxOf, type Box, type Place, type Target } from "./target.ts";
+import { boxAt } from "./visible.ts";
 
 const VEIL = 0.62;
+
+/** An action in the hand, drawn at the pointer. */
+export interface Ghost {
+  node: number;
+  view: View;
+  box: Box;
+}
 
 export interface Pointed {
   hovered: Target | null;
   selected: Target | null;
   /** Whether the critical path of each panel is shown. */
   path: boolean;
+  /** The time that is played. */
+  moment?: number | null;
+  /** The action in the hand, and the waits that letting it go here would break. */
+  drag?: { ghost: Ghost; broken: [number, number][] } | null;
 }
 
 /** What is pointed at, over the picture: the rest is veiled where something is selected or the path is asked for. */
@@ -22,6 +37,9 @@ export function paintOverlay(pen: Pen, scene: Scene, pointed: Pointed): void {
     shifted(pen, scene, (moved) => {
       if (pointed.path) paintPaths(moved, scene);
       if (pointed.selected) paintSelected(moved, scene, pointed.selected, !pointed.path);
+      if (pointed.selected?.what !== "finding" && !pointed.drag) paintHangs(moved, scene);
+      if (pointed.moment != null) paintMoment(moved, scene, pointed.moment);
+      if (pointed.drag) return paintDrag(moved, scene, pointed.drag);
       if (pointed.hovered) paintHovered(moved, scene, pointed.hovered, pointed.selected === null && !pointed.path);
     }),
   );
@@ -58,8 +76,77 @@ export function stepTarget(step: PathStep, panel: number): Target {
   return step.what === "optimizer" ? { what: "optimizer", panel, rank: step.rank } : { what: step.what, panel, index: step.index };
 }
 
+/** The moment that is played: what comes later is veiled, what runs now is framed, and messages on their way are dots. */
+function paintMoment(pen: Pen, scene: Scene, moment: number): void {
+  const { scale, paper, panels, layout } = scene;
+  const x = Math.max(toX(scale, moment), scale.left);
+  pen.rect(x, 0, Math.max(0, scale.left + scale.width - x), layout.height, paper.paper, VEIL);
+  panels.forEach((shown, panel) => {
+    if (!shown.timed) return;
+    for (const row of layout.panels[panel].rows) {
+      const node = boxAt(shown.computeLane(row.rank), moment);
+      if (node < 0 || shown.timing.start[node] > moment) continue;
+      const box = boxOf(scene, { what: "action", panel, index: node });
+      redraw(pen, scene, { what: "action", panel, index: node });
+      pen.frame(box.x, box.top - 1, Math.max(2, box.width - 1), box.height + 2, paper.ink, 2);
+    }
+    paintTravelling(pen, scene, panel, moment);
+  });
+  pen.line([x, 0, x, layout.height], paper.accent, 1.5);
+}
+
+/** Messages that are on their way at a moment, between the two ranks. */
+function paintTravelling(pen: Pen, scene: Scene, panel: number, moment: number): void {
+  const shown = scene.panels[panel];
+  const { depart, arrive } = shown.timing;
+  const { source, target, channel } = shown.view.messages;
+  const rows = scene.layout.panels[panel].rows;
+  const x = toX(scene.scale, moment);
+  shown.view.channels.forEach((_, each) => {
+    const message = boxAt(shown.channelLane(each), moment);
+    if (message < 0 || depart[message] > moment || arrive[message] <= depart[message]) return;
+    const share = (moment - depart[message]) / (arrive[message] - depart[message]);
+    const [from, to] = [rows[source[message]].compute, rows[target[message]].compute];
+    const middle = (strip: Strip): number => strip.top + strip.height / 2;
+    pen.dot(x, middle(from) + share * (middle(to) - middle(from)), 4, channelFill(shown, channel[message]), scene.paper.ink);
+  });
+}
+
+/** The action at the pointer over the place it leaves, with what would wait forever. */
+function paintDrag(pen: Pen, scene: Scene, { ghost, broken }: NonNullable<Pointed["drag"]>): void {
+  const shown = scene.panels[0];
+  const { box, node } = ghost;
+  const colour = broken.length ? scene.paper.alarm : scene.paper.accent;
+  paintWaits(pen, scene, 0, broken, false);
+  pen.rect(box.x, box.top - 4, box.width, box.height + 8, scene.paper.paper, 0.5);
+  if (shown.view.nodes === ghost.view.nodes) {
+    const drawn = ghost.view === shown.view ? shown : shown.like(ghost.view);
+    paintAction(pen, drawn, node, { top: box.top - 4, height: box.height }, box.x, box.width, fills(drawn, scene.colourBy));
+  }
+  pen.frame(box.x - 1, box.top - 5, box.width + 1, box.height + 2, colour, 2.5);
+}
+
+/** In an order that cannot run, the waits of its worst finding. */
+function paintHangs(pen: Pen, scene: Scene): void {
+  scene.panels.forEach(({ timed, view }, panel) => {
+    if (!timed && view.findings[0]) paintWaits(pen, scene, panel, waitsOf(view, 0), true);
+  });
+}
+
+/** The waits that a finding names, as nodes. */
+export function waitsOf(view: View, finding: number): [number, number][] {
+  return (view.findings[finding]?.cycle ?? []).map((link) => endsOf(view, link)).filter((ends) => ends.every((node) => node >= 0));
+}
+
 function paintSelected(pen: Pen, scene: Scene, target: Target, veiled: boolean): void {
-  if (veiled) veil(pen, scene, [target.panel]);
+  if (veiled && (scene.panels[target.panel].timed || target.what === "finding")) veil(pen, scene, [target.panel]);
+  if (target.what === "finding") {
+    const { view } = scene.panels[target.panel];
+    const waits = waitsOf(view, target.index);
+    for (const node of waits.flat()) redraw(pen, scene, { what: "action", panel: target.panel, index: node });
+    paintWaits(pen, scene, target.panel, waits, true);
+    if (waits.length) return;
+  }
   paintRelations(pen, scene, target);
   redraw(pen, scene, target);
   framed(pen, scene, target, 2);
@@ -116,6 +203,34 @@ function related(
   const box = boxOf(scene, { what: "action", panel, index: other });
   pen.frame(box.x, box.top, Math.max(2, box.width - 1), box.height, colour, 2);
   if (message >= 0) arrow(pen, scene, panel, from, to, colour);
+}
+
+/** Where a target, what it is related to and the arrows between them are drawn: what a note about it must not cover. */
+export function footprint(place: Place, target: Target): Box[] {
+  const { view } = place.panels[target.panel];
+  const action = (index: number): Box => boxOf(place, { what: "action", panel: target.panel, index });
+  const own = boxOf(place, target);
+  if (target.what === "message") return [own, ...along(action(makerOf(view, target.index)), action(view.graph.user[target.index]))];
+  if (target.what !== "action") return [own];
+  const { needs, unblocks } = relatedOf(view, target.index);
+  return [
+    own,
+    ...needs.flatMap((link) => (link.message < 0 ? [action(link.node)] : along(action(link.node), own))),
+    ...unblocks.flatMap((link) => (link.message < 0 ? [action(link.node)] : along(own, action(link.node)))),
+  ];
+}
+
+const PIECES = 12;
+
+/** Two boxes and small ones along the arrow between them. */
+function along(from: Box, to: Box): Box[] {
+  const [x0, y0, x1, y1] = [from.x + from.width, from.top + from.height / 2, to.x, to.top + to.height / 2];
+  const way = Array.from({ length: PIECES + 1 }, (_, k): Box => {
+    const share = k / PIECES;
+    const eased = share * share * (3 - 2 * share);
+    return { x: x0 + share * (x1 - x0) - 6, width: 12, top: y0 + eased * (y1 - y0) - 6, height: 12 };
+  });
+  return [from, to, ...way];
 }
 
 /** From the end of one action to the start of another. */

@@ -1,6 +1,7 @@
 import { entryText } from "../core/text.ts";
 import type { Shown } from "../state/shown.ts";
-import { TONES, type Paper } from "./colours.ts";
+import { lengthDifference } from "../state/differences.ts";
+import { blended, TONES, type Paper } from "./colours.ts";
 import type { Fills } from "./fills.ts";
 import type { Row, Strip } from "./layout.ts";
 import type { Pen } from "./pen.ts";
@@ -18,7 +19,24 @@ export function paintCompute(pen: Pen, shown: Shown, row: Row, scale: Scale, fil
     small: (node, width) => fills.add(at[node], Math.max(width, 1e-9)),
     column: (x, filled) => pen.rect(x, row.compute.top, 1, row.compute.height, fills.mean(), Math.max(0.2, filled)),
   });
+  paintSlots(pen, shown, row, scale);
   paintOptimizer(pen, shown, row, scale);
+}
+
+/** The idle slots of a changed order, as empty boxes before the action that they delay. */
+function paintSlots(pen: Pen, shown: Shown, row: Row, scale: Scale): void {
+  const { slots, graph } = shown.view;
+  if (!slots || !shown.timed) return;
+  const { top, height } = row.compute;
+  const width = (shown.slot * scale.width) / (scale.to - scale.from);
+  if (width < 3) return;
+  for (let node = graph.bounds[row.rank]; node < graph.bounds[row.rank + 1]; node++) {
+    const from = node > graph.bounds[row.rank] ? shown.timing.end[node - 1] : 0;
+    for (let k = 0; k < slots[node]; k++) {
+      const x = toX(scale, from + k * shown.slot);
+      if (x + width > scale.left && x < scale.left + scale.width) pen.frame(x + 1.5, top + 1.5, width - 3, height - 3, TONES.STEP.fill, 1, true);
+    }
+  }
 }
 
 /** One action: a box, or one below the other for what runs together, with as much of its name as fits. */
@@ -32,21 +50,50 @@ export function paintAction(pen: Pen, shown: Shown, node: number, strip: Strip, 
     const fill = fills.of(entry);
     const top = strip.top + part * height;
     pen.rect(x, top, width - seam, height - (part < parts - 1 ? 0.5 : 0), fill);
-    const size = Math.min(11, Math.floor(height * 0.62));
+    const size = Math.min(LARGEST, Math.floor(height * 0.62));
     if (size < 7 || width < 9) continue;
-    const text = labelFor(shown, entry, width - 3, size);
+    const text = labelFor(shown, entry, width - 3, size, width / Math.max(shown.timing.end[node] - shown.timing.start[node], 1e-300));
     if (text) pen.text(x + (width - seam) / 2, top + height / 2 + 0.5, text, { fill: fills.inkOn(fill), size, align: "center" });
   }
 }
 
-/** The whole name where the longest of the view would fit, its microbatch where the longest of those would, or nothing. */
-function labelFor(shown: Shown, entry: number, room: number, size: number): string {
-  const unit = size * CHARACTER;
-  const { stages, microbatches, entries, kinds } = shown.view;
+const LARGEST = 11;
+
+/** What fits the shortest action of a chart with so many pixels per unit of time: all actions are named alike. */
+export function labelForm(shown: Shown, unit: number, size = LARGEST): "names" | "microbatches" | "none" {
+  const { stages, microbatches } = shown.view;
   const digits = String(microbatches - 1).length;
-  const kind = kinds[entries.kind[entry]];
-  if ((String(stages - 1).length + kind.length + digits) * unit <= room) return entryText(shown.view, entry);
-  return digits * unit <= room ? String(entries.microbatch[entry]) : "";
+  const room = shown.shortest * unit - 4;
+  if ((String(stages - 1).length + 1 + digits) * size * CHARACTER <= room) return "names";
+  return digits * size * CHARACTER <= room ? "microbatches" : "none";
+}
+
+/** An action's label in the form of its chart; a longer action keeps its microbatch where the shortest has room for none. */
+function labelFor(shown: Shown, entry: number, room: number, size: number, unit: number): string {
+  const { entries, kinds } = shown.view;
+  const isCompute = kinds[entries.kind[entry]].length === 1;
+  const text = !isCompute || labelForm(shown, unit, size) === "names" ? entryText(shown.view, entry) : String(entries.microbatch[entry]);
+  return text.length * size * CHARACTER <= room ? text : "";
+}
+
+/** The recorded run of one rank below its prediction: what takes longer in one colour, what takes shorter in the other. */
+export function paintMeasured(pen: Pen, shown: Shown, row: Row, scale: Scale, paper: Paper): void {
+  const strip = row.measured;
+  if (!strip || !shown.beside) return;
+  pen.rect(scale.left, strip.top, scale.width, strip.height, paper.idle);
+  visit(shown.beside.computeLane(row.rank), scale, {
+    box: (node, x, width) => pen.rect(x, strip.top, width > 3 ? width - 0.75 : width, strip.height, differenceFill(shown, node, paper)),
+    small: () => undefined,
+    column: (x, filled) => pen.rect(x, strip.top, 1, strip.height, paper.soft, Math.max(0.2, filled)),
+  });
+}
+
+/** Grey as predicted; the more an action differs, the stronger. */
+function differenceFill(shown: Shown, node: number, paper: Paper): string {
+  const share = lengthDifference(shown, node);
+  if (share === 0) return paper.same;
+  const strength = Math.min(1, 0.35 + Math.abs(share));
+  return blended(paper.same, share > 0 ? paper.late : paper.early, strength);
 }
 
 function paintOptimizer(pen: Pen, shown: Shown, row: Row, scale: Scale): void {

@@ -5,7 +5,7 @@ import { Fills, type ColourBy } from "./fills.ts";
 import type { Layout, Row } from "./layout.ts";
 import { memoryTop, paintMemory, type Limit } from "./memory.ts";
 import type { Pen } from "./pen.ts";
-import { paintCompute, paintLanes } from "./rows.ts";
+import { paintCompute, paintLanes, paintMeasured } from "./rows.ts";
 import { percent, toX, type Scale } from "./span.ts";
 import { findingSpan } from "./target.ts";
 
@@ -23,6 +23,9 @@ export interface Scene {
   scroll: number;
   visible: number;
 }
+
+/** Pixels by which a rank's band is higher than its row. */
+const BAND = 4;
 
 /** What depends on views and colours alone; kept from picture to picture. */
 const fillsOf = new WeakMap<Shown["view"], Map<ColourBy, Fills>>();
@@ -43,11 +46,11 @@ export function paintScene(pen: Pen, scene: Scene): void {
     shifted(pen, scene, (moved) => paintPanels(moved, scene));
   });
   const grid = scene.panels.some((each) => !each.timed);
-  paintAxis(pen, layout, scale, paper, grid ? "step" : axisTitle(scene), grid);
+  paintAxis(pen, layout, scale, paper, grid ? "step" : axisTitle(scene), grid, grid ? 1 : scene.panels[0]?.unit.size);
 }
 
 function axisTitle(scene: Scene): string {
-  const unit = scene.panels[0]?.view.units.time;
+  const unit = scene.panels[0]?.unit.name;
   return unit ? `time, ${unit}` : "time";
 }
 
@@ -62,16 +65,23 @@ function paintPanels(pen: Pen, scene: Scene): void {
     const shown = scene.panels[panel];
     if (scene.panels.length > 1) paintTitle(pen, scene, panel);
     for (const row of place.rows.filter((each) => isVisible(scene, each))) {
+      if (row.rank % 2) paintBand(pen, scene, row);
       paintLabel(pen, scene, row);
       pen.clip(scene.scale.left, row.top - 2, scene.scale.width, row.height + 4, () => {
         pen.rect(scene.scale.left, row.compute.top, scene.scale.width, row.compute.height, scene.paper.idle);
         paintCompute(pen, shown, row, scene.scale, fills(shown, scene.colourBy));
+        paintMeasured(pen, shown, row, scene.scale, scene.paper);
         if (shown.timed) paintLanes(pen, shown, row, scene.scale, scene.paper);
         if (scene.whole) paintMemory(pen, shown, row, scene.scale, scene.paper, scene.limit, top);
       });
       paintFindings(pen, scene, row);
     }
   });
+}
+
+/** Every other rank stands on a band, so that its memory is not taken for that of the next. */
+function paintBand(pen: Pen, scene: Scene, row: Row): void {
+  pen.rect(0, row.top - BAND, scene.layout.width, row.height + 2 * BAND, scene.paper.band);
 }
 
 function isVisible(scene: Scene, row: Row): boolean {
@@ -95,6 +105,9 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   const size = Math.min(12, Math.max(9, row.compute.height * 0.6));
   const text = layout.gutter < 60 ? `r${row.rank}` : `rank ${row.rank}`;
   pen.text(10, row.compute.top + row.compute.height / 2, text, { fill: paper.ink, size });
+  if (row.measured && row.measured.height >= 9 && layout.gutter >= 60) {
+    pen.text(10, row.measured.top + row.measured.height / 2, "measured", { fill: paper.soft, size: 10 });
+  }
   if (row.memory && row.memory.height >= 18 && layout.gutter >= 60) {
     pen.text(10, row.memory.top + row.memory.height / 2, "memory", { fill: paper.soft, size: 10 });
   }

@@ -24,18 +24,34 @@ export function figure(value: number): string {
   if (!Number.isFinite(value)) return "–";
   if (value === 0) return "0";
   const power = Math.floor(Math.log10(Math.abs(value)));
-  if (power >= 7 || power < -3) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
+  if (power >= 7 || power < -6) return value.toExponential(3).replace(/\.?0+e/, "e").replace("e+", "e");
   return value.toLocaleString("en-US", { maximumSignificantDigits: Math.max(4, power + 1) });
 }
 
 const SHORTER: [number, string][] = [[1, "s"], [1e-3, "ms"], [1e-6, "µs"], [1e-9, "ns"]];
 const LARGER = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
 
-/** A time; one in seconds in the part of a second that reads best. */
-export function timeText(value: number, unit: string): string {
-  if (unit !== "s") return unit ? `${figure(value)} ${unit}` : figure(value);
+/** What times are told in: so many of the costs' unit, and its name. */
+export interface TimeUnit {
+  size: number;
+  name: string;
+}
+
+/** The part of a second in which a time reads best; other units are kept. */
+export function unitFor(value: number, unit: string): TimeUnit {
+  if (unit !== "s") return { size: 1, name: unit };
   const [size, name] = SHORTER.find(([least]) => Math.abs(value) >= least) ?? (value ? SHORTER[3] : SHORTER[0]);
-  return `${figure(value / size)} ${name}`;
+  return { size, name };
+}
+
+/** A time in a unit that others are told in too. */
+export function timeIn(value: number, { size, name }: TimeUnit): string {
+  return name ? `${figure(value / size)} ${name}` : figure(value / size);
+}
+
+/** A time by itself; one in seconds in the part of a second that reads best. */
+export function timeText(value: number, unit: string): string {
+  return timeIn(value, unitFor(value, unit));
 }
 
 /** A size; one in bytes in the multiple that reads best. */

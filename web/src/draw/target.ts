@@ -7,6 +7,7 @@ import { boxAt } from "./visible.ts";
 /** Something on screen that can be pointed at; `panel` says in which timeline. */
 export type Target =
   | { what: "action"; panel: number; index: number }
+  | { what: "measured"; panel: number; index: number }
   | { what: "message"; panel: number; index: number }
   | { what: "collective"; panel: number; index: number }
   | { what: "finding"; panel: number; index: number }
@@ -32,6 +33,7 @@ export function targetAt(place: Place, x: number, y: number): Target | null {
   const time = toTime(place.scale, x);
   const reach = (REACH * (place.scale.to - place.scale.from)) / place.scale.width;
   if (part.what === "memory") return time <= shown.length ? { what: "memory", panel: row.panel, rank: row.rank, time } : null;
+  if (part.what === "measured") return shown.beside ? named("measured", row.panel, boxAt(shown.beside.computeLane(row.rank), time)) : null;
   if (part.what === "channel") return named("message", row.panel, boxAt(shown.channelLane(part.channel), time, reach));
   if (part.what === "collectives") return named("collective", row.panel, boxAt(shown.collectiveLane(row.rank), time, reach));
   return computeAt(shown, row, time);
@@ -54,7 +56,7 @@ export function findingAt(shown: Shown, rank: number, step: number): number {
   return shown.view.findings.findIndex((each) => each.rank === rank && each.step === step);
 }
 
-function named(what: "message" | "collective", panel: number, index: number): Target | null {
+function named(what: "measured" | "message" | "collective", panel: number, index: number): Target | null {
   return index < 0 ? null : { what, panel, index };
 }
 
@@ -81,9 +83,11 @@ export function boxOf(place: Place, target: Target): Box {
   }
   const rank = "rank" in target ? target.rank : shown.view.graph.rank[target.index];
   const row = rowOf(place.layout, target.panel, rank);
+  if (target.what === "measured" && shown.beside) return at(row.measured ?? row.compute, shown.beside.timing.start[target.index], shown.beside.timing.end[target.index]);
   if (target.what === "action") return at(row.compute, start[target.index], end[target.index]);
   if (target.what === "collective") return at(row.collectives ?? row.compute, collectiveStart[target.index], collectiveEnd[target.index]);
   if (target.what === "memory") return at(row.memory ?? row.compute, target.time, target.time);
+  if (target.what === "measured") return at(row.compute, start[target.index], end[target.index]);
   if (target.what === "optimizer") {
     const step = optimizerSpan(shown, rank);
     return at(row.compute, step.start, step.end);

@@ -4,12 +4,14 @@ import type { Loader } from "../state/loader.ts";
 import type { PlanState } from "../state/plan.ts";
 import { useStudio } from "../state/studio.ts";
 import type { Themes } from "../state/theme.ts";
+import { Changes } from "./Changes.tsx";
 import { Chart } from "./Chart.tsx";
 import { Controls } from "./Controls.tsx";
 import { Details } from "./Details.tsx";
 import { Findings } from "./Findings.tsx";
 import { Header } from "./Header.tsx";
-import { reveal } from "./keys.ts";
+import { Help } from "./Help.tsx";
+import { pressedAnywhere, reveal } from "./keys.ts";
 import { Legend } from "./Legend.tsx";
 import { NumbersCard } from "./NumbersCard.tsx";
 import { PlanPart } from "./PlanPart.tsx";
@@ -26,26 +28,32 @@ interface Props {
 
 export function App({ loader, themes, stage, plan }: Props) {
   const studio = useStudio();
-  const dropping = useDrop((file) => void loader.open(file));
+  const dropping = useDrop((file, onChart) => void loader.drop(file, onChart));
   useEffect(() => {
     document.documentElement.dataset.theme = themes.dark.value ? "dark" : "light";
   }, [themes.dark.value]);
   useEffect(() => {
-    const title = studio.first.value?.title;
+    const title = studio.title.value;
     document.title = title ? `${title} · Penstock` : "Penstock studio";
-  }, [studio.first.value]);
+  }, [studio.title.value]);
+  useEffect(() => {
+    const press = (event: KeyboardEvent): void => void (pressedAnywhere(event, studio) && event.preventDefault());
+    window.addEventListener("keydown", press);
+    return () => window.removeEventListener("keydown", press);
+  }, []);
   return (
     <>
       <a class="skip" href="#timeline" onClick={(event) => (event.preventDefault(), document.querySelector<HTMLElement>("[data-testid=timeline]")?.focus())}>Skip to the timeline</a>
-      <Header loader={loader} themes={themes} stage={stage} />
+      <Header loader={loader} themes={themes} stage={stage} plan={plan} />
       <Notice />
-      {studio.tab.value === "plan" && !studio.offline ? <PlanPart plan={plan} loader={loader} /> : <TimelinePart loader={loader} stage={stage} />}
-      {dropping && <div class="drop" aria-hidden="true"><p>Drop a CSV, a timeline, a plan or a saved view</p></div>}
+      {studio.tab.value === "plan" && !studio.offline ? <PlanPart plan={plan} loader={loader} /> : <TimelinePart loader={loader} stage={stage} themes={themes} />}
+      <Help />
+      {dropping && <div class="drop" aria-hidden="true"><p>Drop a CSV, a timeline, a plan or a saved view to open it. On the chart, a recorded run is laid over what is shown.</p></div>}
     </>
   );
 }
 
-function TimelinePart({ loader, stage }: { loader: Loader; stage: Stage }) {
+function TimelinePart({ loader, stage, themes }: { loader: Loader; stage: Stage; themes: Themes }) {
   const studio = useStudio();
   const frame = useRef<HTMLDivElement>(null);
   const go = (target: Target): void => {
@@ -60,26 +68,27 @@ function TimelinePart({ loader, stage }: { loader: Loader; stage: Stage }) {
       <Controls loader={loader} />
       <div class="stage">
         {ready && <Tiles />}
-        <Findings go={go} />
         <section class="card frame" ref={frame} aria-label="Timeline" aria-busy={studio.busy.value > 0}>
           {ready ? (
             <>
               <Toolbar stage={stage} />
               <Chart stage={stage} />
-              <Legend />
+              <Legend themes={themes} />
             </>
           ) : (
             <Waiting />
           )}
           {studio.busy.value > 0 && <div class="busy" role="status"><span class="unseen">loading</span></div>}
         </section>
-        {ready && (
-          <div class="cards">
-            <Details go={go} />
-            <NumbersCard />
-          </div>
-        )}
       </div>
+      {ready && (
+        <aside class="dock" aria-label="Selection and numbers">
+          <Findings go={go} />
+          <Changes />
+          <Details go={go} />
+          <NumbersCard />
+        </aside>
+      )}
     </main>
   );
 }
@@ -113,8 +122,8 @@ function Notice() {
   );
 }
 
-/** Whether a file is held over the page; what is dropped is opened. */
-function useDrop(open: (file: File) => void): boolean {
+/** Whether a file is held over the page; what is dropped is opened, or laid over the chart. */
+function useDrop(open: (file: File, onChart: boolean) => void): boolean {
   const [over, setOver] = useState(false);
   useEffect(() => {
     const drag = (event: DragEvent): void => {
@@ -127,7 +136,7 @@ function useDrop(open: (file: File) => void): boolean {
       event.preventDefault();
       setOver(false);
       const file = event.dataTransfer?.files[0];
-      if (file) open(file);
+      if (file) open(file, event.target instanceof Element && event.target.closest(".frame") !== null);
     };
     window.addEventListener("dragover", drag);
     window.addEventListener("dragleave", leave);

@@ -1,12 +1,13 @@
 import { useEffect, useRef } from "preact/hooks";
 import { describe, sentence } from "../state/words.ts";
 import { useStudio } from "../state/studio.ts";
-import { HELP, pressed } from "./keys.ts";
+import { HELP } from "./Help.tsx";
+import { pressed } from "./keys.ts";
 import type { Stage } from "./stage.ts";
 import { Tooltip } from "./Tooltip.tsx";
 
 /** What stands above and below the timeline when it fills the window; on a narrow one it takes a share of the height. */
-const BESIDE = 262;
+const BESIDE = 286;
 const NARROW = 640;
 const LEAST = 320;
 
@@ -36,6 +37,12 @@ export function Chart({ stage }: { stage: Stage }) {
   }, [stage]);
 
   const at = (event: PointerEvent | MouseEvent): [number, number] => [event.offsetX, event.offsetY];
+  const dragged = useRef(false);
+  /** A click selects, unless it was the end of a drag. */
+  const clicked = (x: number, y: number): void => {
+    if (!dragged.current) studio.selected.value = stage.under(x, y);
+    dragged.current = false;
+  };
   const { layout, height } = stage;
   const size = { width: `${stage.width.value}px`, height: `${height.value}px` };
   const summary = studio.panels.value.map((shown) => shown.label).join(" above ");
@@ -53,9 +60,13 @@ export function Chart({ stage }: { stage: Stage }) {
               aria-label={`Timeline of ${summary}`}
               aria-describedby="chart-help chart-selected"
               data-testid="timeline"
-              onPointerMove={(event) => event.pointerType !== "touch" && stage.point(...at(event))}
+              data-editing={studio.editing.mode.value}
+              onPointerDown={(event) => event.button === 0 && stage.drag.take(...at(event)) && overlay.current!.setPointerCapture(event.pointerId)}
+              onPointerMove={(event) => (stage.drag.active ? stage.drag.move(event.offsetX) : event.pointerType !== "touch" && stage.point(...at(event)))}
+              onPointerUp={(event) => (dragged.current = stage.drag.drop(event.offsetX))}
+              onPointerCancel={() => stage.drag.cancel()}
               onPointerLeave={() => stage.leave()}
-              onClick={(event) => (studio.selected.value = stage.under(...at(event)))}
+              onClick={(event) => clicked(...at(event))}
               onKeyDown={(event) => pressed(event, studio, stage, scroller.current!) && event.preventDefault()}
             />
           </div>

@@ -3,11 +3,11 @@ import type { Loader } from "../state/loader.ts";
 import { useStudio } from "../state/studio.ts";
 import { FORMS, type Choice, type Form, type Option, type Other } from "../state/url.ts";
 import { Field, NumberField } from "./fields.tsx";
-import { OpenButton } from "./Header.tsx";
+import { OpenButton, RecordButton } from "./Header.tsx";
 import { Limit } from "./Limit.tsx";
 import { Sliders } from "./Sliders.tsx";
 
-const FORM_NAMES: Record<Form, string> = { schedule: "schedule", program: "program, lowered", sharded: "program, sharded" };
+const FORM_NAMES: Record<Form, string> = { schedule: "schedule", program: "program", sharded: "sharded program" };
 
 /** Everything that changes what is shown. */
 export function Controls({ loader }: { loader: Loader }) {
@@ -32,8 +32,8 @@ function Schedule({ loader }: { loader: Loader }) {
   const view = first.value;
   const shown: Choice = choice.value ?? {
     schedule: "",
-    ranks: view?.ranks ?? 8,
-    microbatches: view?.microbatches ?? 16,
+    ranks: view?.ranks ?? 4,
+    microbatches: view?.microbatches ?? 8,
     chunks: null,
     options: {},
     form: view?.lowered ? "program" : "schedule",
@@ -54,7 +54,7 @@ function Schedule({ loader }: { loader: Loader }) {
       <NumberField label="Ranks" value={shown.ranks} disabled={fixed} change={(ranks) => change({ ranks })} />
       <NumberField label="Microbatches" value={shown.microbatches} disabled={fixed} change={(microbatches) => change({ microbatches })} />
       {info && !info.chunks.fixed && (
-        <NumberField label="Chunks a rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
+        <NumberField label="Chunks per rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
       )}
       {info && <Options info={info} options={shown.options} change={(options) => change({ options })} />}
       <Field label="As a">
@@ -116,12 +116,14 @@ function Compare({ loader }: { loader: Loader }) {
         </Field>
       )}
       {info && other.value && !info.chunks.fixed && (
-        <NumberField label="Chunks a rank" value={other.value.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ ...other.value!, chunks })} />
+        <NumberField label="Chunks per rank" value={other.value.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ ...other.value!, chunks })} />
       )}
       {info && other.value && <Options info={info} options={other.value.options} change={(options) => change({ ...other.value!, options })} />}
       <div class="row">
         <OpenButton loader={loader} below text="Compare with a file" />
+        <RecordButton loader={loader} />
         {second.value && <button onClick={() => change(null)}>Stop</button>}
+        {studio.recording.value && <button onClick={() => (studio.recording.value = null)}>Remove the run</button>}
       </div>
       {second.value && second.value.stages !== first.value.stages && (
         <p class="quiet small">Both do the same work: what a rank computes and holds is divided among its stages.</p>
@@ -139,6 +141,7 @@ function Given({ loader }: { loader: Loader }) {
   return (
     <fieldset class="group">
       <legend>Compare</legend>
+      <RecordButton loader={loader} />
       <Field label="Above">
         <select value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
       </Field>

@@ -5,6 +5,7 @@ import { makerOf, relatedOf } from "../state/related.ts";
 import type { Shown } from "../state/shown.ts";
 import { useStudio } from "../state/studio.ts";
 import { describe } from "../state/words.ts";
+import { EditTools } from "./EditTools.tsx";
 
 const FEW = 12;
 
@@ -48,6 +49,7 @@ function Selected({ shown, target, go }: { shown: Shown; target: Target; go: (ta
           </div>
         ))}
       </dl>
+      {target.what === "action" && target.panel === 0 && studio.editing.mode.value && <EditTools view={shown.view} node={target.index} />}
       {target.what === "action" && shown.timed && <Relations shown={shown} panel={target.panel} node={target.index} go={go} />}
       {target.what === "message" && <Ends shown={shown} panel={target.panel} message={target.index} go={go} />}
     </>

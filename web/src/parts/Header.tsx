@@ -1,6 +1,7 @@
 import { useRef } from "preact/hooks";
 import { useStudio } from "../state/studio.ts";
 import type { Loader } from "../state/loader.ts";
+import type { PlanState } from "../state/plan.ts";
 import type { Themes } from "../state/theme.ts";
 import { ExportMenu } from "./ExportMenu.tsx";
 import { Segments } from "./Segments.tsx";
@@ -10,11 +11,12 @@ interface Props {
   loader: Loader;
   themes: Themes;
   stage: Stage;
+  plan: PlanState;
 }
 
-export function Header({ loader, themes, stage }: Props) {
+export function Header({ loader, themes, stage, plan }: Props) {
   const studio = useStudio();
-  const title = studio.first.value?.title;
+  const title = studio.title.value;
   return (
     <header class="header">
       <a class="brand" href="#" onClick={(event) => event.preventDefault()} aria-label="Penstock studio">
@@ -23,11 +25,12 @@ export function Header({ loader, themes, stage }: Props) {
         <span class="studio">studio</span>
       </a>
       <Tabs />
-      <p class="document" title={title}>{title ?? ""}</p>
+      <p class="document" title={title}>{title}</p>
       <nav class="actions" aria-label="Document">
         <OpenButton loader={loader} />
         <Share />
-        <ExportMenu stage={stage} />
+        <ExportMenu stage={stage} plan={plan} />
+        <button class="icon text" onClick={() => (studio.help.value = true)} aria-label="Keys" title="Keys (?)">?</button>
         <button class="icon" onClick={() => themes.toggle()} aria-label={themes.dark.value ? "Light colours" : "Dark colours"} title={themes.dark.value ? "Light colours" : "Dark colours"}>
           <ThemeIcon dark={themes.dark.value} />
         </button>
@@ -59,12 +62,30 @@ export function OpenButton({ loader, below = false, text = "Open" }: { loader: L
   );
 }
 
+/** Lays the recorded run of a file over what is shown. */
+export function RecordButton({ loader }: { loader: Loader }) {
+  const studio = useStudio();
+  const input = useRef<HTMLInputElement>(null);
+  const view = studio.first.value;
+  const chosen = (): void => {
+    const file = input.current!.files?.[0];
+    input.current!.value = "";
+    if (file) void loader.lay(file);
+  };
+  return (
+    <>
+      <button disabled={!view?.timed || view.measured !== null} onClick={() => input.current!.click()} title="A timeline that was recorded in training, or a trace: each action below its prediction">Lay a recorded run over it</button>
+      <input ref={input} type="file" class="unseen" tabIndex={-1} aria-label="Recorded run" data-testid="file-recorded" accept=".json" onChange={chosen} />
+    </>
+  );
+}
+
 function Share() {
   const studio = useStudio();
   const share = async (): Promise<void> => {
     try {
       await navigator.clipboard.writeText(location.href);
-      studio.say(studio.holdsDocument ? "The link to what you see is copied." : "The link is copied. It holds how this is shown, but not the document: export that.");
+      studio.say(studio.holdsDocument ? "The link to what you see is copied." : "The link is copied. It holds how this is shown, but not the document or all changes: export a view.");
     } catch {
       studio.say("The address of this page is the link to what you see; copy it from the address bar.");
     }

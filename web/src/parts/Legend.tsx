@@ -1,16 +1,19 @@
 import { chunkFill, rampFill, TONES } from "../draw/colours.ts";
 import { memoryTop } from "../draw/memory.ts";
 import { useStudio } from "../state/studio.ts";
+import type { Themes } from "../state/theme.ts";
 
 const KINDS = ["F", "B", "I", "W"] as const;
 
 /** What the colours mean, of what is there. */
-export function Legend() {
+export function Legend({ themes }: { themes: Themes }) {
   const studio = useStudio();
   const panels = studio.panels.value;
   const kinds = new Set(panels.flatMap((shown) => [...shown.structure.kinds]));
   const chunks = Math.max(1, ...panels.map((shown) => shown.structure.chunks));
-  const messages = studio.messages.value && panels.some((shown) => shown.timed && shown.view.channels.length > 0);
+  const timed = panels.some((shown) => shown.timed && shown.view.channels.length > 0);
+  const messages = studio.messages.value && timed && panels.some((shown) => shown.travels);
+  const paper = themes.paper.value;
   return (
     <ul class="legend" aria-label="Colours">
       {studio.colourBy.value === "microbatch" ? (
@@ -20,10 +23,18 @@ export function Legend() {
           <Item key={kind} fills={Array.from({ length: chunks }, (_, chunk) => chunkFill(kind, chunk, chunks))} text={`${kind} ${TONES[kind].means}`} />
         ))
       )}
-      {chunks > 1 && studio.colourBy.value === "kind" && <li class="quiet">a shade a chunk</li>}
+      {chunks > 1 && studio.colourBy.value === "kind" && <li class="quiet">one shade per chunk</li>}
       {messages && <Item fills={[TONES.SEND.fill]} text="activations" />}
       {messages && <Item fills={["#c9a26b"]} text="gradients" />}
-      {messages && kinds.has("REDUCE_GRAD") && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
+      {studio.messages.value && timed && !messages && <li class="quiet">messages take no time</li>}
+      {panels.some((shown) => shown.beside) && (
+        <>
+          <Item fills={[paper.same]} text="as predicted" />
+          <Item fills={[paper.late]} text="longer" />
+          <Item fills={[paper.early]} text="shorter" />
+        </>
+      )}
+      {studio.messages.value && kinds.has("REDUCE_GRAD") && <Item fills={[TONES.SHARD.fill]} text="collectives" />}
       {panels.some((shown) => shown.timed) && studio.memory.value && <LimitItem />}
     </ul>
   );

@@ -10,13 +10,15 @@ export function Limit({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const limit = studio.limit.value;
   const [draft, setDraft] = useState<string | null>(null);
+  const [wrong, setWrong] = useState(false);
   const given = studio.first.value?.memoryLimit ?? null;
-  const usual = Array.isArray(given) ? "one a rank" : given === null ? "none" : sizeText(given, studio.first.value?.units.size ?? "");
+  const usual = Array.isArray(given) ? "one per rank" : given === null ? "none" : sizeText(given, studio.first.value?.units.size ?? "");
   /** The text is the field's own, for what was typed last may not have been drawn yet. */
   const commit = (text: string): void => {
-    setDraft(null);
     const read = text.trim() === "" ? null : readSize(text);
+    setWrong(read === undefined);
     if (read === undefined) return studio.say(`${text} is not a size: write a number, or one like 40GiB`, "error");
+    setDraft(null);
     if (read === limit) return;
     studio.limit.value = read;
     const named = studio.choice.value;
@@ -28,6 +30,7 @@ export function Limit({ loader }: { loader: Loader }) {
       <input
         value={draft ?? (limit === null ? "" : String(limit))}
         placeholder={usual}
+        aria-invalid={wrong}
         onInput={(event) => setDraft(event.currentTarget.value)}
         onBlur={(event) => commit(event.currentTarget.value)}
         onKeyDown={(event) => event.key === "Enter" && commit(event.currentTarget.value)}

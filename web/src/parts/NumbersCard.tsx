@@ -1,7 +1,8 @@
 import { figure, percent, signed } from "../draw/span.ts";
 import { firstParting, latenessOfRanks, lengthsByWork } from "../state/lateness.ts";
+import { largestDifferences } from "../state/differences.ts";
 import type { Shown } from "../state/shown.ts";
-import { useStudio } from "../state/studio.ts";
+import { type Studio, useStudio } from "../state/studio.ts";
 import { CAUSES } from "../state/words.ts";
 import type { Cause } from "../core/index.ts";
 import { change, idle, size, time } from "./Tiles.tsx";
@@ -29,16 +30,32 @@ export function NumbersCard() {
   const panels = studio.rested.value;
   if (!panels.length || panels.some((shown) => !shown.timed)) return null;
   return (
-    <section class="card numbers" aria-labelledby="numbers-title">
-      <h2 id="numbers-title">{panels.length > 1 ? "Differences" : "Numbers"}</h2>
-      <div class="wide">
-        <FigureTable panels={panels} />
-      </div>
-      <h3>{panels.length > 1 ? "Peak memory and idle time, rank by rank" : "Rank by rank"}</h3>
-      <div class="wide">{panels.length > 1 ? <RankDifferences panels={panels} /> : <RankTable shown={panels[0]} />}</div>
-      {panels.length > 1 && panels[1].measured && panels[0].view === panels[1].view && <Lateness panels={panels} />}
-    </section>
+    <>
+      <section class="card numbers" aria-labelledby="numbers-title">
+        <h2 id="numbers-title">{panels.length > 1 ? "Differences" : "Numbers"}</h2>
+        {panels.length > 1 && (
+          <p class="quiet small">
+            {panels[0].beside ? "predicted" : "above"}: {panels[0].beside ? panels[0].view.title : panels[0].label}
+            <br />
+            {panels[0].beside ? "measured" : "below"}: {panels[0].beside ? measuredName(studio, panels[1]) : panels[1].label}
+          </p>
+        )}
+        <div class="wide">
+          <FigureTable panels={panels} />
+        </div>
+        <h3>{panels.length > 1 ? "Peak memory and idle time, rank by rank" : "Rank by rank"}</h3>
+        <div class="wide">{panels.length > 1 ? <RankDifferences panels={panels} /> : <RankTable shown={panels[0]} />}</div>
+      </section>
+      {panels[0].beside && <Lateness predicted={panels[0]} measured={panels[0].beside} />}
+    </>
   );
+}
+
+/** Where measured times come from: the file that was laid over the schedule, and what it says of itself. */
+function measuredName(studio: Studio, measured: Shown): string {
+  const { source } = measured.timing;
+  const name = studio.recording.value?.name;
+  return name === undefined ? source : source === "measured" ? name : `${name}, ${source}`;
 }
 
 function FigureTable({ panels }: { panels: Shown[] }) {
@@ -50,7 +67,7 @@ function FigureTable({ panels }: { panels: Shown[] }) {
       <thead>
         <tr>
           <th scope="col">figure</th>
-          {panels.map((shown, k) => <th key={k} scope="col">{panels.length > 1 ? <Head label={shown.label} place={k ? "below" : "above"} /> : "value"}</th>)}
+          {panels.map((shown, k) => <th key={k} scope="col">{panels.length > 1 ? <Head label={shown.label} place={placeOf(panels, k)} /> : "value"}</th>)}
           {panels.length > 1 && <th scope="col">difference</th>}
         </tr>
       </thead>
@@ -65,6 +82,11 @@ function FigureTable({ panels }: { panels: Shown[] }) {
       </tbody>
     </table>
   );
+}
+
+/** What a column is of: one of two panels, or of a prediction and the run beside it. */
+function placeOf(panels: Shown[], k: number): string {
+  return panels[0].beside ? (k ? "measured" : "predicted") : k ? "below" : "above";
 }
 
 /** Letters of a label that has room in a narrow column. */
@@ -122,9 +144,9 @@ function RankDifferences({ panels }: { panels: Shown[] }) {
       <thead>
         <tr>
           <th scope="col">rank</th>
-          {panels.map((_, k) => <th key={k} scope="col">peak, {k ? "below" : "above"}</th>)}
+          {panels.map((_, k) => <th key={k} scope="col">peak, {placeOf(panels, k)}</th>)}
           <th scope="col">difference</th>
-          {panels.map((_, k) => <th key={k} scope="col">idle, {k ? "below" : "above"}</th>)}
+          {panels.map((_, k) => <th key={k} scope="col">idle, {placeOf(panels, k)}</th>)}
         </tr>
       </thead>
       <tbody>
@@ -144,22 +166,32 @@ function RankDifferences({ panels }: { panels: Shown[] }) {
 const FEW = 8;
 
 /** Where a measured run parts from its prediction, and which work takes longer. */
-function Lateness({ panels: [predicted, measured] }: { panels: Shown[] }) {
+function Lateness({ predicted, measured }: { predicted: Shown; measured: Shown }) {
   const studio = useStudio();
+  const select = (node: number): void => void (studio.selected.value = { what: "measured", panel: 0, index: node });
   const parting = firstParting(predicted, measured);
   const late = latenessOfRanks(predicted, measured);
   return (
-    <div data-testid="lateness">
-      <h3>Predicted against measured</h3>
+    <section class="card numbers" aria-labelledby="lateness-title" data-testid="lateness">
+      <h2 id="lateness-title">Predicted against measured</h2>
       {parting ? (
         <p>
           They part at{" "}
-          <button class="plain" onClick={() => (studio.selected.value = { what: "action", panel: 1, index: parting.node })}>{parting.action}</button>{" "}
+          <button class="plain" onClick={() => select(parting.node)}>{parting.action}</button>{" "}
           on rank {parting.rank}, which ends {measured.time(Math.abs(parting.late))} {parting.late > 0 ? "later" : "earlier"} than predicted.
         </p>
       ) : (
         <p>Every action ends within a hundredth of the makespan of where it was predicted to end.</p>
       )}
+      <h3>The ten largest differences</h3>
+      <ol class="differences" data-testid="differences">
+        {largestDifferences(predicted).map((each, k) => (
+          <li key={k}>
+            <button class="plain" onClick={() => select(each.node)}>{each.action}</button> on rank {each.rank}{" "}
+            <strong class={each.adds > 0 ? "late" : "early"}>{signed(each.adds, measured.time)}</strong>: {each.cause}
+          </li>
+        ))}
+      </ol>
       <p class="quiet">Ranks end late by: {late.map((each, rank) => `${rank}: ${signed(each, measured.time)}`).join(", ")}</p>
       <div class="wide">
         <table>
@@ -180,6 +212,6 @@ function Lateness({ panels: [predicted, measured] }: { panels: Shown[] }) {
           </tbody>
         </table>
       </div>
-    </div>
+    </section>
   );
 }

@@ -16,9 +16,9 @@ const FIELDS: [keyof Shape & string, string][] = [
   ["ffn", "Feed-forward width"],
   ["sequence", "Sequence length"],
   ["vocabulary", "Vocabulary"],
-  ["microbatch", "Samples a microbatch"],
-  ["tflops", "TFLOP/s a device reaches"],
-  ["bandwidth", "Link, bytes a second"],
+  ["microbatch", "Samples per microbatch"],
+  ["tflops", "TFLOP/s per device"],
+  ["bandwidth", "Link, bytes per second"],
   ["latency", "Link latency, µs"],
 ];
 
@@ -29,13 +29,7 @@ export function PlanForm({ plan }: { plan: PlanState }) {
   const set = (patch: Partial<Wanted>): void => void (plan.wanted.value = { ...wanted, ...patch });
   const submit = (event: Event): void => {
     event.preventDefault();
-    try {
-      const { request, limit } = requestOf(wanted);
-      setProblem(null);
-      void plan.start(request, limit, wanted.model === "transformer" ? { time: "s", size: "B" } : { time: "", size: "" });
-    } catch (error) {
-      setProblem((error as Error).message);
-    }
+    setProblem(startPlan(plan));
   };
   const text = (name: "ranks" | "microbatches" | "limit" | "seconds", label: string) => (
     <Field label={label}>
@@ -45,19 +39,24 @@ export function PlanForm({ plan }: { plan: PlanState }) {
   return (
     <form class="controls plan-form" aria-label="What to plan" onSubmit={submit} noValidate>
       <fieldset class="group">
+        <legend>Pipeline</legend>
+        {text("ranks", "Ranks")}
+        {text("microbatches", "Microbatches")}
+        {text("limit", "Memory per rank")}
+        {text("seconds", "Seconds to search")}
+        <Field label="Recompute if needed">
+          <input type="checkbox" checked={wanted.recompute} onChange={(event) => set({ recompute: event.currentTarget.checked })} />
+        </Field>
+      </fieldset>
+      <fieldset class="group">
         <legend>Model</legend>
         <Segments role="radiogroup" label="Model given as" choices={MODELS} value={wanted.model} change={(model) => set({ model })} />
         {wanted.model === "transformer" ? <ShapeFields shape={wanted.shape} change={(shape) => set({ shape })} /> : <ProfileField text={wanted.profile} change={(profile) => set({ profile })} />}
       </fieldset>
-      <fieldset class="group">
-        <legend>Pipeline</legend>
-        {text("ranks", "Ranks")}
-        {text("microbatches", "Microbatches")}
-        {text("limit", "Memory a rank")}
-        {text("seconds", "Seconds to search")}
-      </fieldset>
-      {problem && <p class="problem" role="alert">{problem}</p>}
-      <button class="primary" type="submit" disabled={plan.status.value === "running"}>Plan</button>
+      <div class="submit">
+        {problem && <p class="problem" role="alert">{problem}</p>}
+        <button class="primary" type="submit" disabled={plan.status.value === "running"}>Plan</button>
+      </div>
     </form>
   );
 }
@@ -95,6 +94,18 @@ function ProfileField({ text, change }: { text: string; change: (text: string) =
   );
 }
 
+/** Starts what the form asks for; what is wrong with it, in words. */
+export function startPlan(plan: PlanState): string | null {
+  const wanted = plan.wanted.value;
+  try {
+    const { request, limit } = requestOf(wanted);
+    void plan.start(request, limit, wanted.model === "transformer" ? { time: "s", size: "B" } : { time: "", size: "" });
+    return null;
+  } catch (error) {
+    return (error as Error).message;
+  }
+}
+
 /** The request, or an error that names the field. */
 export function requestOf(wanted: Wanted): { request: Record<string, unknown>; limit: number | null } {
   const limit = wanted.limit.trim() === "" ? null : readSize(wanted.limit);
@@ -103,7 +114,8 @@ export function requestOf(wanted: Wanted): { request: Record<string, unknown>; l
   const seconds = Number(wanted.seconds);
   if (!(seconds > 0)) throw new Error(`the seconds to search must be more than 0, got ${wanted.seconds || "nothing"}`);
   const counts = { ranks: whole("ranks", wanted.ranks), microbatches: whole("microbatches", wanted.microbatches) };
-  const request = { ...model, ...counts, ...(limit === null ? {} : { memory_limit: wanted.limit.trim() === String(limit) ? limit : wanted.limit.trim() }), seconds };
+  const recompute = wanted.recompute ? { recompute: true } : {};
+  const request = { ...model, ...counts, ...recompute, ...(limit === null ? {} : { memory_limit: wanted.limit.trim() === String(limit) ? limit : wanted.limit.trim() }), seconds };
   return { request, limit };
 }
 

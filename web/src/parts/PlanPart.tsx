@@ -1,22 +1,34 @@
 import { useState } from "preact/hooks";
-import { percent, sizeText, timeText } from "../draw/span.ts";
+import { percent, sizeText, timeIn, type TimeUnit } from "../draw/span.ts";
 import * as api from "../state/api.ts";
 import type { Candidate } from "../state/api.ts";
 import type { Loader } from "../state/loader.ts";
-import type { PlanState } from "../state/plan.ts";
-import { PlanForm } from "./PlanForm.tsx";
+import { paretoFront, remediesIn, type PlanState, type Remedy } from "../state/plan.ts";
+import { PLAN_COMMAND, savePlan } from "../state/planExports.ts";
+import { useStudio } from "../state/studio.ts";
+import { PlanForm, startPlan } from "./PlanForm.tsx";
 import { PLACEMENTS, plotted, Tradeoff } from "./Tradeoff.tsx";
 
 const FEW = 40;
 
+/** What a candidate can be opened as: in place of what is shown, or below it. */
+interface Opens {
+  open: (candidate: Candidate) => void;
+  beside: ((candidate: Candidate) => void) | null;
+}
+
 /** A model and its limits on one side, what the planner finds on the other. */
 export function PlanPart({ plan, loader }: { plan: PlanState; loader: Loader }) {
-  const open = (candidate: Candidate): void =>
+  const studio = useStudio();
+  const load = (candidate: Candidate, beside: boolean): void =>
     void loader.guarded(async () => {
       const view = await api.openCandidate(plan.job.value!, candidate.index);
-      loader.show(view, null, null);
+      const first = studio.first.value;
+      if (beside && first) loader.show(first, view, studio.file.value);
+      else loader.show(view, null, null);
       loader.say("The address does not hold a candidate: export it to keep it.");
     });
+  const opens: Opens = { open: (candidate) => load(candidate, false), beside: studio.first.value ? (candidate) => load(candidate, true) : null };
   return (
     <main class="plan">
       <PlanForm plan={plan} />
@@ -27,10 +39,10 @@ export function PlanPart({ plan, loader }: { plan: PlanState; loader: Loader }) 
         </div>
         {plan.candidates.value.length ? (
           <>
-            <Tradeoff plan={plan} open={open} />
+            <Tradeoff plan={plan} open={opens.open} />
             <PlacementLegend plan={plan} />
-            <Summary plan={plan} open={open} />
-            <CandidateTable plan={plan} open={open} />
+            <Summary plan={plan} opens={opens} />
+            <CandidateTable plan={plan} opens={opens} />
             <NotTimed plan={plan} />
           </>
         ) : (
@@ -55,7 +67,7 @@ function Status({ plan }: { plan: PlanState }) {
 }
 
 function Empty({ plan }: { plan: PlanState }) {
-  if (plan.error.value) return <p class="problem" role="alert">{plan.error.value}</p>;
+  if (plan.error.value) return <Refusal plan={plan} />;
   return (
     <p class="empty">
       {plan.status.value === "running"
@@ -76,47 +88,123 @@ function PlacementLegend({ plan }: { plan: PlanState }) {
         </li>
       ))}
       <li class="quiet">hollow: does not fit</li>
+      <li class="front-line">best of both: time and memory</li>
     </ul>
   );
 }
 
-function Summary({ plan, open }: { plan: PlanState; open: (candidate: Candidate) => void }) {
+function Summary({ plan, opens }: { plan: PlanState; opens: Opens }) {
+  const studio = useStudio();
   const best = plan.best.value;
-  const { time, size } = plan.units.value;
+  const { size } = plan.units.value;
   const result = plan.result.value;
-  if (plan.error.value) return <p class="problem" role="alert">{plan.error.value}</p>;
-  if (!best) return <p>Nothing that was tried fits so far.</p>;
+  const running = plan.status.value === "running";
+  if (plan.error.value) return <Refusal plan={plan} />;
+  if (!best && result?.name === undefined) return <p>Nothing that was tried fits{running ? " so far" : ""}.</p>;
+  const [name, makespan, memory] = best ? [best.name, best.makespan!, best.memory!] : [result!.name!, result!.makespan!, result!.memory!];
   return (
-    <p class="best-line">
-      The best is <strong>{best.name}</strong>: time {timeText(best.makespan!, time)}, memory {sizeText(best.memory!, size)}
-      {result?.gap != null && `, at most ${percent(result.gap)} above what any schedule can reach`}.{" "}
-      <button class="primary" onClick={() => open(best)}>Open it</button>
-    </p>
+    <div class="best-line" data-testid="best">
+      <p>
+        {plan.isSaved.value ? "The planner chose " : "The best so far is "}
+        <strong>{name}</strong>: time {timeIn(makespan, plan.timeUnit.value)}, memory {sizeText(memory, size)}.
+        {result?.gap != null && (
+          <>
+            {" "}At most {percent(result.gap)} above what any order of this placement and partition can reach
+            {result.overall_gap != null && `, and ${percent(result.overall_gap)} above what any plan can`}.
+          </>
+        )}
+      </p>
+      <div class="row">
+        {best && <button class="primary" onClick={() => opens.open(best)}>Open it</button>}
+        {best && opens.beside && <button onClick={() => opens.beside!(best)}>Open it beside {studio.title.value}</button>}
+        <button disabled={!plan.isSaved.value} onClick={() => void savePlan(plan).catch((error: unknown) => studio.say((error as Error).message, "error"))}>Save plan.json</button>
+        <button disabled={!plan.isSaved.value} onClick={() => void studio.copy(PLAN_COMMAND, "The command is copied; save plan.json beside it")}>Copy <code>penstock train</code></button>
+      </div>
+    </div>
   );
 }
 
-function CandidateTable({ plan, open }: { plan: PlanState; open: (candidate: Candidate) => void }) {
+/** Why there is no plan, with what would fit as buttons. */
+function Refusal({ plan }: { plan: PlanState }) {
+  const error = plan.error.value!;
+  const take = (remedy: Remedy): void => {
+    plan.wanted.value = remedy.change(plan.wanted.value);
+    const problem = startPlan(plan);
+    if (problem) plan.error.value = problem;
+  };
+  const remedies = remediesIn(error);
+  return (
+    <div class="refusal">
+      <p class="problem" role="alert">{error}</p>
+      {remedies.length > 0 && (
+        <div class="row" role="group" aria-label="What would fit">
+          {remedies.map((remedy) => <button key={remedy.text} class="remedy" onClick={() => take(remedy)}>Plan with {remedy.text}</button>)}
+        </div>
+      )}
+    </div>
+  );
+}
+
+interface Column {
+  name: string;
+  of: (candidate: Candidate) => number | string;
+  text: (candidate: Candidate, units: { time: TimeUnit; size: string }) => string;
+}
+
+const COLUMNS: Column[] = [
+  { name: "schedule", of: (each) => each.name, text: (each) => each.name },
+  { name: "placement", of: (each) => String(each.placement ?? ""), text: (each) => String(each.placement ?? "") },
+  { name: "chunks", of: (each) => Number(each.chunks ?? 0), text: (each) => String(each.chunks ?? "") },
+  { name: "time", of: (each) => each.makespan!, text: (each, units) => timeIn(each.makespan!, units.time) },
+  { name: "bubble", of: (each) => (typeof each.bubble === "number" ? each.bubble : Infinity), text: (each) => (typeof each.bubble === "number" ? percent(each.bubble) : "–") },
+  { name: "memory", of: (each) => each.memory!, text: (each, units) => sizeText(each.memory!, units.size) },
+  { name: "fits", of: (each) => (each.fits ? 0 : 1), text: (each) => (each.fits ? "yes" : "no") },
+];
+
+/** The candidates in the order of a column; those that fit first unless a column was chosen. */
+export function sortCandidates(candidates: Candidate[], column: string | null, down: boolean): Candidate[] {
+  const key = COLUMNS.find(({ name }) => name === column)?.of;
+  if (!key) return [...candidates].sort((one, other) => Number(other.fits) - Number(one.fits) || one.makespan! - other.makespan!);
+  const compare = (one: Candidate, other: Candidate): number => {
+    const [a, b] = [key(one), key(other)];
+    return (typeof a === "string" ? a.localeCompare(String(b)) : a - Number(b)) || one.makespan! - other.makespan!;
+  };
+  return [...candidates].sort((one, other) => (down ? -1 : 1) * compare(one, other));
+}
+
+function CandidateTable({ plan, opens }: { plan: PlanState; opens: Opens }) {
   const [all, setAll] = useState(false);
-  const { time, size } = plan.units.value;
-  const rows = plotted(plan.candidates.value).sort((one, other) => Number(other.fits) - Number(one.fits) || one.makespan! - other.makespan!);
+  const [sorted, setSorted] = useState<{ column: string; down: boolean } | null>(null);
+  const rows = sortCandidates(plotted(plan.candidates.value), sorted?.column ?? null, sorted?.down ?? false);
+  const front = new Set(paretoFront(plotted(plan.candidates.value)).map((each) => each.index));
   const shown = all ? rows : rows.slice(0, FEW);
+  const units = { time: plan.timeUnit.value, size: plan.units.value.size };
+  const sort = (column: string): void => setSorted({ column, down: sorted?.column === column && !sorted.down });
   return (
     <div class="wide">
       <table data-testid="candidates">
-        <caption class="unseen">Candidates, the best first</caption>
+        <caption class="unseen">Candidates</caption>
         <thead>
-          <tr>{["schedule", "chunks", "time", "bubble", "memory", "fits", ""].map((name) => <th key={name} scope="col">{name}</th>)}</tr>
+          <tr>
+            {COLUMNS.map(({ name }) => (
+              <th key={name} scope="col" aria-sort={sorted?.column === name ? (sorted.down ? "descending" : "ascending") : "none"}>
+                <button class="plain" onClick={() => sort(name)}>{name}{sorted?.column === name ? (sorted.down ? " ▾" : " ▴") : ""}</button>
+              </th>
+            ))}
+            <th scope="col"><span class="unseen">open</span></th>
+          </tr>
         </thead>
         <tbody>
           {shown.map((each) => (
-            <tr key={each.index}>
-              <th scope="row">{each.name}</th>
-              <td>{String(each.chunks ?? "")}</td>
-              <td>{timeText(each.makespan!, time)}</td>
-              <td>{typeof each.bubble === "number" ? percent(each.bubble) : "–"}</td>
-              <td>{sizeText(each.memory!, size)}</td>
-              <td>{each.fits ? "yes" : "no"}</td>
-              <td><button class="plain" onClick={() => open(each)} aria-label={`Open ${each.name}`}>Open</button></td>
+            <tr key={each.index} class={each.index === plan.best.value?.index ? "chosen" : ""}>
+              {COLUMNS.map(({ name, text }, k) => {
+                const said = text(each, units);
+                return k === 0 ? <th key={name} scope="row">{said}{front.has(each.index) && <span class="front" title="No other is better in both time and memory"> ◆</span>}</th> : <td key={name}>{said}</td>;
+              })}
+              <td>
+                <button class="plain" onClick={() => opens.open(each)} aria-label={`Open ${each.name}`}>Open</button>
+                {opens.beside && <button class="plain" onClick={() => opens.beside!(each)} aria-label={`Open ${each.name} beside the current schedule`}>Beside</button>}
+              </td>
             </tr>
           ))}
         </tbody>

@@ -1,12 +1,13 @@
 import { useState } from "preact/hooks";
 import type { PerAction } from "../core/index.ts";
-import { figure } from "../draw/span.ts";
+import { figure, timeText } from "../draw/span.ts";
 import { isUnchanged, meanOf, UNCHANGED, type Adjust } from "../state/adjust.ts";
 import type { Loader } from "../state/loader.ts";
 import { useStudio } from "../state/studio.ts";
 import { Slider } from "./fields.tsx";
 
 const MOST_FACTOR = 4;
+const MOST_TYPED = 1e6;
 const NAMES = { f: "F", i: "I", w: "W", b: "B" } as const;
 
 /** Costs that can be moved; the page times everything again while they move. */
@@ -27,9 +28,9 @@ export function Sliders({ loader }: { loader: Loader }) {
     <fieldset class="group">
       <legend>Costs</legend>
       {names.map((name) => (
-        <Slider key={name} label={NAMES[name]} value={adjust[name]} most={MOST_FACTOR} step={0.01} said={said(view.costs[name] as PerAction, adjust[name])} change={(value) => set({ [name]: value })} />
+        <Slider key={name} label={NAMES[name]} value={adjust[name]} most={MOST_FACTOR} step={0.01} said={said(view.costs[name] as PerAction, adjust[name])} read={(text) => factorIn(text, view.costs[name] as PerAction)} change={(value) => set({ [name]: value })} />
       ))}
-      <Slider label="Latency" value={latency} most={mostLatency} said={figure(latency)} change={(value) => set({ latency: value })} />
+      <Slider label="Latency" value={latency} most={mostLatency} said={timeText(latency, view.units.time)} read={(text) => timeFrom(text, view.units.time)} change={(value) => set({ latency: value })} />
       <Skew stages={view.stages} skew={adjust.skew} change={(skew) => set({ skew })} />
       <OrderNote />
       <button class="plain" disabled={isUnchanged(adjust)} onClick={() => set(UNCHANGED)}>Back to the given costs</button>
@@ -40,6 +41,28 @@ export function Sliders({ loader }: { loader: Loader }) {
 /** The cost itself where it is one number, else what it is multiplied by. */
 function said(base: PerAction, factor: number): string {
   return Array.isArray(base) ? `× ${figure(factor)}` : figure(base * factor);
+}
+
+/** A number of at least 0, after a multiplication sign or not. */
+function numberIn(text: string): number | undefined {
+  const value = Number(text.replace(/^\s*[×x*]/, ""));
+  return text.trim() !== "" && Number.isFinite(value) && value >= 0 && value <= MOST_TYPED ? value : undefined;
+}
+
+/** The factor that makes a cost the typed one; for a cost per stage, the factor itself. */
+function factorIn(text: string, base: PerAction): number | undefined {
+  const value = numberIn(text);
+  return value === undefined || Array.isArray(base) ? value : base === 0 ? (value === 0 ? 1 : undefined) : value / base;
+}
+
+const SECONDS: Record<string, number> = { s: 1, ms: 1e-3, µs: 1e-6, us: 1e-6, ns: 1e-9 };
+
+/** A time in the costs' unit; one in seconds with any part of a second, as 150 µs. */
+function timeFrom(text: string, unit: string): number | undefined {
+  const match = /^([^a-zµ]*)\s*([a-zµ]*)$/i.exec(text.trim());
+  const value = match ? numberIn(match[1]) : undefined;
+  if (value === undefined || !match![2] || match![2] === unit) return value;
+  return unit === "s" && match![2] in SECONDS ? value * SECONDS[match![2]] : undefined;
 }
 
 function Skew({ stages, skew, change }: { stages: number; skew: Record<number, number>; change: (skew: Record<number, number>) => void }) {
@@ -60,7 +83,7 @@ function Skew({ stages, skew, change }: { stages: number; skew: Record<number, n
           {Array.from({ length: stages }, (_, each) => <option key={each} value={each}>{each}{skew[each] !== undefined ? ` (× ${figure(skew[each])})` : ""}</option>)}
         </select>
       </label>
-      <Slider label="by" value={factor} most={MOST_FACTOR} step={0.01} said={`× ${figure(factor)}`} change={(value) => set(stage, value)} />
+      <Slider label="by" value={factor} most={MOST_FACTOR} step={0.01} said={`× ${figure(factor)}`} read={numberIn} change={(value) => set(stage, value)} />
       {skewed.length > 0 && (
         <ul class="chips" aria-label="Skewed stages">
           {skewed.map((each) => (

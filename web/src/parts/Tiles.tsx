@@ -13,7 +13,7 @@ export function Tiles() {
   const limit = studio.shownLimit.value;
   return (
     <section class="tiles" aria-label="Key figures">
-      <Tile name="Makespan" panels={panels} value={(shown) => shown.numbers.makespan} text={time} note={(shown) => `${shown.time(busyShare(shown))} of work a rank`} relative />
+      <Tile name="Makespan" panels={panels} value={(shown) => shown.numbers.makespan} text={time} note={(shown) => `${shown.time(busyShare(shown))} of work per rank`} relative />
       <Tile name="Bubble" panels={panels} value={(shown) => shown.numbers.bubble} text={percent} note={(shown) => `${percent(shown.numbers.spanBubble)} of the longest span`} />
       <Tile
         name="Peak memory"
@@ -48,7 +48,7 @@ function Tile({ name, panels, value, text, note, alarm, relative }: TileProps) {
       <p class={alarm?.(first) ? "value alarm" : "value"}>{text(value(first), first)}</p>
       {second ? (
         <p class="note">
-          <span class={alarm?.(second) ? "alarm" : "strong"}>{text(value(second), second)}</span> below, {change(value(first), value(second), relative ?? false)}
+          <span class={alarm?.(second) ? "alarm" : "strong"}>{text(value(second), second)}</span> {first.beside ? "measured" : "below"}, {change(value(first), value(second), relative ?? false)}
         </p>
       ) : (
         <p class={alarm?.(first) ? "note alarm" : "note"}>{note(first)}</p>

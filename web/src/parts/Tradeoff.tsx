@@ -1,9 +1,9 @@
 import { scaleLinear, scaleLog } from "d3-scale";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
-import { sizeText, timeText } from "../draw/span.ts";
+import { sizeText, timeIn } from "../draw/span.ts";
 import { TONES } from "../draw/colours.ts";
 import type { Candidate } from "../state/api.ts";
-import type { PlanState } from "../state/plan.ts";
+import { paretoFront, type PlanState } from "../state/plan.ts";
 
 const MARGIN = { left: 74, right: 20, top: 18, bottom: 46 };
 const HIGHEST = 440;
@@ -70,7 +70,8 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
   const { holder, width } = useWidth();
   const height = Math.round(Math.min(HIGHEST, Math.max(260, width * 0.7)));
   const shown = plotted(plan.candidates.value);
-  const { time, size } = plan.units.value;
+  const time = plan.timeUnit.value;
+  const { size } = plan.units.value;
   const limit = plan.limit.value;
   const memories = shown.map((each) => each.memory!);
   const [low, high] = shown.length ? domain(limit === null ? memories : [...memories, limit]) : [0, 1];
@@ -79,11 +80,11 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
   const best = plan.best.value;
   return (
     <div ref={holder}>
-      <svg class="tradeoff" width={width} height={height} viewBox={`0 0 ${width} ${height}`} role="group" aria-label="Time against memory, a mark a candidate" data-testid="tradeoff">
+      <svg class="tradeoff" width={width} height={height} viewBox={`0 0 ${width} ${height}`} role="group" aria-label="Time against memory, one mark per candidate" data-testid="tradeoff">
         {y.ticks(6).map((value) => (
           <g key={value}>
             <line class="grid" x1={MARGIN.left} x2={width - MARGIN.right} y1={y(value)} y2={y(value)} />
-            <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeText(value, time)}</text>
+            <text class="tick" x={MARGIN.left - 8} y={y(value) + 4} text-anchor="end">{timeIn(value, time)}</text>
           </g>
         ))}
         {sizeTicks(low, high, size, width - MARGIN.left - MARGIN.right).map((value) => (
@@ -98,6 +99,7 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
             <text class="limit-text" x={x(limit) - 6} y={MARGIN.top + 10} text-anchor="end">limit {sizeText(limit, size)}</text>
           </g>
         )}
+        <Front plan={plan} x={x} y={y} />
         {shown.map((each) => (
           <Mark key={each.index} candidate={each} x={x(each.memory!)} y={y(each.makespan!)} width={width} best={each.index === best?.index} label={labelOf(each, plan)} open={open} />
         ))}
@@ -106,9 +108,19 @@ export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Ca
   );
 }
 
+/** The candidates that no other beats in both, joined by steps. */
+function Front({ plan, x, y }: { plan: PlanState; x: (memory: number) => number; y: (time: number) => number }) {
+  const front = paretoFront(plotted(plan.candidates.value));
+  const points = front.flatMap((each, k) => {
+    const here = `${x(each.memory!)},${y(each.makespan!)}`;
+    return k ? [`${x(front[k - 1].memory!)},${y(each.makespan!)}`, here] : [here];
+  });
+  return <polyline class="front" points={points.join(" ")} data-testid="front" />;
+}
+
 function labelOf(each: Candidate, plan: PlanState): string {
-  const { time, size } = plan.units.value;
-  return `${each.name}: time ${timeText(each.makespan!, time)}, memory ${sizeText(each.memory!, size)}${each.fits ? "" : ", does not fit"}`;
+  const { size } = plan.units.value;
+  return `${each.name}: time ${timeIn(each.makespan!, plan.timeUnit.value)}, memory ${sizeText(each.memory!, size)}${each.fits ? "" : ", does not fit"}`;
 }
 
 interface MarkProps {

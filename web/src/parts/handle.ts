@@ -1,3 +1,6 @@
+import { actionText } from "../core/index.ts";
+import { footprint, waitsOf } from "../draw/overlay.ts";
+import { labelForm } from "../draw/rows.ts";
 import { boxOf, type Target } from "../draw/target.ts";
 import type { Studio } from "../state/studio.ts";
 import type { LinkState } from "../state/url.ts";
@@ -6,10 +9,20 @@ import type { Stage } from "./stage.ts";
 /** What the canvas shows, for scripts and tests: it can be read, not written. */
 export interface Handle {
   readonly state: LinkState;
-  readonly drawn: { count: number; took: number };
+  readonly drawn: { count: number; took: number; first: number };
   readonly actions: number;
   /** The times on screen. */
   readonly span: { from: number; to: number };
+  /** The waits that the action in the hand would break if it were let go. */
+  readonly broken: number;
+  /** The waits that are drawn for a finding, in the order of their numbers. */
+  readonly waits: { rank: number; step: number; action: string }[];
+  /** The moment that is played, as a share of the axis. */
+  readonly moment: number | null;
+  /** What stands on the actions: whole names, microbatches or nothing. */
+  readonly labels: "names" | "microbatches" | "none";
+  /** Where a target and its arrows are drawn, in pixels of the page. */
+  footprint(target: Target): { x: number; y: number; width: number; height: number }[];
   /** The middle of a target on screen, in pixels of the page. */
   where(target: Target): { x: number; y: number };
 }
@@ -27,6 +40,32 @@ export function handle(studio: Studio, stage: Stage): void {
     },
     get span() {
       return { from: stage.scale.value.from, to: stage.scale.value.to };
+    },
+    get broken() {
+      return stage.broken().length;
+    },
+    get waits() {
+      const target = studio.selected.value;
+      const view = target && studio.panels.value[target.panel]?.view;
+      if (!view || target.what !== "finding") return [];
+      return waitsOf(view, target.index).map(([node]) => {
+        const rank = view.graph.rank[node];
+        return { rank, step: node - view.graph.bounds[rank], action: actionText(view, node) };
+      });
+    },
+    get labels() {
+      const [shown] = studio.panels.value;
+      const { from, to, width } = stage.scale.value;
+      return shown ? labelForm(shown, width / (to - from)) : "none";
+    },
+    footprint(target) {
+      const canvas = document.querySelector("[data-testid=timeline]")!.getBoundingClientRect();
+      const by = canvas.top + stage.layout.value.axis - stage.scroll.value;
+      const place = { layout: stage.layout.value, scale: stage.scale.value, panels: studio.panels.value };
+      return footprint(place, target).map(({ x, top, width, height }) => ({ x: canvas.left + x, y: by + top, width, height }));
+    },
+    get moment() {
+      return studio.moment.value;
     },
     where(target) {
       const box = boxOf({ layout: stage.layout.value, scale: stage.scale.value, panels: studio.panels.value }, target);

@@ -2,16 +2,23 @@ import { computed, effect, signal, type ReadonlySignal } from "@preact/signals";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity, type D3ZoomEvent, type ZoomBehavior } from "d3-zoom";
 import { layOut, type Layout } from "../draw/layout.ts";
-import { paintOverlay } from "../draw/overlay.ts";
+import { endsOf } from "../draw/cycle.ts";
+import { paintOverlay, type Pointed } from "../draw/overlay.ts";
 import { CanvasPen } from "../draw/pen.ts";
 import { paintScene, type Scene } from "../draw/scene.ts";
 import type { Scale } from "../draw/span.ts";
 import { targetAt } from "../draw/target.ts";
 import type { Studio } from "../state/studio.ts";
 import type { Themes } from "../state/theme.ts";
+import type { View } from "../core/types.ts";
+import { Drag } from "./drag.ts";
 
 const MOST_ZOOM = 1e6;
+/** Wheel steps below this are those of two fingers on a touchpad. */
+const PINCH = 30;
 const RIGHT = 12;
+/** Findings whose waits are drawn while an action is dragged. */
+const MOST_BROKEN = 20;
 
 /** The canvases of the timeline: sizes, zoom and pointer come in, pictures go out. */
 export class Stage {
@@ -21,8 +28,9 @@ export class Stage {
   readonly pointer = signal<{ x: number; y: number } | null>(null);
   readonly layout: ReadonlySignal<Layout>;
   readonly scale: ReadonlySignal<Scale>;
-  /** How many pictures were drawn, and what the last one took in milliseconds. */
-  readonly drawn = { count: 0, took: 0 };
+  /** How many pictures were drawn, what the last one took, and when the first was there, in milliseconds since the page was opened. */
+  readonly drawn = { count: 0, took: 0, first: 0 };
+  readonly drag: Drag;
   private frame = 0;
   private ends: (() => void)[] = [];
 
@@ -30,6 +38,7 @@ export class Stage {
     private readonly studio: Studio,
     private readonly themes: Themes,
   ) {
+    this.drag = new Drag(studio, this);
     this.layout = computed(() => this.laidOut());
     this.scale = computed(() => {
       const [from, to] = studio.span.value;
@@ -42,9 +51,10 @@ export class Stage {
   private laidOut(): Layout {
     const { messages, memory, panels } = this.studio;
     const shapes = panels.value.map((shown) => ({
-      channelsOf: shown.structure.channelsOf.map((channels) => (messages.value ? channels : [])),
+      channelsOf: shown.structure.channelsOf.map((channels) => (messages.value && shown.travels ? channels : [])),
       collectives: messages.value && shown.structure.collectives.some((list) => list.length > 0),
       memory: memory.value && shown.timed,
+      measured: shown.beside !== null,
     }));
     return layOut(shapes, this.width.value, this.room.value);
   }
@@ -81,6 +91,7 @@ export class Stage {
       if (stale.overlay) this.paintOn(overlay, (pen, scene) => paintOverlay(pen, scene, this.pointed()));
       stale.base = stale.overlay = false;
       this.drawn.count++;
+      if (!this.drawn.first && this.studio.panels.peek().length) this.drawn.first = performance.now();
       this.drawn.took = performance.now() - begun;
     };
     this.ends.push(
@@ -104,9 +115,21 @@ export class Stage {
     this.ends = [];
   }
 
-  private pointed(): { hovered: Studio["hovered"]["value"]; selected: Studio["selected"]["value"]; path: boolean } {
-    const { hovered, selected, path } = this.studio;
-    return { hovered: hovered.value, selected: selected.value, path: path.value };
+  private pointed(): Pointed {
+    const { hovered, selected, path, ghost, whole } = this.studio;
+    const moment = this.studio.moment.value === null ? null : this.studio.moment.value * whole.value;
+    if (!ghost.value) return { hovered: hovered.value, selected: selected.value, path: path.value, moment };
+    return { hovered: null, selected: null, path: false, drag: { ghost: ghost.value, broken: this.broken() } };
+  }
+
+  /** What the order would wait for in vain if the action in the hand were let go, as nodes of what is drawn. */
+  broken(): [number, number][] {
+    const { editing, panels } = this.studio;
+    const [view, drawn] = [editing.previewed.value, panels.value[0]?.view];
+    if (!view || !drawn) return [];
+    const here = (node: number): number => nodeOf(drawn, view, node);
+    const waits = view.findings.slice(0, MOST_BROKEN).flatMap((finding) => (finding.cycle ?? []).map((link) => endsOf(view, link).map(here) as [number, number]));
+    return waits.filter((ends) => ends.every((node) => node >= 0));
   }
 
   private paintOn(canvas: HTMLCanvasElement, body: (pen: CanvasPen, scene: Scene) => void): void {
@@ -129,7 +152,8 @@ export class Stage {
     const behaviour: ZoomBehavior<HTMLCanvasElement, unknown> = zoom<HTMLCanvasElement, unknown>()
       .scaleExtent([1, MOST_ZOOM])
       .clickDistance(4)
-      .filter((event: MouseEvent) => !event.button && !(event.type === "wheel" && isSideways(event as WheelEvent)));
+      .wheelDelta((event: WheelEvent) => -event.deltaY * (event.deltaMode === 1 ? 0.05 : Math.abs(event.deltaY) < PINCH ? 0.01 : 0.002))
+      .filter((event: Event) => this.zooms(event));
     let own = false;
     behaviour.on("zoom", (event: D3ZoomEvent<HTMLCanvasElement, unknown>) => {
       own = true;
@@ -153,6 +177,12 @@ export class Stage {
     );
     overlay.addEventListener("wheel", (event) => this.wheelSideways(event), { passive: false });
     overlay.addEventListener("dblclick", () => this.studio.setSpan(0, 1));
+  }
+
+  /** The plain wheel scrolls; with Ctrl, or with two fingers, it zooms. A press moves the axis unless it takes an action. */
+  private zooms(event: Event): boolean {
+    if (event.type === "wheel") return ((event as WheelEvent).ctrlKey || (event as WheelEvent).metaKey) && !isSideways(event as WheelEvent);
+    return !this.drag.active && !(event as MouseEvent).button;
   }
 
   private takeTransform(factor: number, shift: number): void {
@@ -196,10 +226,30 @@ export class Stage {
     return targetAt({ layout, scale: this.scale.peek(), panels: this.studio.panels.peek() }, x, y - layout.axis + this.scroll.peek());
   }
 
+  /** Where the pointer is, as a share of what is on screen; the middle if it is elsewhere. */
+  share(): number {
+    const { left, width } = this.scale.peek();
+    const x = this.pointer.peek()?.x;
+    return x === undefined ? 0.5 : Math.min(Math.max((x - left) / width, 0), 1);
+  }
+
   leave(): void {
     this.pointer.value = null;
     this.studio.hovered.value = null;
   }
+}
+
+/** The node of one view that is the same action as that of another. */
+function nodeOf(view: View, other: View, node: number): number {
+  if (node < 0) return -1;
+  const entry = other.entries.at[node];
+  const [kind, stage, microbatch] = [other.entries.kind[entry], other.entries.stage[entry], other.entries.microbatch[entry]];
+  const rank = other.graph.rank[node];
+  for (let each = view.graph.bounds[rank]; each < view.graph.bounds[rank + 1]; each++) {
+    const at = view.entries.at[each];
+    if (view.entries.kind[at] === kind && view.entries.stage[at] === stage && view.entries.microbatch[at] === microbatch) return each;
+  }
+  return -1;
 }
 
 function isSideways(event: WheelEvent): boolean {

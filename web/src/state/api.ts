@@ -1,5 +1,5 @@
 // The studio's server, on the page's own origin.
-import { readDocument, type Costs, type View } from "../core/index.ts";
+import { readDocument, type Costs, type Finding, type View } from "../core/index.ts";
 import type { Choice } from "./url.ts";
 
 export interface OptionInfo {
@@ -78,8 +78,25 @@ export async function openFile(name: string, content: string): Promise<View> {
   return readDocument(await ask("/api/open", { name, content }));
 }
 
+/** What the verifier says of a schedule: its proof and that of its program, or its findings. */
+export interface Proved {
+  proof: string | null;
+  program: string | null;
+  findings: Finding[];
+  num_findings: number;
+}
+
+export async function verify(table: unknown, costs: Partial<Costs>, limit: number | number[] | null, signal?: AbortSignal): Promise<Proved> {
+  return (await ask("/api/verify", { table, costs, ...(limit === null ? {} : { memory_limit: limit }) }, signal)) as Proved;
+}
+
 export async function startPlan(request: unknown): Promise<string> {
   return String(((await ask("/api/plan", request)) as { job: unknown }).job);
+}
+
+/** The plan as the server keeps it, as text. */
+export async function planFile(job: string): Promise<string> {
+  return JSON.stringify(await ask(`/api/plan/${encodeURIComponent(job)}`));
 }
 
 export function planEvents(job: string): EventSource {

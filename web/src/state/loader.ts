@@ -1,12 +1,12 @@
 import { batch } from "@preact/signals";
-import { fullCosts, plainCosts, readDocument, type Costs, type Source, type View } from "../core/index.ts";
+import { fullCosts, isRecording, plainCosts, readDocument, readRecording, type Costs, type Source, type View } from "../core/index.ts";
 import { adjusted, excess, isUniform, isUnchanged, shared, UNCHANGED } from "./adjust.ts";
 import * as api from "./api.ts";
 import { pack, unpack } from "./packed.ts";
 import type { Studio } from "./studio.ts";
 import { decodeLink, type Choice, type LinkState, type Option, type Other } from "./url.ts";
 
-export const START: Choice = { schedule: "zbv", ranks: 8, microbatches: 16, chunks: null, options: {}, form: "schedule" };
+export const START: Choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule" };
 const PATIENCE = 250;
 
 /** Brings views into the studio: from the page itself, from the server, from files. */
@@ -22,6 +22,7 @@ export class Loader {
     const wrong = excess(said.adjust);
     const link = wrong === null ? said : { ...said, adjust: UNCHANGED };
     this.studio.dress(link);
+    this.studio.editing.reset(this.studio.first.value);
     await this.guarded(async () => {
       if (embedded?.length) {
         const given = this.studio.given.value.length ? this.studio.given.value : embedded.map(readDocument);
@@ -33,14 +34,25 @@ export class Loader {
       }
       if (!this.studio.offline) await this.startServed(link, Boolean(embedded?.length));
     });
+    this.takeEdits(link.edits);
     this.studio.selectSpot(link.selected);
     if (wrong !== null) this.studio.say(`The costs of the link cannot be drawn: ${wrong}. The given costs are shown.`, "error");
+  }
+
+  /** Changes that a link or a file holds; those that do not fit what is shown are told. */
+  private takeEdits(edits: string): void {
+    if (!edits) return;
+    try {
+      this.studio.editing.take(edits);
+    } catch (error) {
+      this.studio.say(`The changes do not fit this schedule: ${(error as Error).message}.`, "error");
+    }
   }
 
   /** A link says what to load; without one, what the page was opened with stands. */
   private async startServed(link: LinkState, given: boolean): Promise<void> {
     const asked = api.schedules().then((found) => (this.studio.schedules.value = found));
-    if (link.file) this.show(await api.openFile(link.file.name, await unpack(link.file.content)), null, link.file);
+    if (link.file) this.show(await this.read(link.file.name, await unpack(link.file.content)), null, link.file);
     else if (link.first || !given) await this.load(link.first ?? START, link.second);
     await asked;
   }
@@ -57,12 +69,21 @@ export class Loader {
     });
   }
 
+  /** Leaves an entry in the browser's history from which the changes come back, before another schedule takes the place of theirs. */
+  private keepChanges(): void {
+    const count = this.studio.editing.edits.value.length;
+    if (!count) return;
+    history.pushState(null, "", location.href);
+    this.studio.say(`${count === 1 ? "One change" : `${count} changes`} to ${this.studio.first.value?.title} are one step back in the browser's history.`);
+  }
+
   /** Shows a schedule, and another below it. */
   async load(choice: Choice, other: Other | null): Promise<void> {
     const signal = this.begin();
     const { limit } = this.studio;
     const first = await api.makeView(choice, this.studio.costs.value, limit.value, signal);
     const second = other ? await this.besides(first, { ...choice, ...other }, signal) : null;
+    this.keepChanges();
     batch(() => {
       this.studio.choice.value = choice;
       this.studio.other.value = other;
@@ -115,6 +136,22 @@ export class Loader {
       if (below && first.value) return this.show(first.value, view, this.studio.file.value);
       const packed = await pack(content);
       this.show(view, null, packed === null ? null : { name: file.name, content: packed });
+      this.takeEdits(editsIn(content));
+    });
+  }
+
+  /** Opens a file that was dropped; one on the chart that is a recorded run of what is shown is laid over it. */
+  async drop(file: File, onChart: boolean): Promise<void> {
+    const view = this.studio.first.value;
+    if (!onChart || !view?.timed || view.measured || !isRecording(await file.text())) return this.open(file);
+    await this.lay(file);
+  }
+
+  /** Lays a recorded run over what is shown. */
+  async lay(file: File): Promise<void> {
+    await this.guarded(async () => {
+      this.studio.record(readRecording(file.name, await file.text()));
+      this.studio.say(`${file.name} is laid over ${this.studio.title.value}.`);
     });
   }
 
@@ -129,6 +166,7 @@ export class Loader {
   }
 
   show(view: View, second: View | null, file: { name: string; content: string } | null): void {
+    if (view !== this.studio.first.value) this.keepChanges();
     batch(() => {
       if (view !== this.studio.first.value) this.studio.choice.value = null;
       this.studio.other.value = null;
@@ -144,7 +182,7 @@ export class Loader {
     clearTimeout(this.timer);
     const { first, second } = this.studio;
     const views = [first.peek(), second.peek()];
-    if (this.studio.offline || !views.some((view) => view?.dependsOnCosts)) return;
+    if (this.studio.offline || this.studio.editing.active.peek() || !views.some((view) => view?.dependsOnCosts)) return;
     this.timer = setTimeout(() => void this.guarded(() => this.reorder()), PATIENCE);
   }
 
@@ -198,6 +236,12 @@ export function sameModel(first: View, second: View): Costs {
   if (!isUniform(first.costs)) return second.costs;
   const share = first.stages / first.ranks / (second.stages / second.ranks);
   return fullCosts(shared(first.costs, share));
+}
+
+/** The changes that a saved view holds. */
+function editsIn(content: string): string {
+  const edits = (documentIn(content) as { edits?: unknown } | null)?.edits;
+  return typeof edits === "string" ? edits : "";
 }
 
 function documentIn(content: string): unknown {

@@ -1,4 +1,5 @@
 import { batch, computed, signal } from "@preact/signals";
+import { unitFor } from "../draw/span.ts";
 import * as api from "./api.ts";
 import type { Candidate } from "./api.ts";
 
@@ -12,8 +13,14 @@ export interface Progress {
 export interface Result {
   best: number | null;
   cancelled: boolean;
+  name?: string;
+  makespan?: number;
+  memory?: number;
+  /** The bound of this placement and partition, and of every plan, each with the gap to it. */
   bound?: number | null;
   gap?: number | null;
+  overall_bound?: number | null;
+  overall_gap?: number | null;
   report?: string;
   units?: { time: string; size: string };
 }
@@ -60,9 +67,10 @@ export interface Wanted {
   microbatches: string;
   limit: string;
   seconds: string;
+  recompute: boolean;
 }
 
-export const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10" };
+export const USUAL: Wanted = { model: "transformer", shape: SHAPE, profile: "", ranks: "8", microbatches: "32", limit: "80GiB", seconds: "10", recompute: false };
 
 /** A plan that is being made: its candidates arrive one by one. */
 export class PlanState {
@@ -78,11 +86,16 @@ export class PlanState {
   /** The units of what is asked for: times and sizes. */
   readonly units = signal({ time: "", size: "" });
 
+  /** All times are told in one unit: that of the slowest candidate. */
+  readonly timeUnit = computed(() => unitFor(Math.max(0, ...this.candidates.value.map((each) => each.makespan ?? 0)), this.units.value.time));
+
   /** The key of the plan that was asked for last, once the server has given it. */
   private key: Promise<string> | null = null;
 
-  /** The best so far of those that fit. */
+  /** The planner's choice once it has chosen, else the fastest so far of those that fit. */
   readonly best = computed(() => {
+    const result = this.result.value;
+    if (result && !result.cancelled) return this.candidates.value.find((each) => each.index === result.best) ?? null;
     const fitting = this.candidates.value.filter((each) => each.fits && each.makespan !== null);
     return fitting.reduce<Candidate | null>((best, each) => (best === null || each.makespan! < best.makespan! ? each : best), null);
   });
@@ -148,6 +161,15 @@ export class PlanState {
     this.status.value = "failed";
   }
 
+  /** Whether there is a plan to save. */
+  readonly isSaved = computed(() => this.status.value === "done" && this.result.value?.cancelled === false);
+
+  /** The plan as a file: the text that `penstock train --schedule` reads. */
+  async file(): Promise<string> {
+    if (!this.job.value || !this.isSaved.value) throw new Error("There is no plan yet: it is still being made, or was cancelled.");
+    return api.planFile(this.job.value);
+  }
+
   /** Ends the plan, also one whose key is still under way; the listener hears of it. */
   async cancel(): Promise<void> {
     this.cancelling.value = true;
@@ -159,12 +181,47 @@ export class PlanState {
   }
 }
 
+/** Something that would fit, as the planner says it, and the change to the form that asks for it. */
+export interface Remedy {
+  text: string;
+  change: (wanted: Wanted) => Wanted;
+}
+
+const REMEDIES: [RegExp, (found: RegExpExecArray) => (wanted: Wanted) => Wanted][] = [
+  [/a memory limit of (\S+?)(?=[:,]|$)/, ([, limit]) => (wanted) => ({ ...wanted, limit })],
+  [/limits of at least (\S+) per rank/, ([, limit]) => (wanted) => ({ ...wanted, limit })],
+  [/microbatches of (\d+), (\d+) of them/, ([, size, count]) => (wanted) => ({ ...wanted, microbatches: count, shape: { ...wanted.shape, microbatch: size } })],
+  [/^\s*(?:or )?(?:at least )?(\d+) ranks/, ([, ranks]) => (wanted) => ({ ...wanted, ranks })],
+  [/recompute=True/, () => (wanted) => ({ ...wanted, recompute: true })],
+];
+
+/** What the planner's refusal says would fit. */
+export function remediesIn(error: string): Remedy[] {
+  const at = error.indexOf("what would fit");
+  const parts = at >= 0 ? error.slice(at).split("\n").slice(1) : error.split(/(?<=\.) |, (?=or )/);
+  return parts.flatMap((part) => {
+    for (const [pattern, change] of REMEDIES) {
+      const found = pattern.exec(part);
+      if (found && (at >= 0 || !/no plan fits/.test(part))) return [{ text: part.trim(), change: change(found) }];
+    }
+    return [];
+  });
+}
+
+/** The candidates that no other beats in both time and memory, the fastest first. */
+export function paretoFront(candidates: Candidate[]): Candidate[] {
+  const timed = candidates.filter((each) => each.makespan !== null && each.memory !== null);
+  const sorted = timed.sort((one, other) => one.makespan! - other.makespan! || one.memory! - other.memory!);
+  let least = Infinity;
+  return sorted.filter((each) => each.memory! < least && ((least = each.memory!), true));
+}
+
 /** A transformer as the server reads it; throws what is wrong with a field. */
 export function transformerOf(shape: Shape): Record<string, unknown> {
   const made: Record<string, unknown> = { gated: shape.gated, flops: positive("TFLOP/s", shape.tflops) * 1e12 };
   for (const name of ["layers", "hidden", "heads", "sequence", "vocabulary"] as const) made[name] = whole(name, shape[name]);
   for (const name of ["kv_heads", "ffn"] as const) if (shape[name].trim()) made[name] = whole(name.replace("_", " "), shape[name]);
-  const sizes = shape.microbatch.split(",").map((text) => whole("samples a microbatch", text));
+  const sizes = shape.microbatch.split(",").map((text) => whole("samples per microbatch", text));
   made.microbatch = sizes.length === 1 ? sizes[0] : sizes;
   if (shape.bandwidth.trim()) made.bandwidth = shape.bandwidth.trim();
   if (shape.latency.trim()) made.latency = positive("latency", shape.latency, true) * 1e-6;

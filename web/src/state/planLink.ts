@@ -18,6 +18,7 @@ export function setPlan(said: URLSearchParams, wanted: Wanted): void {
   set("model", wanted.model, USUAL.model);
   for (const name of OWN) set(name, wanted[name], USUAL[name]);
   for (const name of SIZES) set(name, wanted.shape[name], SHAPE[name]);
+  set("recompute", wanted.recompute ? "1" : "0", "0");
   set("gated", wanted.shape.gated ? "1" : "0", SHAPE.gated ? "1" : "0");
   if (isWhole(wanted)) set("profile", wanted.profile, "");
 }
@@ -30,7 +31,7 @@ export function readPlan(said: URLSearchParams): Wanted {
   };
   const shape: Shape = { ...SHAPE, gated: text("gated", SHAPE.gated ? "1" : "0") === "1" };
   for (const name of SIZES) shape[name] = text(name, SHAPE[name]);
-  const made: Wanted = { ...USUAL, shape, model: text("model", USUAL.model) === "profile" ? "profile" : "transformer", profile: text("profile", "", MOST_PROFILE) };
+  const made: Wanted = { ...USUAL, shape, model: text("model", USUAL.model) === "profile" ? "profile" : "transformer", profile: text("profile", "", MOST_PROFILE), recompute: text("recompute", "0") === "1" };
   for (const name of OWN) made[name] = text(name, USUAL[name]);
   return made;
 }

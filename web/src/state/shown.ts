@@ -2,17 +2,21 @@ import { criticalPath } from "../core/path.ts";
 import { gapsOf } from "../core/gaps.ts";
 import { memoryOf } from "../core/memory.ts";
 import { finishedOf, numbersOf } from "../core/figures.ts";
-import { messageSizes } from "../core/durations.ts";
+import { messageSizes, slotLength } from "../core/durations.ts";
 import { timeView } from "../core/timing.ts";
 import type { Costs, Gap, Memory, Numbers, PathStep, Timing, View } from "../core/types.ts";
-import { sizeText, timeText } from "../draw/span.ts";
+import { sizeText, timeIn, unitFor, type TimeUnit } from "../draw/span.ts";
 import type { Lane } from "../draw/visible.ts";
 import { structureOf, type Structure } from "./structure.ts";
 
 /** One timeline on screen: a view under costs. What follows from its times is computed when it is first asked for. */
 export class Shown {
   readonly structure: Structure;
-  private kept: { memory?: Memory; numbers?: Numbers; path?: PathStep[]; finished?: Float64Array; sizes?: Float64Array } = {};
+  /** The recorded run that is drawn beside it, action by action. */
+  beside: Shown | null = null;
+  /** The length of the longest timeline on screen. */
+  longest: number | null = null;
+  private kept: { memory?: Memory; numbers?: Numbers; path?: PathStep[]; finished?: Float64Array; sizes?: Float64Array; travels?: boolean; slot?: number; shortest?: number } = {};
   private readonly gaps = new Map<number, Gap[]>();
   private readonly lanes = new Map<string, Lane>();
 
@@ -29,9 +33,19 @@ export class Shown {
     return new Shown(label, view, costs, view.timed ? timeView(view, costs) : steps(view));
   }
 
+  /** The same times for another order of the same actions, for what is drawn by itself. */
+  like(view: View): Shown {
+    return new Shown(this.label, view, this.costs, this.timing);
+  }
+
   /** Times and sizes in the view's units. */
-  readonly time = (value: number): string => timeText(value, this.view.units.time);
+  readonly time = (value: number): string => timeIn(value, this.unit);
   readonly size = (value: number): string => sizeText(value, this.view.units.size);
+
+  /** All times on screen are told in one unit: that of the longest timeline. */
+  get unit(): TimeUnit {
+    return unitFor(this.longest ?? this.length, this.view.units.time);
+  }
 
   get timed(): boolean {
     return this.view.timed;
@@ -60,9 +74,33 @@ export class Shown {
     return (this.kept.finished ??= finishedOf(this.view, this.timing));
   }
 
+  /** How long an idle slot of the order lasts. */
+  get slot(): number {
+    return (this.kept.slot ??= slotLength(this.view, this.costs));
+  }
+
+  /** Whether any message takes time. */
+  get travels(): boolean {
+    if (this.kept.travels === undefined) this.kept.travels = this.timing.arrive.some((arrival, message) => arrival > this.timing.depart[message]);
+    return this.kept.travels;
+  }
+
   /** The size of each message. */
   get sizes(): Float64Array {
     return (this.kept.sizes ??= messageSizes(this.view, this.costs));
+  }
+
+  /** The shortest computation that takes time; infinite without any. */
+  get shortest(): number {
+    if (this.kept.shortest === undefined) {
+      let least = Infinity;
+      for (const node of this.structure.compute) {
+        const takes = this.timing.end[node] - this.timing.start[node];
+        if (takes > 0 && takes < least) least = takes;
+      }
+      this.kept.shortest = least;
+    }
+    return this.kept.shortest;
   }
 
   get path(): PathStep[] {

@@ -54,6 +54,8 @@ export interface LinkState {
   /** Shares of the whole axis. */
   span: [number, number] | null;
   selected: Spot | null;
+  /** Changes to the first schedule, as text. */
+  edits: string;
 }
 
 export const PLAIN: LinkState = {
@@ -71,6 +73,7 @@ export const PLAIN: LinkState = {
   path: false,
   span: null,
   selected: null,
+  edits: "",
 };
 
 /** The part of an address after the #; what is as usual is left out. */
@@ -95,6 +98,7 @@ export function encodeLink(state: LinkState): string {
   if (state.path) said.set("path", "1");
   if (state.span) said.set("z", state.span.map((share) => share.toFixed(5)).join(","));
   if (state.selected) said.set("sel", [state.selected.panel, state.selected.rank, state.selected.step].join("."));
+  if (state.edits) said.set("e", state.edits);
   return said.toString().replace(/%2C/g, ",").replace(/%3A/g, ":");
 }
 
@@ -118,6 +122,7 @@ export function decodeLink(hash: string): LinkState {
     path: said.get("path") === "1",
     span: readSpan(said.get("z")),
     selected: readSpot(said.get("sel")),
+    edits: said.get("e") ?? "",
   };
 }
 

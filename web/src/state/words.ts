@@ -1,6 +1,7 @@
 import { actionText, entryText, gapText, type Gap, type PerAction } from "../core/index.ts";
 import { optimizerSpan } from "../draw/rows.ts";
 import type { Target } from "../draw/target.ts";
+import { signed } from "../draw/span.ts";
 import { lastAt } from "../draw/visible.ts";
 import type { Shown } from "./shown.ts";
 import { makerOf } from "./related.ts";
@@ -38,6 +39,7 @@ export const CAUSES: Record<Gap["cause"], string> = {
   memory: "waiting for a free slot or buffer",
   drain: "draining the pipeline",
   overhead: "overhead",
+  slot: "idle slots of the order",
 };
 
 /** A target in words, for the tooltip, the card and the screen reader. */
@@ -45,6 +47,8 @@ export function describe(shown: Shown, target: Target): Said {
   switch (target.what) {
     case "action":
       return describeAction(shown, target.index);
+    case "measured":
+      return describeMeasured(shown, target.index);
     case "message":
       return describeMessage(shown, target.index);
     case "collective":
@@ -82,6 +86,23 @@ function describeAction(shown: Shown, node: number): Said {
   else facts.push(["step", String(node - view.graph.bounds[rank])]);
   const what = parts.map((entry) => KINDS[view.kinds[kind[entry]]]).join(" together with ");
   return { title: parts.length > 1 ? parts.map((entry) => entryText(view, entry)).join(" & ") : actionText(view, node), what, facts };
+}
+
+/** One action of a recorded run beside what was predicted of it. */
+function describeMeasured(shown: Shown, node: number): Said {
+  const run = shown.beside ?? shown;
+  const [planned, ran] = [shown.timing, run.timing];
+  const late = (one: number, other: number): string => signed(other - one, run.time);
+  return {
+    title: `${actionText(run.view, node)}, measured`,
+    what: "beside what was predicted",
+    facts: [
+      ["rank", String(run.view.graph.rank[node])],
+      ["starts", `${run.time(ran.start[node])} (${late(planned.start[node], ran.start[node])})`],
+      ["ends", `${run.time(ran.end[node])} (${late(planned.end[node], ran.end[node])})`],
+      ["takes", `${run.time(ran.end[node] - ran.start[node])} (${late(planned.end[node] - planned.start[node], ran.end[node] - ran.start[node])})`],
+    ],
+  };
 }
 
 function heldBy(shown: Shown, parts: number[]): Fact[] {

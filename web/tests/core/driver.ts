@@ -5,10 +5,32 @@ import * as core from "../../src/core/index.ts";
 interface Question {
   document: unknown;
   costs: Partial<core.Costs> | null;
+  /** Changes to the order, as an address holds them. */
+  edits?: string;
 }
 
-function answer({ document, costs }: Question): unknown {
+/** What the page makes of a changed order, and what it finds wrong with it. */
+function edited(view: core.View, edits: string): unknown {
+  const order = core.applyEdits(core.orderOf(view), core.decodeEdits(edits), view.table.edges);
+  const made = core.checkedView(view, order);
+  const columns = (group: object): unknown => Object.fromEntries(Object.entries(group).map(([name, column]) => [name, Array.from(column as ArrayLike<number>)]));
+  return {
+    json: core.toTableJson(made),
+    findings: made.findings,
+    timed: made.timed,
+    entries: columns(made.entries),
+    graph: columns(made.graph),
+    local: columns(made.local),
+    messages: columns(made.messages),
+    channels: made.channels,
+    repaired: core.repair(view, order) && core.toTableJson(core.checkedView(view, core.applyEdits(order, core.repair(view, order)!, view.table.edges))),
+    applied: made.findings.map(({ fix }) => fix && core.toTableJson(core.checkedView(view, core.applyEdits(order, fix, view.table.edges)))),
+  };
+}
+
+function answer({ document, costs, edits }: Question): unknown {
   const view = core.readDocument(document);
+  if (edits !== undefined) return edited(view, edits);
   const nodes = Array.from({ length: view.nodes }, (_, node) => node);
   const table = { csv: core.toCsv(view), actions: nodes.map((node) => core.actionText(view, node)), json: core.toTableJson(view) };
   if (!view.timed) return table;

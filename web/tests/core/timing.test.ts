@@ -24,7 +24,7 @@ test("figures follow by hand", () => {
   const numbers = core.numbersOf(view, timing, costs);
   expect(numbers).toMatchObject({ makespan: 15, bubble: (30 - 13) / 30, spanBubble: (15 - 7) / 15, messages: 2, bytes: 16, busy: [7, 6] });
   expect(numbers.peaks).toEqual([3 + 8, 3 + 8]);
-  expect(numbers.idle).toEqual({ fill: 3, waiting: 7, communication: 1, memory: 0, drain: 6, overhead: 0 });
+  expect(numbers.idle).toEqual({ fill: 3, waiting: 7, communication: 1, memory: 0, drain: 6, overhead: 0, slot: 0 });
 });
 
 test("idle times say why", () => {

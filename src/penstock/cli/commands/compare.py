@@ -11,27 +11,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.costs import Per, PerOption
-from penstock.cli.options import (
-    AsJson,
-    CostsText,
-    Fsdp,
-    Lower,
-    MergeBackward,
-    Microbatches,
-    Ranks,
-    Receive,
-    Unit,
-    check_suffix,
-    check_unit,
-    file_or_stdout,
-)
+from penstock.cli.options import AsJson, CostsText, Microbatches, Ranks, Unit, check_suffix, check_unit, complete_schedules, file_option
+from penstock.cli.output import deliver, show_steps
+from penstock.cli.sources import OptionalLowering, Per, PerOption, TimelineSource, parse_sources
 from penstock.errors import UsageError
+from penstock.text.numbers import format_percent
+from penstock.text.table import format_table
+from penstock.text.units import seconds_per
 
 if TYPE_CHECKING:
-    from penstock.cli.timeline_source import TimelineSource
     from penstock.simulator.comparison.differences import Differences
     from penstock.simulator.timeline import Timeline
+
+
+MOST_TOLERANCE = 10.0
 
 
 def read_scale(text: str) -> str:
@@ -45,6 +38,17 @@ def read_scale(text: str) -> str:
     if not fine:
         raise typer.BadParameter(f"{text!r} is neither a number above 0 nor 'auto'")
     return text
+
+
+def read_tolerance(text: str) -> float:
+    """A share of the makespan."""
+    try:
+        share = float(text)
+    except ValueError:
+        share = -1.0
+    if not 0 <= share <= MOST_TOLERANCE:
+        raise typer.BadParameter(f"{text!r} is not a number from 0 to {MOST_TOLERANCE:g}")
+    return share
 
 
 class By(StrEnum):
@@ -61,6 +65,7 @@ def compare(
         list[str],
         typer.Argument(
             metavar="NAME|FILE",
+            autocompletion=complete_schedules,
             help="Schedules by name, with options like 'interleaved-1f1b{chunks=4}', .csv or .json files, and saved timelines.",
         ),
     ],
@@ -70,10 +75,7 @@ def compare(
     costs: CostsText = None,
     per: PerOption = Per.RANK,
     by: Annotated[By, typer.Option("--by", help="The figure to rank by.")] = By.MAKESPAN,
-    lower: Lower = False,
-    fsdp: Fsdp = False,
-    merge_backward: MergeBackward = False,
-    receive: Receive = None,
+    lowering: OptionalLowering,
     overlay: Annotated[
         bool | None,
         typer.Option(
@@ -93,8 +95,8 @@ def compare(
         float | None,
         typer.Option(
             "--tolerance",
-            min=0,
-            max=10,
+            metavar="SHARE",
+            parser=read_tolerance,
             help="How late an action may be and still count as predicted, as a share of the makespan.  [default: 0.01]",
         ),
     ] = None,
@@ -102,12 +104,8 @@ def compare(
     as_json: AsJson = False,
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            metavar="FILE",
-            callback=file_or_stdout,
-            help="Also draw the timelines, below each other or laid over each other rank by rank: .svg, .png or .html.",
+        file_option(
+            "Also draw the timelines, below each other or laid over each other rank by rank: .svg, .pdf, .png or .html.", "-o", "--output"
         ),
     ] = None,
 ) -> None:
@@ -128,17 +126,12 @@ def compare(
       penstock compare predicted.json measured.json --unit ms -o overlay.svg
       penstock compare 1f1b measured.json -p 4 -m 16 --costs costs.toml --per stage --scale auto
     """
-    from penstock.cli.lowering import optional_lowering
-    from penstock.cli.output import deliver
-    from penstock.cli.progress import show_steps
-    from penstock.cli.schedule_source import parse_sources
-    from penstock.cli.timeline_source import TimelineSource
     from penstock.draw.save import PICTURES
 
     check_unit(unit)
     check_suffix(output, PICTURES)
-    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
-    timed = [TimelineSource.read(source, costs, per, lowering) for source in parse_sources(sources, ranks, microbatches)]
+    checked = lowering.checked()
+    timed = [TimelineSource.read(source, costs, per, checked) for source in parse_sources(sources, ranks, microbatches)]
     entries: list[NamedTimeline] = []
     with show_steps(len(timed) + 2) as step:
         for name, source in zip(sources, timed, strict=True):
@@ -158,13 +151,10 @@ def compare(
 
 def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
     """A measured timeline is not simulated, only converted from seconds."""
-    from penstock.simulator.comparison.scaling import scaled
-    from penstock.text.units import seconds_per
-
     measured = timed.measured()
     if measured is None:
         return timed.timeline()
-    return measured if unit is None else scaled(measured, 1 / seconds_per(unit))
+    return measured if unit is None else measured.scaled(1 / seconds_per(unit))
 
 
 def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dict[str, Any]) -> None:
@@ -202,26 +192,16 @@ def _relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None
 
 def _lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
     """One row per timeline, the best first."""
-    from penstock.text.numbers import format_number, format_percent
-    from penstock.text.table import format_table
+    from penstock.draw.summary import format_memory, format_time, unit_of
 
-    makespan = f"makespan ({unit})" if unit else "makespan"
-    rows = [("", "schedule", "ranks", "microbatches", makespan, "bubble", "peak", "messages", f"{by} / best")]
+    rows = [("", "schedule", "ranks", "microbatches", "makespan", "bubble", "peak", "messages", f"{by} / best")]
     for place, entry in enumerate(ranked, start=1):
         timeline, relative = entry.timeline, _relative(entry, ranked[0], by)
-        rows.append(
-            (
-                str(place),
-                entry.name,
-                str(timeline.ranks),
-                str(timeline.table.microbatches),
-                format_number(timeline.makespan),
-                format_percent(timeline.bubble),
-                format_number(max(timeline.peak_memory)),
-                str(timeline.num_messages),
-                "-" if relative is None else f"{relative:.3f}",
-            )
-        )
+        slices = f" x {timeline.table.slices}" if timeline.table.slices > 1 else ""
+        shape = entry.name, str(timeline.ranks), f"{timeline.table.microbatches}{slices}"
+        makespan = format_time(timeline.makespan, unit_of(timeline, unit))
+        figures = makespan, format_percent(timeline.bubble), format_memory(max(timeline.peak_memory), timeline.units.in_bytes)
+        rows.append((str(place), *shape, *figures, str(timeline.num_messages), "-" if relative is None else f"{relative:.3f}"))
     yield from format_table(rows, left=(1,))
     if len({(entry.timeline.ranks, entry.timeline.table.microbatches) for entry in ranked}) > 1:
         yield "the shapes differ: these makespans are not of the same work"
@@ -274,7 +254,7 @@ class Overlay:
         return bool(self.pairs) and len(self.pairs) == len(self.entries) - 1
 
     def data(self, unit: str | None) -> dict[str, Any]:
-        from penstock.simulator.comparison.differences_json import encode
+        from penstock.simulator.comparison.differences import encode
 
         pairs = [
             {"predicted": pair.base.name, "measured": pair.other.name, "unit": unit, **encode(pair.differences)} for pair in self.pairs
@@ -282,7 +262,7 @@ class Overlay:
         return {"differences": pairs, "refused": [{"source": name, "reason": reason} for name, reason in self.refused.items()]}
 
     def lines(self, unit: str | None) -> Iterator[str]:
-        from penstock.draw.differences import describe_differences, section_lines
+        from penstock.draw.summary import describe_differences, section_lines
 
         for pair in self.pairs:
             yield ""
@@ -302,7 +282,7 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
         _refuse_unused(asked, scale, tolerance)
         return Overlay(list(entries))
     laid = Overlay(list(entries))
-    factor: float | str = 1.0 if scale is None else scale if scale == "auto" else float(scale)
+    factor: float | str | None = None if scale is None else scale if scale == "auto" else float(scale)
     for other in others:
         try:
             match(base.timeline, other.timeline)
@@ -335,10 +315,8 @@ def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | Non
 
 def _rescale(laid: Overlay) -> Overlay:
     """Convert the simulated timelines to the unit of the measured ones."""
-    from penstock.simulator.comparison.scaling import scaled
-
     factor = laid.pairs[0].differences.scale if laid.pairs else 1.0
     if factor == 1.0:
         return laid
-    entries = [entry if entry.is_measured else replace(entry, timeline=scaled(entry.timeline, factor)) for entry in laid.entries]
+    entries = [entry if entry.is_measured else replace(entry, timeline=entry.timeline.scaled(factor)) for entry in laid.entries]
     return replace(laid, entries=entries)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
-from penstock.cli.options import CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, check_suffix, file_or_stdout
-from penstock.cli.studio_documents import MemoryLimit, PerSource, Sources
+from penstock.cli.options import check_suffix, file_option
+from penstock.cli.output import emit, show_steps
+from penstock.cli.sources import DocumentOptions, OptionalLowering, Sources
+from penstock.errors import UsageError
 
 
 def export(
     sources: Sources,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    costs: CostsText = None,
-    per: PerSource = None,
-    memory_limit: MemoryLimit = None,
-    lower: Lower = False,
-    fsdp: Fsdp = False,
-    merge_backward: MergeBackward = False,
-    receive: Receive = None,
+    options: DocumentOptions,
+    lowering: OptionalLowering,
     output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="The .html file to write.  [default: stdout]"),
+        Path | None, file_option("The .html file to write.  [default: stdout, if it is not a terminal]", "-o", "--output")
     ] = None,
 ) -> None:
     """Write schedules into a copy of the studio's page.
@@ -39,16 +32,16 @@ def export(
       penstock export zbv 1f1b -p 8 -m 32 --costs "f=1,i=1,w=1,latency=0.1" -o compare.html
       penstock export predicted.json measured.json -o run.html
     """
-    from penstock.cli.lowering import optional_lowering
-    from penstock.cli.output import emit, write
-    from penstock.cli.studio_documents import make_documents
+    from penstock.ir.formats.csv_form import write_whole
     from penstock.studio.page import page
 
     check_suffix(output, (".html", ".htm"))
-    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
-    shape = {"ranks": ranks, "microbatches": microbatches}
-    text = page(make_documents(sources, lowering, **shape, costs=costs, per=per, memory_limit=memory_limit))
+    if output is None and sys.stdout.isatty():
+        raise UsageError("the page is a long file: name one with -o FILE.html, or send it on with a pipe")
+    with show_steps(1) as step:
+        step("building the page")
+        text = page(options.documents(sources, lowering.checked()))
     if output is None:
         emit([text])
     else:
-        write(output, text)
+        write_whole(output, text)

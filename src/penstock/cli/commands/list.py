@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from penstock.cli.options import AsJson, Output
+from penstock.cli.output import deliver
+from penstock.schedules.registry import Algorithm, algorithms
 from penstock.text.table import format_table
-
-if TYPE_CHECKING:
-    from penstock.schedules.registry import Algorithm
 
 LEAST_ROOM = 30
 """Columns of text on the narrowest terminal."""
@@ -35,9 +34,6 @@ def list_(
       penstock list --json
       penstock list --passes
     """
-    from penstock.cli.output import deliver
-    from penstock.schedules.registry import algorithms
-
     if passes:
         known = _passes()
         deliver(lambda width: _pass_lines(known, width), lambda: known, as_json=as_json, output=output)
@@ -52,7 +48,7 @@ def _data(named: Algorithm) -> dict[str, Any]:
 
 
 def _passes() -> list[dict[str, str]]:
-    from penstock.passes.registry import passes
+    from penstock.passes.pass_list import passes
 
     return [{"name": name, "summary": summary} for name, summary in passes().items()]
 

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import (
-    AsJson,
-    Chunks,
-    Fsdp,
-    MergeBackward,
-    Microbatches,
-    Options,
-    Output,
-    Ranks,
-    Receive,
-    Source,
-    whole_number,
-)
+from penstock.cli.options import AsJson, Output, count_option, text_option
+from penstock.cli.output import present, present_rank, show_steps
+from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, ScheduleSource
 from penstock.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,22 +18,16 @@ if TYPE_CHECKING:
 
 
 def lower(
-    source: Source,
+    source: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    option: Options = None,
-    fsdp: Fsdp = False,
-    merge_backward: MergeBackward = False,
-    receive: Receive = None,
-    passes: Annotated[
-        str | None,
-        typer.Option("--passes", metavar="LIST", help="Run these passes instead: NAME,NAME{OPTION=VALUE},..."),
-    ] = None,
-    rank: Annotated[
-        int | None, typer.Option("--rank", metavar="R", parser=whole_number, help="Print only the actions of this rank.")
-    ] = None,
+    options: LoweringOptions,
+    waits: Annotated[
+        bool, typer.Option("--waits", help="Also wait for sends and gradient reductions by actions, as PyTorch 2.15 does.")
+    ] = False,
+    max_outstanding_sends: MaxOutstandingSends = None,
+    defer_reduce_grad_wait: DeferReduceGradWait = False,
+    passes: Annotated[str | None, text_option("Run these passes instead: NAME,NAME{OPTION=VALUE},...", "LIST", "--passes")] = None,
+    rank: Annotated[int | None, count_option("Print only the actions of this rank.", "--rank", metavar="R")] = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> None:
@@ -58,20 +43,22 @@ def lower(
       penstock lower zbv -p 4 -m 8
       penstock lower zbv.csv --fsdp --receive just-in-time -o program.csv
       penstock lower 1f1b -p 4 -m 8 --rank 2
+      penstock lower zbv -p 4 -m 8 --max-outstanding-sends 2 --defer-reduce-grad-wait
+      penstock lower 1f1b -p 8 -m 32 --offload 50 -o program.json
       penstock lower 1f1b --passes "shard{lookahead=2,residency=1},reduce-grad,send-receive,buffers"
     """
-    from penstock.cli.lowering import LoweringOptions
-    from penstock.cli.output import present, present_rank
-    from penstock.cli.schedule_source import ScheduleSource
-
-    lowering = LoweringOptions(passes, fsdp, merge_backward, receive)
+    sends, deferred = max_outstanding_sends, defer_reduce_grad_wait
+    lowering = replace(options, passes=passes, waits=waits, max_outstanding_sends=sends, defer_reduce_grad_wait=deferred)
     lowering.check()
-    table = ScheduleSource(source, ranks, microbatches, chunks, option).table()
+    table = source.table()
     _check(table, rank, passes, output)
-    if rank is None:
-        present(lowering.lower(table), as_json=as_json, output=output)
+    with show_steps(1) as step:
+        step("lowering and proving")
+        lowered = lowering.lower(table) if rank is None else lowering.lower_rank(table, rank)
+    if isinstance(lowered, tuple):
+        present_rank(table, rank or 0, lowered, as_json=as_json, output=output)
     else:
-        present_rank(table, rank, lowering.lower_rank(table, rank), as_json=as_json, output=output)
+        present(lowered, as_json=as_json, output=output)
 
 
 def _check(table: Table, rank: int | None, passes: str | None, output: Path | None) -> None:

@@ -3,67 +3,89 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, file_or_stdout, read_size, whole_number, whole_numbers, writable
+from penstock.cli.job_options import JobOptions
+from penstock.cli.options import (
+    AsJson,
+    check_suffix,
+    count_option,
+    existing_file,
+    file_option,
+    read_assignments,
+    read_size,
+    refuse_unitless,
+    text_option,
+    whole_numbers,
+)
+from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
 from penstock.errors import CostsError, PlanError, UsageError
+from penstock.text.units import Units, has_byte_unit
 
 if TYPE_CHECKING:
+    from penstock.planner.job import Job, JobPlan
     from penstock.planner.plan import Plan
     from penstock.planner.profile import Profile
-
-INTERRUPTED = 130
-"""The exit code after Ctrl-C."""
 
 
 def plan(
     *,
     profile: Annotated[
-        Path | None, typer.Option("--profile", metavar="FILE", help="The model's layers: a .json or .toml file (see 'penstock profile').")
+        Path | None, text_option("The model's layers: a .json or .toml file (see 'penstock profile').", "FILE", "--profile")
     ] = None,
     transformer: Annotated[
         str | None,
-        typer.Option(
+        text_option(
+            'A transformer by its sizes instead: "layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000 flops=400e12".',
+            "SIZES",
             "--transformer",
-            metavar="SIZES",
-            help='A transformer by its sizes instead: "layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000 flops=400e12".',
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option("-p", "--ranks", metavar="N", parser=whole_number, help="Ranks of the pipeline.")],
-    microbatches: Annotated[
-        int | None,
-        typer.Option("-m", "--microbatches", metavar="N", parser=whole_number, help="Microbatches per step, of the profile's size."),
-    ] = None,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", metavar="N", parser=whole_number, help="Samples per step; the microbatch size is then chosen too."),
-    ] = None,
+    ranks: Annotated[int | None, count_option("Ranks of the pipeline.  [required without --gpus]", "-p", "--ranks")] = None,
+    microbatches: Annotated[int | None, count_option("Microbatches per step, of the profile's size.", "-m", "--microbatches")] = None,
+    batch: Annotated[int | None, count_option("Samples per step; the microbatch size is then chosen too.", "--batch")] = None,
     microbatch_sizes: Annotated[
-        str | None,
-        typer.Option("--microbatch-sizes", metavar="N,N", help="The sizes to choose from.  [default: the sizes in the profile]"),
+        str | None, text_option("The sizes to choose from.  [default: the sizes in the profile]", "N,N", "--microbatch-sizes")
     ] = None,
-    memory_limit: Annotated[
+    slices: Annotated[
         str | None,
-        typer.Option("--memory-limit", metavar="SIZE", help="The memory limit per rank, like 40GiB; or one per rank, with commas."),
+        text_option(
+            "Slices to cut each sequence into, or several numbers to choose from.  [default: chosen, if the profile knows its slices]",
+            "N,N",
+            "--slices",
+        ),
+    ] = None,
+    slice_granularity: Annotated[int, count_option("Tokens that the length of a slice is a multiple of.", "--slice-granularity")] = 128,
+    memory_limit: Annotated[
+        str | None, text_option("The memory limit per rank, like 40GiB; or one per rank, with commas.", "SIZE", "--memory-limit")
     ] = None,
     headroom: Annotated[
         float | None,
-        typer.Option(
-            "--headroom", metavar="SHARE", help="The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]"
-        ),
+        text_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
     ] = None,
     schedules: Annotated[
+        str | None, text_option("The schedules to try; 'searched' is an order found by search.  [default: all]", "NAME,NAME", "--schedules")
+    ] = None,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Let stages recompute their forward where memory holds a schedule back.")
+    ] = False,
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Let activations move to host memory where memory holds a schedule back.")
+    ] = False,
+    host_memory: Annotated[
+        str | None, text_option("With --offload: the most host memory per rank, like 100GiB.", "SIZE", "--host-memory")
+    ] = None,
+    host_bandwidth: Annotated[
         str | None,
-        typer.Option(
-            "--schedules", metavar="NAME,NAME", help="The schedules to try; 'searched' is an order found by search.  [default: all]"
+        text_option(
+            "With --offload: bandwidth to host memory per unit of time, like 25GB, instead of the profile's.", "SIZE", "--host-bandwidth"
         ),
     ] = None,
-    recompute: Annotated[bool, typer.Option("--recompute", help="Let stages recompute their forward if nothing fits otherwise.")] = False,
     barrier: Annotated[
         bool,
         typer.Option(
@@ -72,58 +94,67 @@ def plan(
         ),
     ] = True,
     split: Annotated[bool, typer.Option("--split/--no-split", help="Whether the backward may be split.")] = True,
-    latency: Annotated[
-        float | None, typer.Option("--latency", metavar="TIME", help="Latency of a message, instead of the profile's.")
-    ] = None,
+    latency: Annotated[float | None, text_option("Latency of a message, instead of the profile's.", "TIME", "--latency")] = None,
     bandwidth: Annotated[
-        str | None,
-        typer.Option("--bandwidth", metavar="SIZE", help="Bandwidth of a link per unit of time, like 50GB, instead of the profile's."),
+        str | None, text_option("Bandwidth of a link per unit of time, like 50GB, instead of the profile's.", "SIZE", "--bandwidth")
     ] = None,
     seconds: Annotated[
-        float, typer.Option("--seconds", metavar="S", help="How long to plan; 0 tries only the named schedules, however long that takes.")
+        float, text_option("How long to plan; 0 tries only the named schedules, however long that takes.", "S", "--seconds")
     ] = 7.0,
     rounds: Annotated[
-        float | None,
-        typer.Option("--rounds", metavar="N", help="Orders that the search times.  [default: as many as usually fit into --seconds]"),
+        float | None, text_option("Orders that the search times.  [default: as many as usually fit into --seconds]", "N", "--rounds")
     ] = None,
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", parser=whole_number, help="The random seed of the search and of the jitter.")
-    ] = 0,
-    figure: Annotated[
-        Path | None, typer.Option("--figure", metavar="FILE", callback=writable, help="Draw time against memory: .svg or .png.")
-    ] = None,
+    seed: Annotated[int, count_option("The random seed of the search and of the jitter.", "--seed")] = 0,
+    figure: Annotated[Path | None, file_option("Draw time against memory: .svg, .pdf or .png.", "--figure", stdout=False)] = None,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", callback=file_or_stdout, help="Save the plan: .json.")
-    ] = None,
+    output: Annotated[Path | None, file_option("Save the plan: .json.", "-o", "--output", "--save")] = None,
+    job: JobOptions,
 ) -> int:
     """Find the best schedule for a model and a memory limit.
 
-    Chooses the partition, the schedule, its chunks, the microbatch size and what to recompute; prints why, the memory of each rank,
-    and the gap to the lower bound. Ctrl-C ends the search and keeps the best plan so far, with exit code 130.
+    Chooses the partition, the schedule, its chunks, the microbatch size, the slices of long sequences and what to recompute or offload;
+    prints why, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best plan so far, with exit
+    code 130. With --gpus and --transformer it plans a whole job: pipeline, data, tensor and context degrees, microbatch size, sharding,
+    recompute per block and vocabulary split; --memory-limit, --bandwidth and --latency are then those of a GPU and of its link to other
+    nodes.
 
     \b
     Examples:
       penstock plan --profile p.json --ranks 8 --memory-limit 40GiB --batch 512 -o plan.json
       penstock plan --transformer "layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000 flops=400e12" -p 8 -m 32
       penstock plan --profile p.json -p 4 -m 16 --schedules 1f1b,zbv --recompute --figure plan.svg
+      penstock plan --profile p.json -p 8 -m 64 --memory-limit 40GiB --recompute --offload --host-bandwidth 25GB
+      penstock plan --transformer "layers=80 hidden=8192 heads=64 sequence=8192 vocabulary=128256" --gpus 64 --gpu h100 --global-batch 256
     """
-    from penstock.cli.output import deliver
-    from penstock.cli.progress import catch_interrupt, show_planning
-    from penstock.draw.figures.tradeoff import SUFFIXES
+    from penstock.draw.save import FIGURES
     from penstock.planner import plan as planning
     from penstock.planner.request import is_in_bytes
-    from penstock.text.units import Units
 
-    check_suffix(figure, SUFFIXES)
+    check_suffix(figure, FIGURES)
     check_suffix(output, (".json",))
     limit = _limit(memory_limit)
+    if job.gpus is not None:
+        unused = {"--profile": profile, "--ranks": ranks, "--microbatches": microbatches, "--batch": batch, "--figure": figure}
+        _refuse_with_gpus(unused)
+        links = {"memory": read_size("--memory-limit", memory_limit), "latency": latency, "bandwidth": read_size("--bandwidth", bandwidth)}
+        refuse_unitless("--memory-limit", memory_limit)
+        choices = {"schedules": _names(schedules), "microbatch": whole_numbers("--microbatch-sizes", microbatch_sizes), **job.choices}
+        return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
+    if ranks is None:
+        raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; --gpus plans a whole job instead")
     if (microbatches is None) == (batch is None):
         raise UsageError("give one of the two: --microbatches, or --batch with the samples per step")
     model = _replace_links(_load_model(profile, transformer), latency, bandwidth)
+    if is_in_bytes(model, None):
+        refuse_unitless("--memory-limit", memory_limit)
     options: dict[str, Any] = {"microbatches": microbatches, "batch": batch, "memory_limit": limit, "recompute": recompute}
+    if not offload and (host_memory is not None or host_bandwidth is not None):
+        raise UsageError("--host-memory and --host-bandwidth are for plans that may move activations there: add --offload")
+    options |= {"offload": offload, "host_memory": read_size("--host-memory", host_memory)}
+    options |= {"host_bandwidth": read_size("--host-bandwidth", host_bandwidth)}
     options |= {"barrier": barrier, "split": split, "headroom": headroom, "seconds": seconds, "rounds": rounds, "seed": seed}
     options |= {"schedules": _names(schedules), "microbatch_sizes": whole_numbers("--microbatch-sizes", microbatch_sizes)}
+    options |= {"slices": whole_numbers("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
             best = planning.plan(model, ranks=ranks, **options, progress=tell, stop=stopped)
@@ -139,12 +170,34 @@ def plan(
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
+def _refuse_with_gpus(options: Mapping[str, object]) -> None:
+    for name, value in options.items():
+        if value is not None:
+            raise UsageError(f"{name} does not go with --gpus, which plans a whole job from --transformer and --global-batch")
+
+
+def _plan_job(job: Job, choices: dict[str, Any], as_json: bool, output: Path | None) -> int:
+    from penstock.planner.job import plan_job
+
+    with catch_interrupt() as stopped, show_planning(Units("s", True)) as tell:
+        try:
+            best = plan_job(job, **choices, progress=tell, stop=stopped)
+        except PlanError as error:
+            if not stopped():
+                raise
+            return _report_interrupt(str(error))
+    if output is not None:
+        best.save(output)
+    deliver(lambda _: _lines(best, output), best.to_json, as_json=as_json, output=None)
+    return _report_interrupt("this is the best plan so far") if stopped() else 0
+
+
 def _report_interrupt(result: str) -> int:
     typer.echo(f"interrupted: {result}", err=True)
     return INTERRUPTED
 
 
-def _lines(best: Plan, output: Path | None) -> Iterator[str]:
+def _lines(best: Plan | JobPlan, output: Path | None) -> Iterator[str]:
     yield from best.report().splitlines()
     if output is not None:
         yield ""
@@ -158,15 +211,22 @@ def _load_model(profile: Path | None, transformer: str | None) -> Profile:
     if (profile is None) == (transformer is None):
         raise UsageError("give one model: --profile FILE or --transformer SIZES" + (", not both" if profile else ""))
     if profile is not None:
-        if not profile.is_file():
-            raise UsageError(
-                f"--profile: {profile} is a folder, not a file" if profile.is_dir() else f"--profile: there is no file {profile}"
-            )
-        return Profile.load(profile)
+        return Profile.load(existing_file(profile, "--profile: "))
+    sizes = _read_sizes(transformer)
+    if not isinstance(sizes.get("flops", 1), (int, float)):
+        reason = "it is the rate of a device in floating-point operations per second: write a plain number, like flops=400e12"
+        raise UsageError(f"--transformer: flops={sizes['flops']}: {reason}")
     try:
-        return Profile.transformer(**_parse_fields(transformer or ""))
+        return Profile.transformer(**sizes)
     except CostsError as error:
         raise UsageError(f"--transformer: {error}") from None
+
+
+def _read_sizes(transformer: str | None) -> dict[str, Any]:
+    if transformer is None:
+        raise UsageError("--gpus plans a job from its sizes: give --transformer")
+    parts = re.split(r"[\s,]+(?=\w+\s*=)", transformer.strip())
+    return read_assignments("--transformer", parts, '"layers=32 hidden=4096 heads=32 ... flops=400e12"')
 
 
 def _replace_links(model: Profile, latency: float | None, bandwidth: str | None) -> Profile:
@@ -179,35 +239,8 @@ def _replace_links(model: Profile, latency: float | None, bandwidth: str | None)
         raise UsageError(f"--latency or --bandwidth: {error}") from None
 
 
-def _parse_fields(text: str) -> dict[str, Any]:
-    """Read `layers=32 hidden=4096 microbatch=1,2,4`."""
-    sizes: dict[str, Any] = {}
-    for part in re.split(r"[\s,]+(?=\w+\s*=)", text.strip()):
-        name, equals, value = map(str.strip, part.partition("="))
-        if not equals or not name.isidentifier() or not value:
-            raise UsageError(f'--transformer: {part!r} is not NAME=VALUE: write "layers=32 hidden=4096 heads=32 ..."')
-        if name in sizes:
-            raise UsageError(f"--transformer: {name} is given twice")
-        sizes[name] = tuple(map(_parse_value, value.split(","))) if "," in value else _parse_value(value)
-    return sizes
-
-
-def _parse_value(text: str) -> Any:
-    """Read a number, true or false, or text such as a size."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
-
-
 def _limit(text: str | None) -> Any:
     """Read one size or several; a plain number is in the profile's unit."""
-    from penstock.text.units import has_byte_unit
-
     if text is None:
         return None
     sizes = [(part.strip(), read_size("--memory-limit", part)) for part in text.split(",")]

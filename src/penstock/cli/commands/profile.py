@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, read_size, whole_number, whole_numbers, writable
+from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_size, text_option, whole_numbers
+from penstock.cli.output import deliver, show_steps
+from penstock.cli.sources import load_function
 from penstock.errors import UsageError
+from penstock.text.table import format_table
+from penstock.text.units import Units
 
 if TYPE_CHECKING:
     from penstock.planner.profile import Profile
@@ -27,28 +31,22 @@ def profile(
     *,
     microbatch_sizes: Annotated[
         str | None,
-        typer.Option(
-            "--microbatch-sizes",
-            metavar="N,N",
-            help="Microbatch sizes to measure.  [default: the sample's size, a half and a quarter of it]",
-        ),
+        text_option("Microbatch sizes to measure.  [default: the sample's size, a half and a quarter of it]", "N,N", "--microbatch-sizes"),
     ] = None,
-    device: Annotated[str, typer.Option("--device", metavar="NAME", help="The device to measure on: cpu, cuda, or auto.")] = "auto",
-    optimizer: Annotated[
-        str, typer.Option("--optimizer", metavar="NAME", help="The optimizer whose memory counts: adamw, adam, sgd or none.")
-    ] = "adamw",
-    warmup: Annotated[int, typer.Option("--warmup", metavar="N", parser=whole_number, help="Runs of each layer before it is timed.")] = 3,
-    repeats: Annotated[
-        int, typer.Option("--repeats", metavar="N", parser=whole_number, help="Timed runs of each layer; the median counts.")
-    ] = 7,
-    latency: Annotated[float, typer.Option("--latency", metavar="S", help="Latency of a message between ranks, in seconds.")] = 0.0,
+    device: Annotated[str, text_option("The device to measure on: cpu, cuda, or auto.", "NAME", "--device")] = "auto",
+    optimizer: Annotated[str, text_option("The optimizer whose memory counts: adamw, adam, sgd or none.", "NAME", "--optimizer")] = "adamw",
+    warmup: Annotated[int, count_option("Runs of each layer before it is timed.", "--warmup")] = 3,
+    repeats: Annotated[int, count_option("Timed runs of each layer; the median counts.", "--repeats")] = 7,
+    slices: Annotated[
+        int | None,
+        count_option("Measure slices of the sequence too, so that a plan may cut it: the most slices that it may take.", "--slices"),
+    ] = None,
+    latency: Annotated[float, text_option("Latency of a message between ranks, in seconds.", "S", "--latency")] = 0.0,
     bandwidth: Annotated[
-        str | None, typer.Option("--bandwidth", metavar="SIZE", help="Bandwidth of a link per second, like 50GB.  [default: unlimited]")
+        str | None, text_option("Bandwidth of a link per second, like 50GB.  [default: unlimited]", "SIZE", "--bandwidth")
     ] = None,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", metavar="FILE", callback=writable, help="Save the profile: .json or .toml.")
-    ] = None,
+    output: Annotated[Path | None, file_option("Save the profile: .json or .toml.", "-o", "--output", stdout=False)] = None,
 ) -> None:
     """Measure a model layer by layer.
 
@@ -58,19 +56,19 @@ def profile(
     Examples:
       penstock profile examples/gpt.py:build -o p.json
       penstock profile examples/gpt.py:build --microbatch-sizes 1,2,4,8 --bandwidth 50GB -o p.json
+      penstock profile long.py:build --slices 8 -o p.json
     """
-    from penstock.cli.output import deliver
-    from penstock.cli.progress import show_steps
-    from penstock.cli.user_module import load_function
     from penstock.runtime.measure.profile import count_rows
     from penstock.runtime.measure.profile import profile as measure
 
     check_suffix(output, (".json", ".toml"))
     sizes, speed = whole_numbers("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
     layers, sample, loss = _build(source, load_function(source))
-    sizes = sizes or _halves(count_rows(sample))
+    if not sizes:  # the sample's size, a half and a quarter of it, if they are whole
+        rows = count_rows(sample)
+        sizes = [rows // part for part in (1, 2, 4) if rows % part == 0]
     options: dict[str, Any] = {"microbatch_sizes": sizes, "warmup": warmup, "repeats": repeats, "latency": latency, "bandwidth": speed}
-    options |= {"device": device, "optimizer": optimizer, **loss}
+    options |= {"device": device, "optimizer": optimizer, "slices": slices, **loss}
     with show_steps(repeats * len(sizes)) as step:
         measured = measure(layers, sample, **options, progress=lambda what, at, of: step(what))
     if output is not None:
@@ -89,16 +87,8 @@ def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, A
     return built[0], built[1], dict(zip(("loss_fn", "target"), built[2:], strict=False))
 
 
-def _halves(rows: int) -> list[int]:
-    """The sizes to choose from: the sample's size, a half and a quarter of it, if they are whole."""
-    return [rows // part for part in (1, 2, 4) if rows % part == 0]
-
-
 def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
     """One table per microbatch size."""
-    from penstock.text.table import format_table
-    from penstock.text.units import Units
-
     units = Units(measured.time_unit, in_bytes=True)
     yield measured.source
     for size in measured.sizes:
@@ -111,6 +101,10 @@ def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
         yield ""
         yield f"microbatches of {size}: {units.time(at.time)} on one device"
         yield from format_table(rows, indent="  ")
+        if not at.lacks_slices:
+            yield f"  slices are known too; their times are fitted with an error of {at.fit_error:.1%}"
+        elif at.tokens is not None:
+            yield f"  slices are not known: {at.lacks_slices}"
     if output is not None:
         yield ""
         yield f"saved to {output}"

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from penstock.cli.options import AsJson, Chunks, Microbatches, Options, Output, Ranks, Source
+from penstock.cli.options import AsJson, Output
+from penstock.cli.output import present
+from penstock.cli.sources import ScheduleSource
 
 
-def show(
-    source: Source,
-    *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    option: Options = None,
-    as_json: AsJson = False,
-    output: Output = None,
-) -> None:
+def show(source: ScheduleSource, *, as_json: AsJson = False, output: Output = None) -> None:
     """Draw a schedule or program as a grid.
 
     One row per step, one column per rank: each action is in the first step in which it could run if every action took one step.
@@ -27,7 +20,4 @@ def show(
       penstock show zbv -p 4 -m 8 -o zbv.csv
       penstock show zbv.csv
     """
-    from penstock.cli.output import present
-    from penstock.cli.schedule_source import ScheduleSource
-
-    present(ScheduleSource(source, ranks, microbatches, chunks, option).table(), as_json=as_json, output=output)
+    present(source.table(), as_json=as_json, output=output)

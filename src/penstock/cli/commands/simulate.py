@@ -6,81 +6,50 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from penstock.cli.costs import Per, PerOption
-from penstock.cli.options import (
-    AsJson,
-    Chunks,
-    CostsText,
-    Fsdp,
-    Lower,
-    MergeBackward,
-    Microbatches,
-    Options,
-    Ranks,
-    Receive,
-    Source,
-    Unit,
-    check_suffix,
-    check_unit,
-    file_or_stdout,
-)
+from penstock.cli.options import AsJson, CostsText, Unit, check_suffix, check_unit, file_option
+from penstock.cli.output import can_print, deliver, show_steps
+from penstock.cli.sources import OptionalLowering, Per, PerOption, ScheduleSource, TimelineSource
 
 if TYPE_CHECKING:
-    from penstock.draw.terminal.lines import Line
+    from penstock.draw.palette import Line
     from penstock.simulator.timeline import Timeline
 
 
 def simulate(
-    source: Source,
+    source: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    option: Options = None,
     costs: CostsText = None,
     per: PerOption = Per.STAGE,
-    lower: Lower = False,
-    fsdp: Fsdp = False,
-    merge_backward: MergeBackward = False,
-    receive: Receive = None,
+    lowering: OptionalLowering,
     unit: Unit = None,
     as_json: AsJson = False,
     output: Annotated[
         Path | None,
-        typer.Option(
+        file_option(
+            "Also save the timeline: .svg, .pdf, .png or .html as a picture, .trace.json for Perfetto, .json to load it again.",
             "-o",
             "--output",
-            metavar="FILE",
-            callback=file_or_stdout,
-            help="Also save the timeline: .svg, .png or .html as a picture, .trace.json for Perfetto, .json to load it again.",
         ),
     ] = None,
 ) -> None:
     """Time a schedule or program.
 
-    Shows what runs when, the memory of each rank, and why ranks are idle. --fsdp, --merge-backward and --receive imply --lower. A FILE
-    may also be a saved timeline; with --costs it is timed again.
+    Shows what runs when, the memory of each rank, and why ranks are idle. --fsdp, --merge-backward, --receive and --offload imply
+    --lower. A FILE may also be a saved timeline; with --costs it is timed again.
 
     \b
     Examples:
       penstock simulate zbv -p 4 -m 8
       penstock simulate 1f1b -p 8 -m 32 --costs "f=1,i=1.1,w=0.9,latency=0.1" -o 1f1b.svg
       penstock simulate zbv.csv --costs costs.toml --fsdp -o zbv.trace.json
+      penstock simulate 1f1b -p 8 -m 32 --offload 100 --costs "host_bandwidth=1"
       penstock simulate interleaved-1f1b -p 4 -m 16 --chunks 4 --per rank --json
     """
-    from penstock.cli.lowering import optional_lowering
-    from penstock.cli.output import deliver
-    from penstock.cli.progress import show_steps
-    from penstock.cli.schedule_source import ScheduleSource
-    from penstock.cli.timeline_source import TimelineSource
     from penstock.draw.save import SUFFIXES
 
     check_unit(unit)
     suffix = check_suffix(output, SUFFIXES)
-    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
-    timed = TimelineSource.read(ScheduleSource(source, ranks, microbatches, chunks, option), costs, per, lowering)
+    timed = TimelineSource.read(source, costs, per, lowering.checked())
     with show_steps(3) as step:
         step("timing")
         timeline = timed.timeline()
@@ -100,7 +69,6 @@ def data(timeline: Timeline) -> dict[str, Any]:
 
 
 def _lines(timeline: Timeline, width: int | None, unit: str | None) -> Iterator[Line]:
-    from penstock.cli.output import can_print
-    from penstock.draw.terminal.timeline import ASCII_BARS, BARS, timeline_lines
+    from penstock.draw.terminal import ASCII_BARS, BARS, timeline_lines
 
     return timeline_lines(timeline, width=width, bars=BARS if can_print(BARS) else ASCII_BARS, unit=unit)

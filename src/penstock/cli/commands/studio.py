@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.options import CostsText, Fsdp, Lower, MergeBackward, Microbatches, Ranks, Receive, whole_number
-from penstock.cli.studio_documents import AnySources, MemoryLimit, PerSource
+from penstock.cli.options import count_option, text_option
+from penstock.cli.sources import AnySources, DocumentOptions, OptionalLowering
 
 PORT = 8765
 
@@ -15,21 +15,12 @@ PORT = 8765
 def studio(
     sources: AnySources = None,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    costs: CostsText = None,
-    per: PerSource = None,
-    memory_limit: MemoryLimit = None,
-    lower: Lower = False,
-    fsdp: Fsdp = False,
-    merge_backward: MergeBackward = False,
-    receive: Receive = None,
-    port: Annotated[
-        int, typer.Option("--port", metavar="N", parser=whole_number, help="The port to listen on; 0 for any free port.")
-    ] = PORT,
+    options: DocumentOptions,
+    lowering: OptionalLowering,
+    port: Annotated[int, count_option("The port to listen on; 0 for any free port.", "--port")] = PORT,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="The address to listen on; any but localhost lets other machines in.")
-    ] = ("127.0.0.1"),
+        str, text_option("The address to listen on; any but localhost lets other machines in.", "ADDRESS", "--host")
+    ] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Whether to open the browser.")] = True,
 ) -> None:
     """See, change and compare schedules in the browser.
@@ -43,13 +34,9 @@ def studio(
       penstock studio zbv 1f1b -p 8 -m 32
       penstock studio measured.json --port 0 --no-open
     """
-    from penstock.cli.lowering import optional_lowering
-    from penstock.cli.studio_documents import make_documents
     from penstock.studio.server import Address, serve
 
     address = Address(host, port)
     address.check()
-    lowering = optional_lowering(lower, fsdp, merge_backward, receive)
-    shape = {"ranks": ranks, "microbatches": microbatches}
-    documents = make_documents(sources or [], lowering, **shape, costs=costs, per=per, memory_limit=memory_limit)
+    documents = options.documents(sources or [], lowering.checked())
     serve(documents, address, open_browser=open_browser, tell=lambda text: typer.echo(text, err=True))

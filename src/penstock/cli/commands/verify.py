@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, Chunks, Microbatches, Options, Output, Ranks, Source, read_size
-from penstock.errors import UsageError
+from penstock.cli.options import AsJson, Output, read_size, text_option
+from penstock.cli.output import deliver, show_steps
+from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, OffloadShare, ScheduleSource
+from penstock.errors import UsageError, VerifyError
+from penstock.text.units import has_byte_unit
 
 if TYPE_CHECKING:
-    from penstock.errors import VerifyError
     from penstock.ir.table import Table
     from penstock.verifier.proof import Proof
 
@@ -26,12 +28,8 @@ class Semantics(StrEnum):
 
 
 def verify(
-    source: Source,
+    source: ScheduleSource,
     *,
-    ranks: Ranks = None,
-    microbatches: Microbatches = None,
-    chunks: Chunks = None,
-    option: Options = None,
     semantics: Annotated[
         Semantics,
         typer.Option(
@@ -40,17 +38,20 @@ def verify(
         ),
     ] = Semantics.CHANNELS,
     memory_limit: Annotated[
-        str | None,
-        typer.Option("--memory-limit", metavar="SIZE", help="The memory limit of each rank: in activations of a stage, or like 40GiB."),
+        str | None, text_option("The memory limit of each rank: in activations of a stage, or like 40GiB.", "SIZE", "--memory-limit")
+    ] = None,
+    host_memory_limit: Annotated[
+        str | None, text_option("The same for activations that are moved to host memory.", "SIZE", "--host-memory-limit")
     ] = None,
     activation: Annotated[
-        str | None,
-        typer.Option("--activation", metavar="SIZE", help="Memory per stage and microbatch from F to I or B.  [default: 1]"),
+        str | None, text_option("Memory per stage and microbatch from F to I or B.  [default: 1]", "SIZE", "--activation")
     ] = None,
     weight_stash: Annotated[
-        str | None,
-        typer.Option("--weight-stash", metavar="SIZE", help="Memory per stage and microbatch from I to W.  [default: 0]"),
+        str | None, text_option("Memory per stage and microbatch from I to W.  [default: 0]", "SIZE", "--weight-stash")
     ] = None,
+    max_outstanding_sends: MaxOutstandingSends = None,
+    defer_reduce_grad_wait: DeferReduceGradWait = False,
+    offload: OffloadShare = None,
     as_json: AsJson = False,
     output: Output = None,
 ) -> int:
@@ -64,44 +65,53 @@ def verify(
       penstock verify zbv -p 4 -m 8
       penstock verify program.csv --semantics both
       penstock verify zb-h2 -p 8 -m 32 --memory-limit 15
+      penstock verify 1f1b -p 8 -m 32 --offload 100 --memory-limit 3 --host-memory-limit 8
+      penstock verify program.csv --max-outstanding-sends 4
       penstock verify zbv -p 8 -m 32 --memory-limit 40GiB --activation 1.5GiB --weight-stash 800MiB
     """
-    from penstock.cli.output import deliver
-    from penstock.cli.schedule_source import ScheduleSource
-    from penstock.passes.lower import lowering
-
-    memory = _memory_keywords(memory_limit, activation, weight_stash)
-    checked = ScheduleSource(source, ranks, microbatches, chunks, option)
-    table = checked.table(strict=False)
-    if not checked.is_file:
-        table = lowering().apply(table)
+    limits = _memory_keywords(memory_limit, host_memory_limit, activation, weight_stash)
+    limits["max_outstanding_sends"] = max_outstanding_sends
+    lowering = LoweringOptions(offload=offload, max_outstanding_sends=max_outstanding_sends, defer_reduce_grad_wait=defer_reduce_grad_wait)
+    lowering.check()
+    if source.is_file and offload is not None:
+        raise UsageError("--offload lowers a NAME, but a FILE is checked as it is: use it with 'penstock lower'")
+    if source.is_file and defer_reduce_grad_wait:
+        raise UsageError("--defer-reduce-grad-wait lowers a NAME, but a FILE is checked as it is: use it with 'penstock lower'")
     chosen = [one.value for one in (Semantics.CHANNELS, Semantics.RENDEZVOUS) if semantics in (one, Semantics.BOTH)]
-    results = {name: _result(table, name, memory) for name in chosen}
-    deliver(lambda _: _lines(results), lambda: _data(source, results), as_json=as_json, output=output)
+    results: dict[str, Proof | VerifyError] = {}
+    with show_steps(1 + len(chosen)) as step:
+        step("building")
+        table = source.table(strict=False)
+        table = table if source.is_file else lowering.lower(table)
+        for name in chosen:
+            step(f"proving, {name}")
+            results[name] = _result(table, name, limits)
+    deliver(lambda _: _lines(results), lambda: _data(source.source, results), as_json=as_json, output=output)
     return int(any(isinstance(result, Exception) for result in results.values()))
 
 
-def _memory_keywords(limit: str | None, activation: str | None, weight_stash: str | None) -> dict[str, Any]:
+def _memory_keywords(limit: str | None, host_limit: str | None, activation: str | None, weight_stash: str | None) -> dict[str, Any]:
     """Turn the options into arguments of the library's `verify`; refuse a limit in bytes if activations are not in bytes."""
     from penstock.ir.costs import Costs
-    from penstock.text.units import has_byte_unit
 
-    checked_limit = read_size("--memory-limit", limit)
+    limits: dict[str, Any] = {}
+    for name, text in (("memory_limit", limit), ("host_memory_limit", host_limit)):
+        option = f"--{name.replace('_', '-')}"
+        size = read_size(option, text)
+        if has_byte_unit(text) and activation is None:
+            raise UsageError(f"{option} {text} is in bytes: give the bytes per stage and microbatch with --activation")
+        if size is not None:
+            limits[name] = text if has_byte_unit(text) else size
     options = {"activation": read_size("--activation", activation), "weight_stash": read_size("--weight-stash", weight_stash)}
-    if has_byte_unit(limit) and activation is None:
-        raise UsageError(f"--memory-limit {limit} is in bytes: give the bytes per stage and microbatch with --activation")
     sizes: dict[str, Any] = {name: size for name, size in options.items() if size is not None}
-    if checked_limit is None and not sizes:
-        return {}
-    return {"costs": Costs(**sizes), "memory_limit": limit if has_byte_unit(limit) else checked_limit}
+    return {"costs": Costs(**sizes), **limits} if limits or sizes else {}
 
 
-def _result(table: Table, semantics: str, memory: dict[str, Any]) -> Proof | VerifyError:
-    from penstock.errors import VerifyError
+def _result(table: Table, semantics: str, limits: dict[str, Any]) -> Proof | VerifyError:
     from penstock.verifier.verify import verify as prove
 
     try:
-        return prove(table, semantics=semantics, **memory)
+        return prove(table, semantics=semantics, **limits)
     except VerifyError as error:
         return error
 
@@ -114,8 +124,6 @@ def _lines(results: dict[str, Proof | VerifyError]) -> Iterator[str]:
 
 
 def _data(source: str, results: dict[str, Proof | VerifyError]) -> dict[str, Any]:
-    from penstock.errors import VerifyError
-
     data: list[dict[str, Any]] = []
     for semantics, result in results.items():
         if isinstance(result, VerifyError):

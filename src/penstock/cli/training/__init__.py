@@ -1,5 +1,5 @@
 """What `penstock train` does besides the training loop of `penstock.runtime.train`.
 
 `options` checks what was asked for before anything starts. `session` then measures, plans, proves, trains and compares, while
-`console` prints what happens; `report` writes all of it as a web page.
+`report` prints what happens, and writes all of it as a web page.
 """

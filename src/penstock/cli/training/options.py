@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.schedule_source import ScheduleSource, read_json_object
-from penstock.errors import UsageError
+import typer
+
+from penstock.cli.options import complete_schedules, count_option, read_size, refuse_unitless, text_option
+from penstock.cli.sources import ScheduleSource, read_json_object
+from penstock.errors import IntegrationError, UsageError, nearest
+from penstock.schedules.registry import algorithm, algorithms, schedule
 
 if TYPE_CHECKING:
+    from penstock.integrations.metrics import MetricsWriter
     from penstock.runtime.train.trainer import TrainingOptions
+
 
 AUTO = "auto"
 MICROBATCHES_PER_RANK = (2, 4)
@@ -25,24 +33,53 @@ BATCH, SECONDS = 32, 5.0
 class TrainOptions:
     """The options as they were given; making one refuses options that do not go together."""
 
-    source: str
-    ranks: int | None = None
-    schedule: str = AUTO
-    microbatches: int | None = None
-    steps: int = 100
-    samples: int | None = None
-    memory_limit: str | None = None
-    recompute: bool = False
-    search: float | None = None
-    checkpoints: Path | None = None
-    every: int = 0
-    seed: int = 0
-    device: str = AUTO
-    check: bool = False
+    source: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py|MODULE[:FUNCTION]",
+            help="A training file with build() and data(), see docs/train.md; FUNCTION replaces build.",
+        ),
+    ]
+    ranks: Annotated[int | None, count_option("Processes to start here; under torchrun, the number of its processes.", "-p", "--ranks")] = (
+        None
+    )
+    schedule: Annotated[
+        str,
+        text_option(
+            "A schedule's name, a .csv or .json file, a plan, or auto: profile and plan.",
+            "NAME|FILE",
+            "--schedule",
+            complete=complete_schedules,
+        ),
+    ] = AUTO
+    microbatches: Annotated[int | None, count_option("Microbatches per step.  [default: auto chooses]", "-m", "--microbatches")] = None
+    steps: Annotated[int, count_option("Steps in total, including those of earlier runs.", "--steps")] = 100
+    samples: Annotated[int | None, count_option("Samples per step.  [default: the plan's batch, else 32]", "--batch")] = None
+    memory_limit: Annotated[
+        str | None, text_option("The memory limit per rank, like 40GiB; with --schedule auto or a NAME.", "SIZE", "--memory-limit")
+    ] = None
+    recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards where memory holds a schedule back.")] = False
+    search: Annotated[
+        float | None, text_option("How long auto searches after it tried the named schedules.  [default: 5]", "S", "--seconds")
+    ] = None
+    checkpoints: Annotated[Path | None, text_option("Save checkpoints there, and resume from the last one.", "FOLDER", "--checkpoints")] = (
+        None
+    )
+    every: Annotated[int | None, count_option("Steps between two checkpoints.  [default: one at the end]", "--every")] = None
+    seed: Annotated[int, count_option("The random seed of the model, the order of the data and dropout.", "--seed")] = 0
+    device: Annotated[str, text_option("cpu, cuda, or auto: cuda if there is one.", "NAME", "--device")] = AUTO
+    check: Annotated[
+        bool, typer.Option("--check", help="Compare loss and gradients of the first and the last step with the unpipelined model.")
+    ] = False
+    against: Annotated[
+        str | None,
+        text_option(
+            "Also plan this schedule within the same limit, and measure both in turns.", "NAME", "--against", complete=complete_schedules
+        ),
+    ] = None
+    metrics: MetricsTarget = None
 
     def __post_init__(self) -> None:
-        from penstock.cli.options import read_size
-
         least = {
             "--ranks": (self.ranks, 1),
             "--microbatches": (self.microbatches, 1),
@@ -62,22 +99,24 @@ class TrainOptions:
         if self.is_planned and self.microbatches is not None and self.batch % self.microbatches:
             raise UsageError(f"--batch {self.batch} cannot be cut into {self.microbatches} equal microbatches: take a multiple")
         read_size("--memory-limit", self.memory_limit)
+        refuse_unitless("--memory-limit", self.memory_limit)
         if self.checkpoints is not None and self.checkpoints.is_file():
             raise UsageError(f"--checkpoints {self.checkpoints} is a file: name a folder")
         if self.every and self.checkpoints is None:
             raise UsageError("--every is the interval of checkpoints: give their folder with --checkpoints FOLDER")
+        check_metrics(self.metrics)
 
     def _check_schedule(self) -> None:
-        from penstock.errors import nearest
-        from penstock.schedules.registry import algorithms
-
         if self.is_file:
             if self.memory_limit is not None:
                 raise UsageError(f"--memory-limit is for planning: {self.schedule} is a file and is used as it is")
             self._check_file()
         elif self.schedule != AUTO and self.schedule not in algorithms():
             raise UsageError(f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, [*algorithms(), AUTO])}")
-        for option, is_given in {"--recompute": self.recompute, "--seconds": self.search is not None}.items():
+        if self.against is not None:
+            algorithm(self.against)
+        planning = {"--recompute": self.recompute, "--seconds": self.search is not None, "--against": self.against is not None}
+        for option, is_given in planning.items():
             if is_given and not self.is_planned:
                 raise UsageError(f"{option} is for planning: use --schedule auto, or a NAME with a --memory-limit")
 
@@ -128,8 +167,6 @@ class TrainOptions:
 
     def build_schedule(self, ranks: int) -> Any:
         """Build the named schedule."""
-        from penstock.schedules.registry import schedule
-
         return schedule(self.schedule, ranks, self.microbatches or min(2 * ranks, self.batch))
 
     def microbatch_sizes(self, ranks: int) -> list[int]:
@@ -145,5 +182,39 @@ class TrainOptions:
 
         folder = None if self.checkpoints is None else os.fspath(self.checkpoints)
         return TrainingOptions(
-            self.steps, self.batch, self.seed, folder, self.every, min(10, self.steps), self.check, choose_device(self.device)
+            self.steps,
+            self.batch,
+            self.seed,
+            folder,
+            self.every or 0,
+            min(10, self.steps),
+            self.check,
+            choose_device(self.device),
+            metrics_opener(self.metrics),
         )
+
+
+MetricsTarget = Annotated[
+    str | None,
+    text_option("Write the metrics of each step to FILE.csv, FILE.jsonl, tensorboard:FOLDER or wandb:PROJECT.", "TARGET", "--metrics"),
+]
+
+
+def check_metrics(target: str | None) -> None:
+    """Refuse a target that metrics cannot be written to, and one whose package is missing."""
+    if target is not None:
+        from penstock.integrations.metrics import open_metrics
+
+        try:
+            open_metrics(target)
+        except IntegrationError as error:
+            raise UsageError(f"--metrics: {error}") from None
+
+
+def metrics_opener(target: str | None) -> Callable[[], AbstractContextManager[MetricsWriter | None]]:
+    """Return what every rank calls to open its writer."""
+    if target is None:
+        return nullcontext
+    from penstock.integrations.metrics import open_metrics
+
+    return partial(open_metrics, target)

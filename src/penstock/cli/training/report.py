@@ -1,24 +1,318 @@
-"""A training run as a web page: what was measured, planned, proved, trained and compared."""
+"""What a training run tells: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import statistics
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from penstock.cli.training.console import candidate_cells
+import numpy as np
+
+from penstock.cli.output import can_print, show_bar, show_planning
+from penstock.draw import terminal
+from penstock.draw.figures.plots import draw_loss_curve, draw_tradeoff
+from penstock.draw.figures.timelines import draw_overlay, draw_timelines
 from penstock.draw.html import Card, Section, report_html
+from penstock.draw.summary import describe_differences
+from penstock.planner.partition.stage_costs import split_layers
 from penstock.text.numbers import format_count
+from penstock.text.table import format_table
+from penstock.text.units import SECONDS, Units
 
 if TYPE_CHECKING:
+    from penstock.cli.training.options import TrainOptions
     from penstock.cli.training.session import Session
+    from penstock.planner.candidate import Candidate
     from penstock.planner.plan import Plan
-    from penstock.runtime.train.trainer import TrainingResult
+    from penstock.planner.profile import Profile
+    from penstock.runtime.train.trainer import TrainingProgress, TrainingResult
     from penstock.simulator.comparison.differences import Differences
+    from penstock.verifier.proof import Proof
+
+
+SHOWN = 6
+"""Candidates of a plan that are listed."""
+LINES = 10
+"""Lines per training run if no bar can be drawn."""
+
+
+class TrainConsole:
+    """Prints a run as it goes on. `quiet` prints nothing on stdout, `silent` nothing at all."""
+
+    def __init__(self, quiet: bool, silent: bool = False) -> None:
+        from rich.console import Console
+
+        self.out = Console(highlight=False, quiet=quiet, soft_wrap=True)
+        self.err = Console(stderr=True, highlight=False, quiet=silent, soft_wrap=True)
+        self.silent = silent
+        self.step = 0
+        """The last step that has ended."""
+        self._number = 0
+
+    def head(self, title: str) -> None:
+        from rich.text import Text
+
+        self._number += 1
+        self.out.print(Text(f"{chr(10) if self._number > 1 else ''}{self._number}. {title}", style="bold"))
+
+    def say(self, text: str) -> None:
+        self.out.print("\n".join(f"   {line}".rstrip() for line in text.splitlines()), markup=False)
+
+    # Live -------------------------------------------------------------------------------------------------------------
+
+    @property
+    def _live(self) -> bool:
+        return sys.stderr.isatty() and not self.silent
+
+    def starting(self, ranks: int | None) -> AbstractContextManager[None]:
+        """Announce that processes start, which takes seconds in which nothing else is printed."""
+        if ranks is not None:
+            self.err.print(f"[dim]starting {ranks} processes ...[/dim]")
+        return nullcontext()
+
+    @contextmanager
+    def measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
+        self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
+        if not self._live:
+            yield lambda progress: None
+            return
+        with self.err.status("measuring") as status:
+            yield lambda progress: status.update(progress.activity)
+
+    def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
+        return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
+
+    @contextmanager
+    def training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
+        self.head(f"Train {format_count(steps, 'step')} of {format_count(batch, 'sample')}")
+        with _bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
+
+            def tell(progress: TrainingProgress) -> None:
+                self.step = max(self.step, progress.step)
+                show(progress)
+
+            yield tell
+
+    @contextmanager
+    def measuring_both(self, name: str, steps: int) -> Iterator[Callable[[TrainingProgress], None]]:
+        """Count the steps of all rounds."""
+        self.head(f"Measure the plan and {name} in turns, within the same limit")
+        done = count(1)
+        if not self._live:
+            yield lambda progress: None
+            return
+        from penstock.cli.output import show_bar
+
+        with show_bar(steps) as update:
+
+            def tell(progress: TrainingProgress) -> None:
+                if progress.loss is not None:
+                    update(completed=next(done))
+
+            yield tell
+
+    def _lines(self, steps: int) -> Callable[[TrainingProgress], None]:
+        """Print a line now and then."""
+
+        def tell(progress: TrainingProgress) -> None:
+            if progress.loss is None:
+                self.err.print(f"   {progress.activity}")
+            elif progress.step in (1, steps) or progress.step % max(1, steps // LINES) == 0:
+                self.err.print(f"   step {progress.step} of {steps}: loss {progress.loss:.4f}, {progress.seconds * 1e3:.0f} ms")
+
+        return tell
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def profile(self, profile: Profile) -> None:
+        units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
+        times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
+        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
+        self.say(f"{len(profile)} layers, {times}; parameters, gradients and optimizer {units.size(held)}")
+        if profile.bandwidth is not None:
+            self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
+
+    def plan(self, plan: Plan) -> None:
+        self.head(f"Plan: {plan.name}, {plan.placement.kind} placement, {plan.microbatches} microbatches of {plan.microbatch}")
+        units = plan.units
+        self.say(f"predicted with a core for every rank: {units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
+        self.say(f"{describe_bound(plan)}")
+        peak = units.size(max(plan.predicted.peak_memory))
+        limit = "" if plan.memory_limit is None else f" of {units.size(max(plan.memory_limit))} allowed"
+        self.say(f"layers per stage {', '.join(map(str, plan.partition))}; the fullest rank holds {peak}{limit}")
+        self.say("\n" + "\n".join(_candidate_lines(plan, SHOWN)))
+
+    def other_plan(self, name: str, plan: Plan | str) -> None:
+        if isinstance(plan, str):
+            self.say(f"\n{name} cannot be compared: {plan}")
+            return
+        peak = plan.units.size(max(plan.predicted.peak_memory))
+        self.say(f"\nto compare with: {name} within the same limit, {plan.microbatches} microbatches of {plan.microbatch}, {peak}")
+        self.say(f"predicted with a core for every rank: {plan.units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
+
+    def proof(self, proof: Proof, plan: Plan | None) -> None:
+        self.head("Prove it before it runs")
+        self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
+
+    def trained(self, done: TrainingResult, options: TrainOptions) -> None:
+        if done.loaded is not None:
+            self.say(f"resumed from {done.loaded}")
+        if not done.losses:
+            self.say(f"nothing to do: the checkpoint is at step {done.resumed_at}; give more --steps")
+            return
+        median = statistics.median(done.seconds)
+        self.say(f"loss {done.losses[0]:.4f} -> {done.losses[-1]:.4f}   {sparkline(done.losses)}")
+        self.say(
+            f"{format_count(len(done.losses), 'step')}, {per_step(done.seconds)} each, {options.batch / median:.0f} samples per second"
+        )
+
+    def parity(self, done: TrainingResult) -> None:
+        if not done.parity:
+            return
+        self.head("Compare loss and gradients with the unpipelined model")
+        for step, parity in done.parity.items():
+            for comparison in parity.all:
+                self.say(f"step {step}, {comparison.in_words()}")
+
+    def differences(self, differences: Differences, cores: int | None) -> None:
+        self.head("Overlay the measured and the predicted step")
+        if cores is not None:
+            self.say(describe_sharing(differences.measured.ranks, cores))
+        both, bubble = differences.makespan, differences.bubble
+        self.say(f"makespan {per_step([both.predicted])} predicted, {per_step([both.measured])} measured (the median of the last steps)")
+        self.say(f"bubble {bubble.predicted:.1%} predicted, {bubble.measured:.1%} measured")
+
+    def contest(self, session: Session) -> None:
+        self.say("\n".join(format_table(contest_rows(session), left=(0,))))
+
+    def saved(self, result: str, path: Path) -> None:
+        self.out.print(f"\nThe {result} is in [bold]{path}[/bold]")
+
+
+def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
+    """The fastest candidates that fit and the fastest that do not, one line each."""
+    units = plan.units
+    timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
+    chosen = plan.alternatives[plan.chosen]
+    rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
+    fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
+    for candidate in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
+        excess = "" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over the limit"
+        rows.append(("->" if candidate is chosen else "", *candidate_cells(plan, candidate), excess))
+    yield from format_table(rows, left=(1, 2, 7), indent="  ")
+    yield f"  {plan.tally}"
+
+
+def describe_bound(plan: Plan) -> str:
+    """Describe the bound and the gap to it."""
+    return f"no order with this placement and partition can take less than {plan.units.time(plan.bound)} (bound): {describe_gap(plan)}"
+
+
+def describe_gap(plan: Plan) -> str:
+    """Describe the gap to the bound."""
+    return f"at most {plan.gap:.1%} to gain" if plan.gap > 5e-4 else "nothing to gain"
+
+
+def describe_sharing(ranks: int, cores: int) -> str:
+    """Say why measured times differ from those of the plan, and what they are compared with."""
+    shared = format_count(cores, "core")
+    return (
+        f"{ranks} processes share {shared} of this machine, so a step takes longer than with a core for every rank. "
+        f"Measured times are compared with a prediction for {shared}."
+    )
+
+
+def describe_parity(done: TrainingResult) -> str:
+    """The end of a sentence: how the numbers compare with the unpipelined model; empty if they were not compared."""
+    if not done.parity:
+        return ""
+    if not done.equal:
+        return ", but loss and gradients differ from the unpipelined model"
+    exact = all(parity.loop.exact for parity in done.parity.values())
+    return f", with the loss and gradients of the unpipelined model{', to the last bit' if exact else ', up to rounding'}"
+
+
+def contest_rows(session: Session) -> list[tuple[str, ...]]:
+    """The plan and the schedule it is compared with: what was predicted for this machine, and what was measured in turns."""
+    contest, plan = session.contest, session.plan
+    assert contest is not None
+    assert plan is not None
+    rows: list[tuple[str, ...]] = [("", "microbatches", "peak, predicted", "step, predicted", "step, measured")]
+    for name, chosen, seconds in ((f"the plan, {plan.name}", plan, contest.own), (contest.plan.name, contest.plan, contest.other)):
+        shape = f"{chosen.microbatches} x {chosen.microbatch}"
+        peak = chosen.units.size(max(chosen.predicted.peak_memory))
+        rows.append((name, shape, peak, per_step([session.predict(chosen).makespan]), per_step(seconds)))
+    return rows
+
+
+def per_step(seconds: list[float]) -> str:
+    """Write the median of times in seconds with three digits.
+
+    >>> per_step([0.25, 0.2531, 4.0]), per_step([0.0000991])
+    ('253 ms', '99.1 us')
+    """
+    median = statistics.median(seconds)
+    unit, length = next(((unit, length) for unit, length in SECONDS.items() if median >= length), ("ns", 1e-9))
+    return f"{median / length:.3g} {unit}"
+
+
+def candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+    """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
+    units = plan.units
+    microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
+    return candidate.name, candidate.placement, microbatches, time, f"{candidate.bubble or 0.0:.1%}", units.size(candidate.peak or 0.0)
+
+
+def sparkline(values: list[float], width: int = 32) -> str:
+    """Draw a row of blocks, the lowest value lowest; of more values than fit, means of neighbours.
+
+    >>> sparkline([1.0, 2.0, 3.0, 8.0])
+    '▁▂▃█'
+    """
+    means = np.array([part.mean() for part in np.array_split(np.array(values), min(width, len(values)))])
+    low, high = means.min(), means.max()
+    heights = 0.5 + np.round((means - low) / ((high - low) or 1.0) * (len(terminal.BARS) - 1))
+    return terminal.sparkline(heights, len(terminal.BARS)) if can_print(terminal.BARS) and np.isfinite(heights).all() else ""
+
+
+def _proof_in_units(proof: Proof, plan: Plan) -> str:
+    """Write the proof with memory in the plan's units."""
+    lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
+    if plan.memory_limit is None:
+        return "\n".join(lines)
+    rank = max(range(len(plan.predicted.peak_memory)), key=plan.predicted.peak_memory.__getitem__)
+    held, limit = plan.predicted.peak_memory[rank], plan.memory_limit[rank]
+    return "\n".join([*lines, f"  peak memory: {plan.units.size(held)} of {plan.units.size(limit)} allowed, on rank {rank}"])
+
+
+@contextmanager
+def _bar(steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
+    """Show a bar with the loss and its curve."""
+    losses: list[float] = []
+    with show_bar(steps) as update:
+
+        def show(progress: TrainingProgress) -> None:
+            if progress.loss is None:
+                update(completed=progress.step, note=progress.activity)
+                return
+            losses.append(progress.loss)
+            speed = f"{batch / progress.seconds:.0f} samples/s" if progress.seconds else ""
+            update(completed=progress.step, figure=f"loss {progress.loss:.3f}", note=f"{sparkline(losses, 12)} {speed}")
+
+        update(note="building the pipeline")
+        yield show
+
+
+# The web page ---------------------------------------------------------------------------------------------------------
+
 
 MOST = 16
 """Candidates in the table."""
@@ -29,19 +323,25 @@ def write_report(session: Session) -> str:
     done = session.trained
     assert done is not None
     table = session.table
-    lead = (
+    lead = [session.result] if done.losses else []
+    lead.append(
         f"{session.options.source} as {format_count(table.stages, 'stage')} on {format_count(table.ranks, 'rank')}, "
-        f"{format_count(table.microbatches, 'microbatch')} per step, with the schedule {table.name or 'of the file'}: "
-        "planned, proved, trained, and compared with the unpipelined model."
+        f"{format_count(table.microbatches, 'microbatch')} per step, with the schedule {table.name or 'of the file'}."
     )
+    if session.cores is not None and session.plan is not None:
+        lead.append(describe_sharing(table.ranks, session.cores))
     return report_html("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
 
 
 def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
+    if session.contest is not None:
+        own, other = session.contest.own, session.contest.other
+        name, faster = f"against {session.contest.plan.name}, measured", session.contest.speedup
+        yield Card(name, f"{faster:.2f} times as fast", f"{per_step(own)} against {per_step(other)} per step", faster >= 1)
     if done.losses:
-        yield Card("loss", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{format_count(len(done.losses), 'step')}")
-        median = statistics.median(done.seconds)
-        yield Card("step time", f"{median * 1e3:.0f} ms", f"{session.options.batch / median:.0f} samples per second")
+        yield Card("loss, measured", f"{done.losses[0]:.2f} → {done.losses[-1]:.2f}", f"{format_count(len(done.losses), 'step')}")
+        speed = session.options.batch / statistics.median(done.seconds)
+        yield Card("training step, measured", per_step(done.seconds), f"with the optimizer; {speed:.0f} samples per second")
     if done.parity:
         exact = all(parity.loop.exact for parity in done.parity.values())
         worst = max(parity.loop.worst for parity in done.parity.values())
@@ -52,40 +352,59 @@ def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
     yield Card("proof", f"{len(proof.rules)} rules hold", f"{proof.actions} actions, {proof.messages} messages", True)
     if session.plan is not None:
         yield from _plan_cards(session.plan)
+    if session.differences is not None:
+        bubble = session.differences.bubble
+        here = "" if session.cores is None else f" for {format_count(session.cores, 'core')}"
+        yield Card("bubble, measured", f"{bubble.measured:.1%}", f"{bubble.predicted:.1%} predicted{here}")
 
 
 def _plan_cards(plan: Plan) -> Iterator[Card]:
     units, peak = plan.units, max(plan.predicted.peak_memory)
     limit = "no limit" if plan.memory_limit is None else f"of {units.size(max(plan.memory_limit))} allowed"
-    yield Card("fullest rank", units.size(peak), limit)
-    yield Card("bubble", f"{plan.predicted.bubble:.1%}", f"at most {plan.gap:.1%} to gain in this setting")
+    yield Card("fullest rank, predicted", units.size(peak), limit)
+    yield Card("bubble, predicted", f"{plan.predicted.bubble:.1%}", f"with a core for every rank; {describe_gap(plan)}")
 
 
 def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
     plan, differences = session.plan, session.differences
+    if session.contest is not None:
+        yield _contest(session)
     if plan is not None:
         yield _model(plan)
         yield _candidates(plan)
     yield _proof(session)
     if plan is not None:
-        yield _predicted(plan)
+        yield _predicted(plan, None if session.contest is None else session.contest.plan)
     if done.losses:
         yield _training(done)
     if done.parity:
         yield _parity(done)
     if differences is not None:
-        yield _overlay(differences)
+        yield _overlay(differences, session.cores)
     elif done.timeline is not None:
         from penstock.draw.figures.timelines import draw_timelines
 
         text = "One of the last steps, the one that took the median time."
-        yield Section("The measured step", text).figure(draw_timelines(done.timeline, unit="s", memory=False), "the measured timeline")
+        figure = draw_timelines(done.timeline, names=["measured"], unit="s", memory=False)
+        yield Section("The measured step", text).figure(figure, "the measured timeline")
     yield Section("Run it again", "The command that made this page.").code(_command())
 
 
-def _model(plan: Plan) -> Section:
-    from penstock.planner.partition.stage_costs import split_layers
+def _contest(session: Session) -> Section:
+    assert session.contest is not None
+    header, *rows = contest_rows(session)
+    again = sum(session.contest.plan.recompute)
+    recompute = f", and recomputes the forwards of {format_count(again, 'stage')} to fit" if again else ""
+    name = session.contest.plan.name
+    text = (
+        f"{name} is planned by the same planner for the same model and limit: it gets the partition that suits it best{recompute}. "
+        f"{len(session.contest.own)} steps of each were measured in turns, in the same processes; the medians count. "
+        "Predicted steps leave out the optimizer, measured ones contain it."
+    )
+    return Section(f"The plan against {name}", text).table(header, rows, chosen=0)
 
+
+def _model(plan: Plan) -> Section:
     units = plan.units
     rows, first = [], 0
     for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
@@ -96,13 +415,11 @@ def _model(plan: Plan) -> Section:
         rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(held)])
         first += len(layers)
     header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "state")
-    text = f"Every layer was {plan.profile.source}; the plan splits them into {format_count(len(rows), 'stage')}."
+    text = f"Every layer was {plan.profile.source}. The plan splits the layers into {format_count(len(rows), 'stage')}; times are measured."
     return Section("The model, measured", text).table(header, rows)
 
 
 def _candidates(plan: Plan) -> Section:
-    from penstock.draw.figures.tradeoff import draw_tradeoff
-
     units, chosen = plan.units, plan.alternatives[plan.chosen]
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
@@ -111,12 +428,12 @@ def _candidates(plan: Plan) -> Section:
     for candidate in shown:
         fits = "fits" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over"
         rows.append([*candidate_cells(plan, candidate), fits])
-    header = ("candidate", "placement", "microbatches", "takes", "bubble", "peak memory", "limit")
-    text = (
-        f"{len(plan.alternatives)} candidates were considered, {sum(each.fits for each in plan.alternatives)} fit. "
-        f"No schedule with this placement and partition can take less than {units.time(plan.bound)}."
+    header = ("candidate", "placement", "microbatches", "step", "bubble", "peak", "limit")
+    bound = describe_bound(plan)
+    text = f"{plan.tally}. {bound[0].upper()}{bound[1:]}. The table lists {len(shown)} of them."
+    section = Section("The candidates of the plan, predicted", text).figure(
+        draw_tradeoff(plan), "predicted time and memory of the candidates"
     )
-    section = Section("The candidates of the plan", text).figure(draw_tradeoff(plan), "time against memory of the candidates")
     return section.table(header, rows, chosen=shown.index(chosen))
 
 
@@ -127,20 +444,21 @@ def _proof(session: Session) -> Section:
     return Section("Proved before it ran", text).table(("rule", "what holds"), list(proof.rules.items()))
 
 
-def _predicted(plan: Plan) -> Section:
-    from penstock.draw.figures.timelines import draw_timelines
-
-    text = "Each row is a rank, and each box the forward or backward of one microbatch; the memory of the ranks is below."
-    return Section("The predicted step", text).figure(draw_timelines(plan.predicted, unit="s"), "the predicted timeline")
+def _predicted(plan: Plan, other: Plan | None) -> Section:
+    text = (
+        "A step as the planner predicts it, with a core for every rank. Each row is a rank, and each box the forward or backward of one "
+        "microbatch; the memory of the ranks is below."
+    )
+    plans = [plan] if other is None else [plan, other]
+    names = [f"{each.name}, predicted" for each in plans]
+    figure = draw_timelines([each.predicted for each in plans], names=names, unit="s")
+    return Section("The predicted step", text).figure(figure, "the predicted timelines")
 
 
 def _training(done: TrainingResult) -> Section:
-    from penstock.draw.figures.loss_curve import draw_loss_curve
-
     begun = f" It resumed from step {done.resumed_at}." if done.resumed_at else ""
-    return Section("Training", f"The loss of each step.{begun}").figure(
-        draw_loss_curve(done.losses, first=done.resumed_at + 1), "the loss by step"
-    )
+    figure = draw_loss_curve(done.losses, first=done.resumed_at + 1, name="loss, measured")
+    return Section("Training", f"The measured loss of each step.{begun}").figure(figure, "the measured loss by step")
 
 
 def _parity(done: TrainingResult) -> Section:
@@ -156,22 +474,22 @@ def _parity(done: TrainingResult) -> Section:
     return Section("Parity with the unpipelined model", text).table(("", "reference", "loss and gradients"), rows)
 
 
-def _overlay(differences: Differences) -> Section:
-    from penstock.draw.differences import describe_differences
-    from penstock.draw.figures.overlay import draw_overlay
-
-    text = "For each rank: the predicted step above, the measured one below, and how late it runs."
-    if differences.scale != 1.0:
-        text += f" The ranks shared this machine's {os.cpu_count()} cores: predicted times are multiplied by {differences.scale:.2f}, "
-        text += "the mean slowdown."
-    section = Section("Measured over predicted", text).figure(
-        draw_overlay(differences, unit="s"), "the measured timeline over the predicted one"
+def _overlay(differences: Differences, cores: int | None) -> Section:
+    machine = "" if cores is None else f" for {format_count(cores, 'core')}"
+    text = (
+        f"For each rank: the step predicted{machine} above, the measured one below, and how late it runs. The measured step is one of the "
+        "last, the one that took the median time, without the optimizer."
     )
+    figure = draw_overlay(differences, names=["predicted and measured"], unit="s")
+    section = Section("Measured over predicted", text).figure(figure, "the measured timeline over the predicted one")
     return section.texts(list(describe_differences(differences, "s")), "all figures, and where they part")
 
 
 def _command() -> str:
-    return f"penstock {shlex.join(sys.argv[1:])}" if sys.argv[1:2] == ["train"] else "make demo"
+    """The command, one option per line."""
+    if sys.argv[1:2] != ["train"]:
+        return "make demo"
+    return re.sub(r" (?=-{1,2}[a-z])", " \\\\\n    ", f"penstock {shlex.join(sys.argv[1:])}")
 
 
 def _machine(done: TrainingResult) -> str:

@@ -8,18 +8,20 @@ Names that need torch are loaded when they are first used.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from penstock.compat.deepspeed.configuration import initialize
-from penstock.compat.deepspeed.proof import prove, to_program
-from penstock.compat.deepspeed.schedule_export import as_deepspeed
+from penstock.compat.deepspeed.proof import as_deepspeed, prove, to_program
 from penstock.compat.deepspeed.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
+from penstock.errors import MissingExtraError, ScheduleError
 
 if TYPE_CHECKING:
     from penstock.compat.deepspeed.engine import PipelineEngine
@@ -52,6 +54,31 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        from penstock.errors import MissingExtraError
-
         raise MissingExtraError(name, "torch", "torch") from error
+
+
+def initialize(args: Any = None, *_: Any, config: Any = None, config_params: Any = None, **__: Any) -> NoReturn:
+    """Refuse what `deepspeed.initialize` takes, with the way to say it here."""
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    zero = _read_mapping(next((source for source in sources if source is not None), {})).get("zero_optimization", {})
+    stage = zero.get("stage", 0) if isinstance(zero, Mapping) else int(bool(zero))
+    if stage:
+        raise ScheduleError(
+            f"ZeRO (stage {stage}) is not here: train with penstock.runtime.Pipeline(mesh=..., shard=True), which shards stages over data "
+            "ranks"
+        )
+    raise ScheduleError(
+        "initialize() is configured by DeepSpeed's own file, which is not read here: make the engine from the same PipelineModule with "
+        "PipelineEngine(module, micro_batches=..., micro_batch_size=..., optimizer=..., lr_scheduler=...)"
+    )
+
+
+def _read_mapping(config: Any) -> Mapping[str, Any]:
+    """A configuration as far as it can be read: a mapping, or a file with one."""
+    if isinstance(config, Mapping):
+        return config
+    try:
+        content = json.loads(Path(config).read_text(encoding="utf-8"))
+    except (OSError, TypeError, ValueError):
+        return {}
+    return content if isinstance(content, Mapping) else {}

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from penstock.compat.deepspeed import proof as proofs
-from penstock.compat.deepspeed.checkpoint import EngineState, choose_tag, hold_stage, note_latest, open_folder
 from penstock.compat.deepspeed.module import PipelineModule, recompute
-from penstock.compat.deepspeed.parameters import Replicas, StageParameters, mean
 from penstock.compat.deepspeed.schedule import InferenceSchedule, TrainSchedule
-from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, ScheduleError
+from penstock.errors import CheckpointError, NotAnIteratorError, PipelineError, PlacementError, ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
@@ -30,10 +32,13 @@ from penstock.passes.shard import Shard
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
 from penstock.runtime.batch.step_input import NO_INPUT, StepInput
+from penstock.runtime.checkpoint.checkpoints import Checkpoints
+from penstock.runtime.checkpoint.training_state import ModelState
 from penstock.runtime.execution.executor import Executor
-from penstock.runtime.model.partition import partition
+from penstock.runtime.model.partition import Part, Partition, partition
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.model.tied_parameters import Place, SharedParameters
+from penstock.runtime.parallel.data_parallel import DataParallel, ReplicatedTensors
 from penstock.runtime.parallel.gradients import GradientBackup
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.transport.current_group import get_group
@@ -42,7 +47,18 @@ from penstock.runtime.transport.subgroup import join_members
 
 logger = logging.getLogger(__name__)
 
+_LATEST = "latest"
+"""The text file in a folder of checkpoints that names the tag that was saved last."""
 _Result = TypeVar("_Result")
+
+
+def _run_operation(name: str) -> Callable[[PipelineEngine, int], None]:
+    """Return the method that runs the executor's operation for an instruction, and nothing else."""
+
+    def run(engine: PipelineEngine, buffer_id: int) -> None:
+        engine._operate(name, buffer_id)
+
+    return run
 
 
 class PipelineEngine:
@@ -274,9 +290,8 @@ class PipelineEngine:
         labels = self.loss_fn is not None and (training or self._losses is not None)
         executor = self._prepare(count, everyone, training, labels)
         places = [(step, each) for step, instructions in enumerate(commands) for each in instructions]
-        executor.replace_operations(
-            [each for _, each in places], [partial(self._function(each), self, **each.kwargs) for _, each in places]
-        )
+        operations = [partial(self._find_function(each), self, **each.kwargs) for _, each in places]
+        executor.replace_operations([each for _, each in places], operations)
         row = executor.program[self.stage_id]
         duties = Duties(self.is_first_stage(), self.is_last_stage(), training, labels)
         self._reader = StreamReader(self.stage_id, buffers, duties, [each.microbatch or 0 for each in row if each.kind is Kind.RECV_F])
@@ -325,9 +340,8 @@ class PipelineEngine:
         """This stage's instructions and number of buffers, and what every stage is about to run."""
         made = make()
         commands, buffers = [list(step) for step in made], made.num_pipe_buffers()
-        strange = next((each for step in commands for each in step if not self._knows(each)), None)
-        if strange is not None:
-            raise PipelineError(f"{type(self).__name__} does not understand instruction {strange!r}")
+        for instruction in chain.from_iterable(commands):
+            self._find_function(instruction)
         data = None if self.data_iterator is None else self._world.ident(self.data_iterator)
         mine = proofs.plain(commands), buffers, data, type(made).__name__
         return commands, buffers, self._gather_all("begin of a batch", mine)
@@ -390,12 +404,12 @@ class PipelineEngine:
 
     # Instructions -----------------------------------------------------------------------------------------------------
 
-    def _knows(self, each: Any) -> bool:
-        return type(each) in self._INSTRUCTION_MAP or each.name in self._INSTRUCTION_MAP
-
-    def _function(self, each: Any) -> Callable[..., None]:
+    def _find_function(self, each: Any) -> Callable[..., None]:
         """The function that runs an instruction: by its class, as in DeepSpeed's engine, or by its name."""
-        return self._INSTRUCTION_MAP[type(each) if type(each) in self._INSTRUCTION_MAP else each.name]
+        function = self._INSTRUCTION_MAP.get(type(each)) or self._INSTRUCTION_MAP.get(each.name)
+        if function is None:
+            raise PipelineError(f"{type(self).__name__} does not understand instruction {each!r}")
+        return function
 
     def _read(self, name: str, buffer_id: int) -> int:
         """Check an instruction on a buffer; the microbatch that it is about."""
@@ -456,20 +470,9 @@ class PipelineEngine:
         if feed.targets is not None:
             feed.targets[microbatch] = None
 
-    def _exec_backward_pass(self, buffer_id: int) -> None:
-        self._operate("BackwardPass", buffer_id)
-
-    def _exec_send_activations(self, buffer_id: int) -> None:
-        self._operate("SendActivation", buffer_id)
-
-    def _exec_recv_activations(self, buffer_id: int) -> None:
-        self._operate("RecvActivation", buffer_id)
-
-    def _exec_send_grads(self, buffer_id: int) -> None:
-        self._operate("SendGrad", buffer_id)
-
-    def _exec_recv_grads(self, buffer_id: int) -> None:
-        self._operate("RecvGrad", buffer_id)
+    _exec_backward_pass = _run_operation("BackwardPass")
+    _exec_send_activations, _exec_recv_activations = _run_operation("SendActivation"), _run_operation("RecvActivation")
+    _exec_send_grads, _exec_recv_grads = _run_operation("SendGrad"), _run_operation("RecvGrad")
 
     def _exec_reduce_grads(self) -> None:
         self._replicas.average_gradients(self.module)
@@ -511,8 +514,9 @@ class PipelineEngine:
     ) -> bool:
         """Save the model, the optimizer, the learning-rate schedule and the first rank's `client_state`. Called on every rank.
 
-        The checkpoint is in `save_dir/tag`, by default `global_step<n>`, and is one of `Checkpoints`: it can be loaded with any number
-        of stages and replicas. `save_latest` makes it the one that is loaded without a tag.
+        The checkpoint is in `save_dir/tag`, by default `global_step<n>`, and is one of `Checkpoints`. Parameters and optimizers are saved
+        under the names of the model's state dict, so it can be loaded with any number of stages and replicas, and into the unpipelined
+        model. `save_latest` makes it the one that is loaded without a tag.
         """
         if exclude_frozen_parameters:
             raise CheckpointError(
@@ -528,8 +532,10 @@ class PipelineEngine:
         state = EngineState(counts, rates, dict(client_state or {}))
         checkpoints = open_folder(save_dir, chosen, self._deadline)
         checkpoints.save(self._hold(), self.optimizer, step=self.global_steps, extra={"deepspeed": state})
-        if save_latest and self._rank == 0:
-            note_latest(save_dir, chosen)
+        if save_latest and self._rank == 0:  # the checkpoint is complete
+            written = Path(save_dir) / f".{_LATEST}.{os.getpid()}"
+            written.write_text(chosen, encoding="utf-8")
+            os.replace(written, Path(save_dir) / _LATEST)
         self._gather_all("checkpoint saved", None)
         return True
 
@@ -549,7 +555,12 @@ class PipelineEngine:
         """
         if not load_module_strict or custom_load_fn is not None:
             raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
-        mine = str(tag) if tag is not None else choose_tag(load_dir) if self._rank == 0 else None
+        latest, mine = Path(load_dir) / _LATEST, None if tag is None else str(tag)
+        if tag is None and self._rank == 0:
+            if latest.is_file():
+                mine = latest.read_text(encoding="utf-8").strip()
+            else:
+                logger.warning("there is no %s: nothing was saved in %s, or give a tag", latest, load_dir)
         chosen = self._gather_all("tag of a checkpoint", mine)[0]
         if chosen is None:
             return None, None
@@ -567,11 +578,18 @@ class PipelineEngine:
         """The values of all ranks of all pipelines."""
         return self._world.gather(self._rank, name, value, self._deadline)
 
-    def _hold(self) -> Any:
-        """This stage as checkpoints read it."""
+    def _hold(self) -> ModelState:
+        """This stage as checkpoints take it: its modules by name, and the places of its parameters, which tied stages share.
+
+        Slices of a layer have the same names on several ranks, so a slice adds its number to them.
+        """
         sliced = self.grid is not None and self.grid.get_slice_parallel_world_size() > 1
-        number = self.grid.get_slice_parallel_rank() if sliced and self.grid else None
-        return hold_stage(self._partition, self.stage_id, self._parameters, number)
+        number = self.grid.get_slice_parallel_rank() if sliced and self.grid else 0
+        part, prefix = self._partition.parts[self.stage_id], f"model_{number:02d}." if sliced else ""
+        assert part is not None
+        part = replace(part, layers=tuple(f"{prefix}{name}" for name in part.layers))
+        places = {f"{prefix}{name}": (*place, number) for name, place in self._parameters.places().items()}
+        return ModelState({self.stage_id: part}, places)
 
 
 def _as_tuple(value: Any) -> Any:
@@ -586,3 +604,192 @@ def _copy_inputs(value: Any, wanted: bool) -> Any:
         return leaf.detach().requires_grad_(wanted and leaf.is_floating_point()).clone() if isinstance(leaf, Tensor) else leaf
 
     return pytree.tree_map(copy, value)
+
+
+# Checkpoints -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineState:
+    """The state besides the model and the optimizer. It is the same on every rank; `scheduler` is this rank's own."""
+
+    counts: dict[str, int]
+    """The engine's counters: `global_steps` and `global_samples`."""
+    rates: Any
+    """The state of the learning-rate schedule, from the first rank that has one."""
+    client_state: dict[str, Any]
+    scheduler: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"counts": self.counts, "rates": self.rates, "client_state": self.client_state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.counts, self.rates, self.client_state = dict(state["counts"]), state["rates"], dict(state["client_state"])
+        if self.scheduler is None:
+            return
+        if self.rates is None:
+            raise CheckpointError("the checkpoint was saved without a learning-rate schedule: give load_lr_scheduler_states=False")
+        self.scheduler.load_state_dict(self.rates)
+
+
+def open_folder(folder: str | os.PathLike[str], tag: str, deadline: float) -> Checkpoints:
+    """The checkpoints of one tag."""
+    if not tag or tag in (".", "..") or Path(tag).name != tag:
+        raise CheckpointError(f"{tag!r} is not the name of a checkpoint in {folder}: give a tag such as 'global_step100', and no path")
+    return Checkpoints(Path(folder) / tag, keep=1, deadline=max(deadline, 600.0))
+
+
+# The parameters of one stage: those that it shares with other stages, and the copies of them on its replicas ----------
+
+
+Candidates = Mapping[Hashable, str]
+"""The names of parameters that other stages may have too, by keys that are the same on all of them."""
+
+
+class StageParameters:
+    """The parameters of this rank's stage. Tied ones are shared with other stages as in any pipeline, see `SharedParameters`.
+
+    Names are made unique by their stage while they are compared, because tied layers have one name on several stages.
+    """
+
+    def __init__(self, partition: Partition, candidates: Candidates, group: Group, stage: int, deadline: float) -> None:
+        self.group, self.rank, self.deadline = group, stage, deadline
+        self.partition = Partition(tuple(part and _prefix(part, f"stage {number}") for number, part in enumerate(partition.parts)))
+        ties = self._find_ties(candidates)
+        self.tied = bool(ties or self.partition.tied())
+        """Whether any stages share parameters."""
+        self.shared = SharedParameters(
+            self.partition,
+            ties,
+            self.local_parameters(),
+            self.gather,
+            rank=stage,
+            identify=group.ident,
+            parallel=group.parallel,
+            sums_apart=False,
+        )
+
+    def _find_ties(self, candidates: Candidates) -> list[list[str]]:
+        """The names of parameters that several stages have."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.local_parameters(unique=False)}
+        mine = {key: (self._unique(name), shapes[self._unique(name)]) for key, name in candidates.items()}
+        holders: dict[Hashable, list[tuple[int, str, tuple[int, ...]]]] = {}
+        for stage, theirs in enumerate(self.gather("tied layers", mine)):
+            for key, (name, shape) in theirs.items():
+                holders.setdefault(key, []).append((stage, name, shape))
+        for key, ((first, _, wanted), *others) in holders.items():
+            for stage, _, shape in others:
+                if shape != wanted:
+                    raise PlacementError(
+                        f"tied parameter {key} has shape {list(wanted)} on stage {first} and {list(shape)} on stage {stage}: give layers "
+                        "of one key the same arguments"
+                    )
+        return [[name for _, name, _ in held] for held in holders.values() if len(held) > 1]
+
+    def _unique(self, name: str) -> str:
+        return f"stage {self.rank}.{name}"
+
+    def _plain(self, name: str) -> str:
+        return name.removeprefix(self._unique(""))
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """The values of all stages."""
+        return self.group.gather(self.rank, name, value, self.deadline)
+
+    def local_parameters(self, *, unique: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The stage's parameters by their unique names; each once, or under all its names."""
+        part, seen = self.partition.parts[self.rank], set[int]()
+        assert part is not None
+        for name, parameter in part.parameters:
+            if not unique or id(parameter) not in seen:
+                yield name, parameter
+            seen.add(id(parameter))
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this stage updates, under the model's own names; tied ones come last.
+
+        So the first of them, under whose name a checkpoint notes the options that many have in common, belongs to no other stage.
+        """
+        mine = [(name, parameter) for name, parameter in self.local_parameters() if name in self.shared.owned]
+        return ((self._plain(name), parameter) for name, parameter in sorted(mine, key=lambda each: each[0] in self.shared.tied))
+
+    def places(self) -> dict[str, Place]:
+        """For each name of this stage's parameters, the first place of the parameter in the model."""
+        first = {id(parameter): self.shared.place[name] for name, parameter in self.local_parameters()}
+        return {self._plain(name): first[id(parameter)] for name, parameter in self.local_parameters(unique=False)}
+
+    def begin(self) -> None:
+        """Set aside the gradients of earlier batches, so that only those of this batch are summed over the stages."""
+        self.shared.begin(self.local_parameters(), self.gather)
+
+    def sum_tied(self) -> None:
+        """Sum the gradients of tied parameters over the stages, which all meet here."""
+        self.shared.sum_gradients(self.local_parameters(), self.gather, lambda parameter: None)
+        self.gather("ReduceTiedGrads", None)
+
+
+def _prefix(part: Part, prefix: str) -> Part:
+    return replace(part, layers=tuple(f"{prefix}.{name}" for name in part.layers))
+
+
+class Replicas:
+    """The ranks that hold the same stage. They start from the values of the first, and take the mean of their gradients.
+
+    `members` are these ranks among all of the launch.
+    """
+
+    def __init__(self, whole: Group, rank: int, members: Sequence[int], deadline: float) -> None:
+        self.count, self.rank, self.deadline = len(members), list(members).index(rank), deadline
+        self._group: Any = join_members(whole, rank, members) if self.count > 1 else None
+
+    def start(self, stage: int, module: nn.Module) -> None:
+        """Check that all replicas have the same parameters, and copy the values of the first."""
+        if self.count == 1:
+            return
+        mine = [(name, tuple(each.shape), each.dtype, self._group.ident(each)) for name, each in module.named_parameters()]
+        for replica, theirs in enumerate(self._gather("replicas", mine)):
+            if [each[:-1] for each in theirs] != [each[:-1] for each in mine]:
+                raise ScheduleError(
+                    f"stage {stage} has other parameters in replica {replica} than in replica {self.rank}: build the same layers on "
+                    "every rank"
+                )
+            if replica != self.rank and {each[-1] for each in theirs} & {each[-1] for each in mine}:
+                raise ScheduleError("two replicas have a parameter that is one object: build the layers on every rank, or give LayerSpec")
+        copies = ReplicatedTensors({stage: module}, {})
+        copies.broadcast(self._group.connect_collectives(self.deadline), copies.everything())
+
+    def _gather(self, name: str, value: Any) -> list[Any]:
+        return [value] if self.count == 1 else self._group.gather(self.rank, name, value, self.deadline)
+
+    def average(self, name: str, value: Any) -> Any:
+        """The mean of a tree of tensors over the replicas."""
+        everyone = self._gather(name, value)
+        return None if value is None else mean(everyone)
+
+    @torch.no_grad()
+    def average_gradients(self, module: nn.Module) -> None:
+        """Give every replica the mean; a replica whose parameter took no part counts as zero."""
+        if self.count == 1:
+            return
+        held = list(module.parameters())
+        present = self._gather("ReduceGrads", [parameter.grad is not None for parameter in held])
+        buckets: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for parameter, *some in zip(held, *present, strict=True):
+            if any(some):
+                grad = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                if grad.is_sparse:
+                    raise ScheduleError("a sparse gradient cannot be averaged over replicas: use dense ones")
+                buckets.setdefault((grad.dtype, grad.device), []).append(grad)
+        for grads in buckets.values():
+            flat = torch.cat([grad.reshape(-1) for grad in grads])
+            self._group.connect_collectives(self.deadline).allreduce([flat]).wait(timedelta(seconds=self.deadline))
+            parts = torch.split(flat.div_(self.count), [grad.numel() for grad in grads])
+            for grad, part in zip(grads, parts, strict=True):
+                grad.copy_(part.view(grad.shape))
+
+
+def mean(values: Sequence[Any]) -> Any:
+    """The mean of trees of tensors; None if there are none."""
+    if not values:
+        return None
+    return pytree.tree_map(lambda *leaves: sum(leaves[1:], start=leaves[0]) / len(leaves), values[0], *values[1:])

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from penstock.compat.deepspeed.instructions import call_to_str
+from penstock.compat.deepspeed.schedule import call_to_str
 from penstock.compat.deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 from penstock.errors import PlacementError, ScheduleError
 from penstock.runtime.model.partition import Part, Partition

@@ -189,11 +189,7 @@ class PipelineParallelGrid:
         """The stage that this rank holds."""
         return self._coordinate("pipe")
 
-    def get_pipe_parallel_rank(self) -> int:
-        return self.get_stage_id()
-
-    def get_pipeline_model_parallel_rank(self) -> int:
-        return self.get_stage_id()
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
 
     def get_pipe_parallel_world_size(self) -> int:
         """The number of stages."""
@@ -211,8 +207,7 @@ class PipelineParallelGrid:
         """Which replica of the pipeline this rank is in."""
         return self._coordinate("data")
 
-    def get_data_parallel_rank(self) -> int:
-        return self.get_data_parallel_id()
+    get_data_parallel_rank = get_data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         """The number of replicas of the pipeline."""
@@ -231,8 +226,7 @@ class PipelineParallelGrid:
         """Which slice of its layers this rank holds."""
         return self._coordinate("model")
 
-    def get_tensor_model_parallel_rank(self) -> int:
-        return self.get_slice_parallel_rank()
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
 
     def get_slice_parallel_world_size(self) -> int:
         return self.slice_parallel_size

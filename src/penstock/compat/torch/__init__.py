@@ -1,8 +1,8 @@
 """A drop-in for `torch.distributed.pipelining`: `from penstock.compat.torch import PipelineStage, Schedule1F1B`. Needs torch.
 
 Modules with torch's names (`schedules`, `stage`, `microbatch`, `_backward`, `_IR`, ...) have torch's names in them. A batch comes in
-through a schedule of `schedule_classes`, which runs its rank's order, built and proved in `orders`, on the stages of
-`stage_classes`. These three rooms are ours; import from the modules above.
+through a schedule, whose `OrderRunner` runs its rank's order, built and proved in `orders`, on the stages of this rank. Import from the
+modules with torch's names: the others are ours.
 """
 
 # ruff: noqa: E402 - the version of torch is checked before the other modules are imported
@@ -28,8 +28,6 @@ def check_version(version: str) -> None:
 check_version(_torch.__version__)
 
 from penstock.compat.torch._IR import Pipe, SplitPoint, pipe_split, pipeline
-from penstock.compat.torch.schedule_classes.runtime import as_torch
-from penstock.compat.torch.schedule_classes.single import _ScheduleForwardOnly
 from penstock.compat.torch.schedules import (
     PipelineActivationLiveness,
     Schedule1F1B,
@@ -39,7 +37,9 @@ from penstock.compat.torch.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
+    _ScheduleForwardOnly,
     analyze_pipeline_activation_liveness,
+    as_torch,
 )
 from penstock.compat.torch.stage import PipelineStage, PipelineStageInfo, build_stage
 

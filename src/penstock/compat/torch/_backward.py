@@ -7,7 +7,8 @@ connected parts. Stages fall back on them when a split backward is requested tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -134,12 +135,17 @@ def stage_backward_input(
         for value, grad in zip(input_values, grads, strict=True):
             if grad is not None:
                 value.grad = grad if value.grad is None else value.grad.add_(grad)
-        for output in stage_outputs_or_loss:
-            if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
-                output.detach_()
+        free_graph(stage_outputs_or_loss)
         return grads, groups
     except Exception as error:
         raise describe_failure("stage backward input", stage_outputs_or_loss, output_grads, input_values) from error
+
+
+def free_graph(outputs: Sequence[Any]) -> None:
+    """Free the graph behind outputs, as far as they hold it."""
+    for output in outputs:
+        if isinstance(output, Tensor) and not output._is_view():  # a view cannot be detached in place
+            output.detach_()
 
 
 def _build_start(output: Tensor | GradientEdge) -> Tensor:
@@ -153,7 +159,7 @@ def _run_input(ends: list[tuple[Tensor | GradientEdge, Tensor | None]], inputs: 
     handles = []
     for group in groups:
         group["grads"] = [None] * len(group["intermediates"])
-        handles += [node.register_prehook(_keep_in(group["grads"], k)) for k, node in enumerate(group["intermediates"])]
+        handles += [node.register_prehook(partial(group["grads"].__setitem__, k)) for k, node in enumerate(group["intermediates"])]
     try:
         if not ends:
             return (None,) * len(inputs)
@@ -162,13 +168,6 @@ def _run_input(ends: list[tuple[Tensor | GradientEdge, Tensor | None]], inputs: 
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _keep_in(grads: list[Any], place: int) -> Callable[[Any], None]:
-    def keep(arrived: Any) -> None:
-        grads[place] = arrived
-
-    return keep
 
 
 def _start_from_roots(ends: list[tuple[Tensor | GradientEdge, Tensor | None]], groups: list[Group], on_path: set[Node]) -> None:
@@ -212,7 +211,7 @@ def _weight_grads(group: Group, retain_graph: bool) -> list[tuple[Node, Tensor]]
         return []
     params = list(group["params"])
     # One intermediate may lead to another, whose own gradient must not be added to.
-    handles = [node.register_prehook(_replace_by(grads)) for node, grads in kept] if len(kept) > 1 else []
+    handles = [node.register_prehook(lambda _, grads=grads: grads) for node, grads in kept] if len(kept) > 1 else []
     try:
         edges, grads = zip(*starts, strict=True)
         computed = torch.autograd.grad(
@@ -222,17 +221,6 @@ def _weight_grads(group: Group, retain_graph: bool) -> list[tuple[Node, Tensor]]
         for handle in handles:
             handle.remove()
     return [(node, grad) for node, grad in zip(params, computed, strict=True) if grad is not None]  # type: ignore[redundant-expr]
-
-
-def _replace_by(grads: Any) -> Callable[[Any], Any]:
-    return lambda arrived: grads
-
-
-def _null_coalesce_accumulate(lhs: Tensor | None, rhs: Tensor | None) -> Tensor | None:
-    """Add two gradients, either of which may be missing."""
-    if lhs is None or rhs is None:
-        return rhs if lhs is None else lhs
-    return torch.add(lhs, rhs)
 
 
 # The groups of a graph ------------------------------------------------------------------------------------------------

@@ -6,20 +6,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
-from penstock.compat.torch.orders.actions import _Action, _ComputationType
-from penstock.compat.torch.orders.tables import Order, pack_rows, unpack_rows
-from penstock.compat.torch.orders.validation import find_stage_ranks
-from penstock.compat.torch.schedule_classes.base import _PipelineSchedule
-from penstock.compat.torch.schedule_classes.runtime import _PipelineScheduleRuntime
-from penstock.compat.torch.schedules import (
-    PipelineScheduleMulti,
-    PipelineScheduleSingle,
-    get_schedule_class,
-)
+from torch.distributed.pipelining import _schedule_visualizer as _torch_visualizer
+from torch.distributed.pipelining._schedule_visualizer import _ComputationTypeVisual, action_type_to_color_mapping
+
+from penstock.compat.torch.orders import Order, _Action, find_stage_ranks, pack_rows, unpack_rows
+from penstock.compat.torch.schedule_base import _PipelineSchedule
+from penstock.compat.torch.schedules import PipelineScheduleMulti, PipelineScheduleSingle, _PipelineScheduleRuntime, get_schedule_class
 from penstock.errors import MissingExtraError, PenstockError
 from penstock.ir.costs import Costs
 from penstock.ir.kind import COMPUTE
@@ -28,33 +23,13 @@ from penstock.ir.schedule import Schedule
 from penstock.simulator.simulate import simulate
 
 Ops = list[list[_Action | None]]
-
-
-class OpKey(NamedTuple):
-    """One compute action."""
-
-    stage_index: int
-    computation_type: _ComputationType
-    microbatch_index: int
-
-
-@dataclass(frozen=True)
-class _ComputationTypeVisual:
-    """How a kind of action is drawn."""
-
-    color: str
-    text: str = ""
-    width: int = 1
-
-
-action_type_to_color_mapping = {
-    _ComputationType.FORWARD: _ComputationTypeVisual("blue", "Forward"),
-    _ComputationType.BACKWARD_INPUT: _ComputationTypeVisual("teal", "Backward Input"),
-    _ComputationType.BACKWARD_WEIGHT: _ComputationTypeVisual("green", "Backward Weight"),
-    _ComputationType.FULL_BACKWARD: _ComputationTypeVisual("orange", "Full Backward", 2),
-    _ComputationType.OVERLAP_F_B: _ComputationTypeVisual("purple", "Overlap F+B", 3),
-}
+_COLORS: Any = action_type_to_color_mapping  # torch's types of actions are equal to ours
 _COMMUNICATION = _ComputationTypeVisual("black", "Communication")
+
+
+def __getattr__(name: str) -> Any:
+    """Look up torch's names that are not defined here."""
+    return getattr(_torch_visualizer, name)
 
 
 def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
@@ -73,7 +48,9 @@ def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
     if not issubclass(schedule_class, PipelineScheduleSingle | PipelineScheduleMulti):
         raise ValueError(f"Invalid schedule: {schedule}")
     single = issubclass(schedule_class, PipelineScheduleSingle)
-    chunks = _check_chunks(single, num_stages_per_rank)
+    chunks = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
+    if (chunks != 1) if single else (chunks < 2):
+        raise AssertionError(f"Expected num_stages_per_rank to be {'1' if single else 'at least 2'}, got {chunks}")
     stage = SimpleNamespace(group_rank=0, group_size=pp_degree, num_stages=chunks * pp_degree, submod=None)
     order: Order | None = schedule_class(stage if single else [stage] * chunks, num_microbatches).pipeline_order
     if order is None:
@@ -84,13 +61,6 @@ def get_schedule_ops(  # noqa: PLR0917 - torch's own signature
         return [list(runtime.pipeline_order_with_comms[rank]) for rank in range(pp_degree)]
     rows = [list(order[rank]) for rank in range(pp_degree)]
     return add_schedule_op_spacing(rows) if add_spacing else rows
-
-
-def _check_chunks(single: bool, num_stages_per_rank: int | None) -> int:
-    chunks = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
-    if (chunks != 1) if single else (chunks < 2):
-        raise AssertionError(f"Expected num_stages_per_rank to be {'1' if single else 'at least 2'}, got {chunks}")
-    return chunks
 
 
 def _keep_compute(order: Order) -> Order:
@@ -144,7 +114,7 @@ def _draw(axes: Any, schedule: Sequence[Sequence[_Action | None]], font: int) ->
     for rank, row in enumerate(schedule):
         start = 0
         for action in row:
-            visual = _COMMUNICATION if action is None else action_type_to_color_mapping.get(action.computation_type, _COMMUNICATION)
+            visual = _COMMUNICATION if action is None else _COLORS.get(action.computation_type, _COMMUNICATION)
             if action is not None:
                 used[visual] = None
                 border = 1 if action.sub_actions is None else 2

@@ -30,16 +30,8 @@ FINALIZES_BACKWARD = hasattr(_stage, "GradientReductionHandle")
 
 # Descriptions of tensors ----------------------------------------------------------------------------------------------
 
-_metadata: Any = _utils if HAS_METADATA else older_metadata
-InferenceMode: Any = _metadata.InferenceMode
-PipeliningMetadataError: Any = _metadata.PipeliningMetadataError
-_DTensorMeta: Any = _metadata._DTensorMeta
-_StageMeta: Any = _metadata._StageMeta
-_TensorMeta: Any = _metadata._TensorMeta
-extract_tensor_meta: Any = _metadata.extract_tensor_meta
-extract_tensor_metas: Any = _metadata.extract_tensor_metas
-to_local_if_dtensor: Any = _metadata.to_local_if_dtensor
-validate_and_normalize_to_tuple: Any = _metadata.validate_and_normalize_to_tuple
+metadata: Any = _utils if HAS_METADATA else older_metadata
+"""`InferenceMode`, `PipeliningMetadataError`, `_DTensorMeta`, `_StageMeta`, `_TensorMeta` and the functions that build and check them."""
 
 
 # Inputs of a stage ----------------------------------------------------------------------------------------------------
@@ -62,9 +54,9 @@ def build_recv_info(name: str, source: int | None, buffer: Tensor | None, meta: 
 def build_root_info(name: str, value: Tensor) -> Any:
     """Build torch's description of an input that comes from the caller."""
     if HAS_FORWARD_STATES:
-        return _stage._RecvInfo(name, None, extract_tensor_meta(value), is_root_arg=True)
+        return _stage._RecvInfo(name, None, metadata.extract_tensor_meta(value), is_root_arg=True)
     if HAS_METADATA:
-        return _stage._RecvInfo(name, None, None, extract_tensor_meta(value), is_root_arg=True)
+        return _stage._RecvInfo(name, None, None, metadata.extract_tensor_meta(value), is_root_arg=True)
     return _stage._RootArgPlaceholder(value)
 
 

@@ -2,17 +2,24 @@
 
 Torch has rules that the runtime's splitting does not: the count shrinks to the smallest batch among the arguments, block masks are
 split along their batch, DTensors by their local parts, and merging can reduce. The specifications are torch's own classes, so that
-programs may import them from either package.
+programs may import them from either package, and block masks are split by torch's own function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining.microbatch import TensorChunkSpec, _CustomReducer, _LossReducer, _Replicate, sum_reducer
+from torch.distributed.pipelining.microbatch import (
+    TensorChunkSpec,
+    _CustomReducer,
+    _LossReducer,
+    _Replicate,
+    _split_block_mask,
+    sum_reducer,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -44,42 +51,6 @@ def _is_mask(value: Any) -> bool:
 
 
 # Splitting ------------------------------------------------------------------------------------------------------------
-
-
-def _split_block_mask(block_mask: BlockMask, num_chunks: int) -> list[BlockMask]:
-    """Split a mask; one that holds for any batch is repeated."""
-    total = block_mask.kv_num_blocks.size(0)
-    if total == 1:
-        return [block_mask] * num_chunks
-    if total < num_chunks:
-        raise AssertionError(f"Block mask has fewer batch size than the number of chunks: {total} < {num_chunks}")
-    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
-    columns = [_split_table(getattr(block_mask, name), num_chunks) for name in names]
-    masks, first = [], 0
-    for parts in zip(*columns, strict=True):
-        masks.append(
-            BlockMask.from_kv_blocks(
-                **dict(zip(names, parts, strict=True)),
-                BLOCK_SIZE=block_mask.BLOCK_SIZE,
-                mask_mod=_shift_mask(block_mask.mask_mod, first),
-                seq_lengths=block_mask.seq_lengths,
-            )
-        )
-        first += parts[0].size(0)
-    return masks
-
-
-def _split_table(table: Tensor | None, count: int) -> Sequence[Tensor | None]:
-    return [None] * count if table is None else torch.tensor_split(table, count)
-
-
-def _shift_mask(mask_mod: Callable[..., Tensor], first: int) -> Callable[..., Tensor]:
-    """Return the mask function of the part of the batch that begins at `first`."""
-
-    def shifted(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return mask_mod(b + torch.full_like(b, first), h, q_idx, kv_idx)
-
-    return shifted
 
 
 def _split_tensor(tensor: Tensor, spec: TensorChunkSpec, num_chunks: int) -> Sequence[Tensor]:

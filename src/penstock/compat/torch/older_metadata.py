@@ -57,8 +57,7 @@ class InferenceMode(Enum):
         return meta.inputs is None or meta.outputs is None
 
 
-def extract_tensor_meta(tensor: Tensor) -> _TensorMeta:
-    return _TensorMeta.from_tensor(tensor)
+extract_tensor_meta = _TensorMeta.from_tensor
 
 
 def extract_tensor_metas(tensors: Any, allow_none: bool = False) -> Any:

@@ -35,6 +35,7 @@ _STYLE = {
     "xtick.labelcolor": INK,
     "ytick.labelcolor": INK,
     "svg.fonttype": "none",  # text stays text
+    "pdf.fonttype": 42,  # journals refuse Type 3 fonts
     "svg.hashsalt": "penstock",  # the same figure has the same ids
 }
 
@@ -83,9 +84,9 @@ def annotate(axes: Axes, place: tuple[float, float], text: str, size: float, va:
 
 
 def render(figure: Figure, form: str, dpi: float = 200.0) -> bytes:
-    """Render the figure as `svg` or `png`, without anything that changes from one run to the next."""
-    left_out = {"svg": dict.fromkeys(("Date", "Creator", "Format", "Type")), "png": {"Software": None}}
+    """Render the figure as `svg`, `pdf` or `png`, without anything that changes from one run to the next."""
+    left_out = {"svg": ("Date", "Creator", "Format", "Type"), "pdf": ("CreationDate", "Creator", "Producer"), "png": ("Software",)}
     data = BytesIO()
     with use_style():
-        figure.savefig(data, format=form, dpi=dpi, metadata=left_out[form])
+        figure.savefig(data, format=form, dpi=dpi, metadata=dict.fromkeys(left_out[form]))
     return data.getvalue()

@@ -16,21 +16,16 @@ def load(path: str | PathLike[str], *, strict: bool = True) -> Table:
 
     `strict=False` accepts a CSV with missing or repeated actions, which the verifier reports.
     """
-    match Path(path).suffix.lower():
-        case ".csv":
-            return read_csv(path, strict=strict)
-        case ".json":
-            return read_json(path)
-        case other:
-            raise FileFormatError(str(path), f"the suffix {other!r} is not one of .csv, .json")
+    return read_csv(path, strict=strict) if _is_csv(path) else read_json(path)
 
 
 def save(table: Table, path: str | PathLike[str]) -> None:
     """Write a `.csv` or `.json` file."""
-    match Path(path).suffix.lower():
-        case ".csv":
-            write_csv(table, path)
-        case ".json":
-            write_json(table, path)
-        case other:
-            raise FileFormatError(str(path), f"the suffix {other!r} is not one of .csv, .json")
+    (write_csv if _is_csv(path) else write_json)(table, path)
+
+
+def _is_csv(path: str | PathLike[str]) -> bool:
+    suffix = Path(path).suffix.lower()
+    if suffix not in (".csv", ".json"):
+        raise FileFormatError(str(path), f"the suffix {suffix!r} is not one of .csv, .json")
+    return suffix == ".csv"

@@ -24,6 +24,8 @@ FORMAT = "penstock"
 VERSION = 1
 
 _FIELDS: dict[str, tuple[type, ...]] = {"name": (str,), "microbatches": (int,), "placement": (dict,), "edges": (list,), "rows": (list,)}
+_OPTIONAL_FIELDS: dict[str, tuple[type, ...]] = {"slices": (int,)}
+"""Only written if sequences are cut."""
 _PROGRAM_FIELDS: dict[str, tuple[type, ...]] = {"passes": (str,), "lowered": (bool,), "buffers": (dict, type(None))}
 _Part = TypeVar("_Part")
 
@@ -40,6 +42,8 @@ def encode(table: Table) -> dict[str, Any]:
         "edges": [list(edge) for edge in table.graph.edges],
         "rows": [[str(action) for action in row] for row in table],
     }
+    if table.slices > 1:
+        data["slices"] = table.slices
     if isinstance(table, Program):
         data["passes"] = table.passes
         data["lowered"] = table.lowered
@@ -51,7 +55,7 @@ def decode(data: Any, file: str = "JSON") -> Table:
     """The reverse of `encode`."""
     check_header(data, file, "schedule", "program")
     fields = _FIELDS | _PROGRAM_FIELDS if data["type"] == "program" else _FIELDS
-    reading.check_fields(data, fields, error=partial(FileFormatError, file))
+    reading.check_fields(data, fields | _OPTIONAL_FIELDS, error=partial(FileFormatError, file), required=fields)
     try:
         return _decode(data, file)
     except ScheduleError as error:
@@ -69,13 +73,16 @@ def check_header(data: Any, file: str, *types: str) -> None:
 
 
 def _decode(data: dict[str, Any], file: str) -> Table:
-    rows = _rows(file, data["rows"])
+    slices = data.get("slices", 1)
+    if slices < 1:
+        raise FileFormatError(file, f"'slices' must be at least 1, got {slices}")
+    rows = _rows(file, data["rows"], slices)
     placement = _read(file, data, "placement", Placement.from_json)
     graph = _read(file, data, "edges", lambda edges: StageGraph(placement.stages, tuple((index(a), index(b)) for a, b in edges)))
     if len(rows) != placement.ranks:
         raise FileFormatError(file, f"there are {len(rows)} rows for {placement.ranks} ranks")
     if data["type"] == "schedule":
-        return Schedule.from_rows(rows, placement, data["microbatches"], graph=graph, name=data["name"])
+        return Schedule.from_rows(rows, placement, data["microbatches"], graph=graph, name=data["name"], slices=slices)
     buffers = _read(file, data, "buffers", lambda held: None if held is None else Buffers.from_json(held))
     return Program(
         rows,
@@ -86,6 +93,7 @@ def _decode(data: dict[str, Any], file: str) -> Table:
         passes=data["passes"],
         buffers=buffers,
         lowered=data["lowered"],
+        slices=slices,
     )
 
 
@@ -99,14 +107,14 @@ def _read(file: str, data: dict[str, Any], name: str, read: Callable[[Any], _Par
         raise FileFormatError(file, f"{name!r}: {error}") from None
 
 
-def _rows(file: str, rows: list[Any]) -> Rows:
+def _rows(file: str, rows: list[Any], slices: int) -> Rows:
     for number, row in enumerate(rows):
         if not isinstance(row, list):
             raise FileFormatError(file, f"a row is a list of actions, got {row!r}", row=number)
         for place, cell in enumerate(row):
             if not isinstance(cell, str):
                 raise FileFormatError(file, f"{cell!r} is not an action: it must be text", row=number, cell=place)
-    return parse_cells(file, rows).rows
+    return parse_cells(file, rows, slices).rows
 
 
 def write_json(table: Table, path: str | PathLike[str]) -> None:

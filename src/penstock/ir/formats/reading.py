@@ -26,12 +26,16 @@ def read_text(path: str | PathLike[str], what: str) -> str:
 
 def read_json(path: str | PathLike[str]) -> Any:
     """Read a JSON file."""
-    text = read_text(path, "JSON")
+    return parse_json(read_text(path, "JSON"), os.fspath(path))
+
+
+def parse_json(text: str | bytes, file: str, what: str = "JSON file") -> Any:
+    """Parse JSON from a file; `what` names the text in errors."""
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         reason = error if text.strip() else "it is empty"
-        raise FileFormatError(os.fspath(path), f"not a JSON file: {reason}") from None
+        raise FileFormatError(file, f"not a {what}: {reason}") from None
 
 
 def read_settings(path: str | PathLike[str]) -> Any:

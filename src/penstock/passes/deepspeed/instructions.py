@@ -57,6 +57,10 @@ def _expressible(table: Table) -> Table:
     """Return the compute actions; refuse a table that the dialect cannot express."""
     if table.placement.copies != (tuple(range(table.ranks)),) or not table.graph.is_chain:
         raise PassError(f"DeepSpeed's instructions know one stage per rank in a line, not {table.placement.describe()}")
+    if table.slices > 1:
+        raise PassError(
+            f"DeepSpeed's instructions load whole microbatches, not {table.slices} slices of one: build the schedule without slices"
+        )
     rows = table.rows
     strange = np.flatnonzero(rows.is_kind(Kind.I, Kind.W) | ~rows.heads)
     if len(strange):

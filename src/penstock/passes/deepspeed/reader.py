@@ -234,13 +234,12 @@ class StreamReader:
     def write(self, instruction: Instruction, step: int) -> None:
         """Add the instruction to the row if it is an action whose microbatch is known."""
         if instruction.name == "ReduceGrads":
-            self._add(Action(self.stage, Kind.REDUCE_GRAD), step, instruction)
+            self.row.append(Action(self.stage, Kind.REDUCE_GRAD))
         elif instruction.name in KINDS and instruction.buffer_id in self.holds:
             microbatch = self.holds[instruction.buffer_id]
-            self._add(Action(self.stage, KINDS[instruction.name], microbatch), step, instruction)
+            self.row.append(Action(self.stage, KINDS[instruction.name], microbatch))
             if instruction.name == "SendActivation":
                 self.sent.append(microbatch)
-
-    def _add(self, action: Action, step: int, instruction: Instruction) -> None:
-        self.row.append(action)
+        else:
+            return
         self.places.append((step, instruction))

@@ -23,11 +23,10 @@ _CALL = re.compile(r"([A-Z][A-Za-z]*)\((?:buffer_id=([0-9]+))?\)")
 
 def format_streams(streams: Sequence[Stream]) -> str:
     """The text form; `parse_streams` reads it back."""
-    return "".join(f"rank {rank}\n{_steps(stream)}" for rank, stream in enumerate(streams))
-
-
-def _steps(stream: Stream) -> str:
-    return "".join(f"  {number}: {', '.join(map(str, step))}".rstrip() + "\n" for number, step in enumerate(stream))
+    lines: list[str] = []
+    for rank, stream in enumerate(streams):
+        lines += [f"rank {rank}", *(f"  {number}: {', '.join(map(str, step))}".rstrip() for number, step in enumerate(stream))]
+    return "".join(f"{line}\n" for line in lines)
 
 
 def parse_streams(text: str, file: str = "stream") -> list[Stream]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.planner.bounds.linear_program import FlowBound
-from penstock.planner.bounds.one_rank_solver import OneRankSolver
+from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import RankTerms, chains, first_backward, holding, list_rank_terms, one_machine, work
+from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
 from penstock.planner.budget import SolverBudget
 from penstock.planner.problem import Problem
@@ -78,7 +78,7 @@ def lower_bound(problem: Problem, *, seconds: float = 0.0, budget: SolverBudget 
 
 def find_time_unit(problem: Problem) -> float | None:
     """The unit that all times of the simulator are multiples of, if there is one; overlapped actions may take any time."""
-    costs, shape = problem.costs, (problem.stages, problem.microbatches)
+    costs, shape = problem.costs, (problem.stages, problem.units)
     if costs.overlap != 1.0:
         return None
     values = [costs.latency, *costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
@@ -99,12 +99,19 @@ def fits_one_microbatch(terms: Terms) -> bool:
     """Whether each rank can hold one microbatch at a time.
 
     While a stage of the rank runs it, forward or backward, the microbatch holds its activations on all of the rank's stages up
-    to that one, and the message that the stage has received.
+    to that one, and the message that the stage has received. If it is cut into slices, that holds for the last of them, and all
+    others are held too.
     """
     for copy in terms.copies:
         for rank in set(copy.ranks):
             mine = list(copy.stages_of(rank))
-            held = np.cumsum(copy.activation[mine], axis=0) + np.maximum(copy.received[mine], copy.returned[mine])
+            held = _add_slices(copy.activation[mine], copy.slices).cumsum(axis=0)
+            held = held + np.maximum(copy.received[mine], copy.returned[mine])[:, copy.slices - 1 :: copy.slices]
             if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)
+
+
+def _add_slices(table: Floats, slices: int) -> Floats:
+    """Add up the columns of the slices of each microbatch."""
+    return np.asarray(table.reshape(len(table), -1, slices).sum(axis=2))

@@ -14,13 +14,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from penstock.ir.kind import Kind
 from penstock.ir.rows import Floats
-from penstock.planner.bounds.events import Events, earliest_starts, list_waits, remaining_times
-from penstock.planner.bounds.terms import ModelCopy, Terms
-
-NAMES = {Kind.F: "forward", Kind.I: "gradient", Kind.W: "weight"}
-KINDS = tuple(NAMES.values())
+from penstock.planner.bounds.terms import KINDS, Events, ModelCopy, Terms, earliest_starts, list_waits, remaining_times
 
 ActionKey = tuple[int, int, str]
 """A copy of the model, a stage, and one of `KINDS`."""
@@ -48,12 +43,10 @@ class RankTerms:
         return tuple((at, stage) for at, copy in enumerate(self.copies) for stage in copy.stages_of(self.rank))
 
     def early_of(self, key: ActionKey) -> Floats:
-        starts: Floats = self.early[key[0]].of(key[2])[key[1]]
-        return starts
+        return np.asarray(self.early[key[0]][key[2]][key[1]])
 
     def rest_of(self, key: ActionKey) -> Floats:
-        times: Floats = self.rest[key[0]].of(key[2])[key[1]]
-        return times
+        return np.asarray(self.rest[key[0]][key[2]][key[1]])
 
     def least_time(self, key: ActionKey) -> float:
         """The least duration of such an action."""
@@ -75,7 +68,7 @@ class RankTerms:
     @cached_property
     def head(self) -> float:
         """Earliest start of the rank."""
-        return min(float(self.early[at].forward[stage, 0]) for at, stage in self.parts)
+        return min(float(self.early[at]["forward"][stage, 0]) for at, stage in self.parts)
 
     @cached_property
     def after(self) -> float:
@@ -84,18 +77,13 @@ class RankTerms:
 
     @cached_property
     def work(self) -> float:
-        return sum(float(table[stage].sum()) for table, stage in self._tables())
-
-    def _tables(self) -> Iterator[tuple[Floats, int]]:
-        for at, stage in self.parts:
-            copy = self.copies[at]
-            yield from ((table, stage) for table in (copy.forward, copy.gradient, copy.weight))
+        return sum(float(table[stage].sum()) for at, stage in self.parts for table in _times(self.copies[at]))
 
 
 def list_rank_terms(terms: Terms) -> list[RankTerms]:
     """The terms of every rank with a stage."""
     copies = terms.copies
-    held = [rank for rank in range(terms.ranks) if any(rank in copy.ranks for copy in copies)]
+    held = [rank for rank in range(terms.problem.ranks) if any(rank in copy.ranks for copy in copies)]
     if terms.problem.barrier:
         early, rest = tuple(earliest_starts(terms, copy) for copy in copies), tuple(remaining_times(terms, copy) for copy in copies)
         return [RankTerms(terms, rank, copies, early, rest) for rank in held]
@@ -119,8 +107,8 @@ def work(rank_terms: RankTerms) -> float:
 
 def chains(rank_terms: RankTerms) -> float:
     """The longest path through the events of the rank: dependencies, messages, one action at a time, and memory to be freed first."""
-    paths = (rank_terms.early[at].of(kind)[stage] + rank_terms.rest[at].of(kind)[stage] for at, stage in rank_terms.parts for kind in KINDS)
-    return max(float(path.max()) for path in paths)
+    keys = [(at, stage, kind) for at, stage in rank_terms.parts for kind in KINDS]
+    return max(float((rank_terms.early_of(key) + rank_terms.rest_of(key)).max()) for key in keys)
 
 
 def one_machine(rank_terms: RankTerms) -> float:
@@ -143,7 +131,7 @@ def first_backward(rank_terms: RankTerms) -> float:
     for at, stage in rank_terms.parts:
         mine = tuple(own for copy, own in rank_terms.parts if copy == at)
         others = sum(float(table[own].sum()) for copy, own in rank_terms.parts if copy != at for table in _times(rank_terms.copies[copy]))
-        until = float(rank_terms.early[at].gradient[stage, 0])
+        until = float(rank_terms.early[at]["gradient"][stage, 0])
         done = others + _most_before(rank_terms, rank_terms.copies[at], stage, mine)
         best = max(best, until + max(0.0, rank_terms.work - done) + rank_terms.after)
     return best
@@ -182,10 +170,8 @@ def _ranked(rank_terms: RankTerms) -> Jobs:
     """The k-th action of each kind, with the least time of any microbatch."""
     jobs: Jobs = []
     for at, stage in rank_terms.parts:
-        least = rank_terms.copies[at].least
-        for kind, table in zip(KINDS, _times(least), strict=True):
-            takes = float(table[stage, 0])
-            early, rest = rank_terms.early[at].of(kind)[stage], rank_terms.rest[at].of(kind)[stage]
+        for key in ((at, stage, kind) for kind in KINDS):
+            takes, early, rest = rank_terms.least_time(key), rank_terms.early_of(key), rank_terms.rest_of(key)
             jobs.append((early, np.full(len(early), takes), rest - takes))
     return jobs
 

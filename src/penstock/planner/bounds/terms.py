@@ -1,23 +1,32 @@
-"""The terms of every bound: times and sizes that no schedule can undercut."""
+"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from penstock.ir.kind import Kind
 from penstock.ir.rows import Floats
 from penstock.planner.problem import SLACK, Problem
 
 _MOST_SUMS = 20_000
+NAMES = {Kind.F: "forward", Kind.I: "gradient", Kind.W: "weight"}
+KINDS = tuple(NAMES.values())
+FREE = -math.inf
+"""The remaining time of an action that nothing has to follow."""
 
 
 @dataclass(frozen=True, eq=False)
 class ModelCopy:
     """The stages that the microbatches of one copy of the model run through. Tables have one row per stage and one column per microbatch.
+
+    If microbatches are cut into slices, each slice counts as a microbatch: an order of slices is an order of so many microbatches, with
+    further dependencies.
 
     Every backward counts as a gradient followed by a weight part, which undercuts everything that a schedule may do: a full
     backward includes the weight part and holds its activation throughout, so if it may be chosen, the gradient takes the lesser
@@ -29,14 +38,16 @@ class ModelCopy:
     gradient: Floats
     weight: Floats
     """Zero if nothing is left to do after the gradient."""
-    travel: Floats
-    """Time of the message from the stage before; zero for the first stage and within a rank."""
     activation: Floats
     stash: Floats
+    travel: Floats
+    """Time of the message from the stage before; zero for the first stage and within a rank."""
     received: Floats
     """Size of the received message that a forward holds while it runs."""
     returned: Floats
     """The same for a gradient."""
+    slices: int = 1
+    """Columns in a row that belong to one microbatch."""
 
     @property
     def stages(self) -> int:
@@ -55,8 +66,8 @@ class ModelCopy:
     @cached_property
     def least(self) -> ModelCopy:
         """The least value over the microbatches, in a single column."""
-        tables = (self.forward, self.gradient, self.weight, self.travel, self.activation, self.stash, self.received, self.returned)
-        return ModelCopy(self.ranks, *(table.min(axis=1, keepdims=True) for table in tables))
+        tables = {item.name: getattr(self, item.name) for item in fields(self)[1:-1]}
+        return replace(self, **{name: table.min(axis=1, keepdims=True) for name, table in tables.items()})
 
     @cached_property
     def heads(self) -> Floats:
@@ -95,34 +106,18 @@ class Terms:
 
     @classmethod
     def of(cls, problem: Problem) -> Terms:
-        room = tuple(
+        costs, copies = problem.costs, _model_copies(problem)
+        reduce, steps = costs.per_stage("reduce", problem.stages), costs.per_rank("optimizer", problem.placement)
+        after = tuple(tuple(time + step for time in reduce) for step in steps.tolist())
+        room = (
             limit * (1 + 2 * SLACK) - kept if limit < math.inf else limit
             for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
         )
-        copies = _model_copies(problem)
-        return cls(problem, copies, _after(problem), tuple(_usable(copies, rank, size) for rank, size in enumerate(room)))
-
-    @property
-    def ranks(self) -> int:
-        return self.problem.ranks
-
-
-def _after(problem: Problem) -> tuple[tuple[float, ...], ...]:
-    reduce, steps = problem.costs.per_stage("reduce", problem.stages), problem.costs.per_rank("optimizer", problem.placement)
-    return tuple(tuple(time + step for time in reduce) for step in steps.tolist())
+        return cls(problem, copies, after, tuple(_usable(copies, rank, size) for rank, size in enumerate(room)))
 
 
 def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
-    placed, tables = problem.placement.copies, _tables(problem)
-    return tuple(
-        _model_copy(ranks, *(np.ascontiguousarray(table[:, place :: len(placed)]) for table in tables))
-        for place, ranks in enumerate(placed[: problem.microbatches])
-    )
-
-
-def _tables(problem: Problem) -> tuple[Floats, ...]:
-    """Forward, gradient, weight, travel, activation, stash and output, before ranks are considered."""
-    costs, shape = problem.costs, (problem.stages, problem.microbatches)
+    costs, shape, placed = problem.costs, (problem.stages, problem.units), problem.placement.copies
     f, i, w, b, activation, stash, output = (
         costs.table(name, *shape) for name in ("f", "i", "w", "b", "activation", "weight_stash", "output")
     )
@@ -131,18 +126,15 @@ def _tables(problem: Problem) -> tuple[Floats, ...]:
     weight = np.minimum(i + w, b) - gradient if problem.split else np.zeros(shape)
     travel = costs.latency + (output / costs.bandwidth if costs.bandwidth is not None else np.zeros(shape))
     held = np.where(weight > 0, np.minimum(stash, activation), 0.0)
-    return f * together, gradient * together, weight * together, travel, activation, held, output
-
-
-def _model_copy(ranks: tuple[int, ...], *tables: Floats) -> ModelCopy:
-    """The tables of one copy, with messages only between different ranks."""
-    forward, gradient, weight, travel, activation, stash, output = tables
-    crosses = np.array([before != after for before, after in pairwise(ranks)], dtype=np.float64).reshape(-1, 1)
-    none = np.zeros_like(output[:1])
-    sent = output[:-1] * crosses
-    received, returned = np.concatenate((none, sent)), np.concatenate((sent, none))
-    hops = np.concatenate((none, travel[:-1] * crosses))
-    return ModelCopy(ranks, forward, gradient, weight, hops, activation, stash, received, returned)
+    tables = f * together, gradient * together, weight * together, activation, held, travel, output
+    copies = []
+    for place, ranks in enumerate(placed[: problem.microbatches]):
+        f, i, w, activation, stash, travel, output = (np.ascontiguousarray(table[:, place :: len(placed)]) for table in tables)
+        crosses = np.array([before != after for before, after in pairwise(ranks)], dtype=np.float64).reshape(-1, 1)
+        none, sent = np.zeros_like(output[:1]), output[:-1] * crosses
+        hops, received, returned = (np.concatenate(parts) for parts in ((none, travel[:-1] * crosses), (none, sent), (sent, none)))
+        copies.append(ModelCopy(ranks, f, i, w, activation, stash, hops, received, returned, problem.slices))
+    return tuple(copies)
 
 
 def _usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float:
@@ -160,3 +152,130 @@ def _usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float:
         sums = np.unique((sums[:, None] + np.arange(int(1 / share) + 1) * share).round(12))
         sums = sums[sums <= 1]
     return min(room, float(sums.max()) * room * (1 + SLACK))
+
+
+# Events ---------------------------------------------------------------------------------------------------------------
+
+Events = dict[str, Floats]
+"""Times of the k-th forward, gradient and weight part of each stage, of any microbatch: one row per stage, one column per k.
+
+Every stage works through the same microbatches, so the k-th action of a stage waits for the k-th action that it needs: when
+k + 1 actions have their inputs, k + 1 of those inputs have ended. So each rule of the pipeline holds between the k-th
+actions, with the least time of any microbatch. The rules are: dependencies with their messages; one action at a time on a
+stage and one message at a time on a channel; and a forward whose activation only fits after an earlier one is freed.
+
+If q slices make up a microbatch, the first gradient of a microbatch comes after all its forwards on the stage. When k + 1 gradients have
+begun, they belong to k // q + 1 microbatches or more, so that (k // q + 1) q forwards have ended. So the events of q slices go together.
+"""
+
+
+class Wait(NamedTuple):
+    """At most `most` forwards of a stage are ahead of the gradients of the same or a later stage of its rank."""
+
+    forward: int
+    gradient: int
+    most: int
+
+
+def list_waits(terms: Terms, copy: ModelCopy) -> list[Wait]:
+    """How memory delays forwards, for each pair of stages of a rank.
+
+    Take all microbatches that have begun their forward on the first stage and not ended their gradient on the second. Each
+    holds its activations on all of the rank's stages up to the first, until its gradient on the second has ended. At two
+    moments more is held:
+
+    - while the first of them to end its gradient on the second stage runs it: its activations up to there, and the received gradient;
+    - when the last of them to begin on the first stage runs its forward there, or, if none of them had begun on the second
+      stage by then, when one does: the activations up to there, and the message received for that forward. The message for the
+      second stage alone does not count, because it may be freed before the last one begins on the first stage.
+    """
+    least, delays = copy.least, []
+    for rank in sorted(set(copy.ranks)):
+        mine, room = copy.stages_of(rank), terms.room[rank]
+        for at, first in enumerate(mine if room < math.inf else ()):
+            held = float(least.activation[list(mine[: at + 1]), 0].sum())
+            for second in mine[at:]:
+                message = max(float(least.returned[second, 0]), min(float(least.received[first, 0]), float(least.received[second, 0])))
+                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + message
+                if held > 0 and held * copy.count > room - more:
+                    # Room for less than one microbatch was refused before: less than all of its slices is rounding.
+                    delays.append(Wait(first, second, max(copy.slices, int((room - more) / held))))
+    return delays
+
+
+def earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Events:
+    """Earliest start of each k-th action if the first forward of stage `first` may start at 0. Stages before it stay at 0."""
+    least, held = copy.least, _by_stage(copy, list_waits(terms, copy), by_forward=True)
+    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    stages, count = copy.stages, copy.count
+    start_f, start_g, start_w = ([[0.0] * stages for _ in range(count)] for _ in range(3))
+    up, down = [FREE] * stages, [FREE] * stages  # when the last message into each stage arrived
+    for block in range(0, count, copy.slices):
+        last = block + copy.slices - 1
+        for k in range(block, last + 1):
+            now_f = start_f[k]
+            for s in range(first, stages):
+                begin = start_f[k - 1][s] + f[s] if k else 0.0
+                if s > first:
+                    up[s] = max(now_f[s - 1] + f[s - 1], up[s]) + hop[s]
+                    begin = max(begin, up[s])
+                for other, most in held[s]:
+                    if k >= most:
+                        begin = max(begin, start_g[k - most][other] + g[other])
+                now_f[s] = begin
+        for k in range(block, last + 1):
+            now_g, now_w = start_g[k], start_w[k]
+            for s in range(stages - 1, first - 1, -1):
+                begin = max(start_f[last][s] + f[s], start_g[k - 1][s] + g[s] if k else 0.0)
+                if s + 1 < stages:
+                    down[s] = max(now_g[s + 1] + g[s + 1], down[s]) + hop[s + 1]
+                    begin = max(begin, down[s])
+                now_g[s] = begin
+                now_w[s] = max(begin + g[s], start_w[k - 1][s] + w[s] if k else 0.0)
+    return _events(start_f, start_g, start_w)
+
+
+def remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
+    """Least time from the start of each k-th action to the end of everything, or to the end of rank `only`."""
+    least, held = copy.least, _by_stage(copy, list_waits(terms, copy), by_forward=False)
+    f, g, w, hop = (table[:, 0].tolist() for table in (least.forward, least.gradient, least.weight, least.travel))
+    stages, count = copy.stages, copy.count
+    after = [terms.after[rank][s] if only in (None, rank) else FREE for s, rank in enumerate(copy.ranks)]
+    rest_f, rest_g, rest_w = ([[FREE] * stages for _ in range(count)] for _ in range(3))
+    up, down = [FREE] * stages, [FREE] * stages  # from the departure of the next message out of each stage
+    for block in range(count - copy.slices, -1, -copy.slices):
+        for k in range(block + copy.slices - 1, block - 1, -1):
+            now_g, now_w = rest_g[k], rest_w[k]
+            later = k + 1 < count
+            for s in range(stages):
+                now_w[s] = w[s] + max(after[s], rest_w[k + 1][s] if later else FREE)
+                follows = max(now_w[s], rest_g[k + 1][s] if later else FREE)
+                if s:
+                    down[s] = hop[s] + max(now_g[s - 1], down[s])
+                    follows = max(follows, down[s])
+                for other, most in held[s]:
+                    if k + most < count:
+                        follows = max(follows, rest_f[k + most][other])
+                now_g[s] = g[s] + follows
+        for k in range(block + copy.slices - 1, block - 1, -1):
+            now_f = rest_f[k]
+            for s in range(stages - 1, -1, -1):
+                follows = max(rest_g[block][s], rest_f[k + 1][s] if k + 1 < count else FREE)
+                if s + 1 < stages:
+                    up[s] = hop[s + 1] + max(now_f[s + 1], up[s])
+                    follows = max(follows, up[s])
+                now_f[s] = f[s] + follows
+    return _events(rest_f, rest_g, rest_w)
+
+
+def _by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
+    """Per stage, the other stage of each of its waits, and the most forwards ahead."""
+    held: list[list[tuple[int, int]]] = [[] for _ in range(copy.stages)]
+    for wait in delays:
+        one, other = (wait.forward, wait.gradient) if by_forward else (wait.gradient, wait.forward)
+        held[one].append((other, wait.most))
+    return held
+
+
+def _events(*times: list[list[float]]) -> Events:
+    return {kind: np.array(table).T for kind, table in zip(KINDS, times, strict=True)}

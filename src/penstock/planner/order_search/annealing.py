@@ -18,8 +18,7 @@ from penstock.ir.rows import Floats
 from penstock.planner.budget import SearchBudget
 from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import Column, FlatProblem
-from penstock.planner.order_search.random_numbers import MODULUS, draw
-from penstock.planner.order_search.timing import Clock, time_order
+from penstock.planner.order_search.timing import MODULUS, Clock, draw, time_order
 
 _EVEN = 1e-9
 _RUN = 6
@@ -55,7 +54,6 @@ class AnnealState(NamedTuple):
 class AnnealOptions(NamedTuple):
     """Options of one run."""
 
-    tries: int
     heat: float
     """The usual loss of time that is accepted."""
     on_critical: float
@@ -66,6 +64,7 @@ class AnnealOptions(NamedTuple):
     """Moves compared per try."""
     sweeps: float
     """Share of tries that move several nodes at once."""
+    tries: int = 0
 
 
 def anneal(  # noqa: PLR0912
@@ -103,7 +102,8 @@ def anneal(  # noqa: PLR0912
         timed += 1
         if moved < 0 or moved > bound:
             if here >= 0:
-                _revert(state, here, there)
+                _write_moved(state, there, here)
+                _apply(state, there, here)
             elif cell >= 0:
                 _flip(flat, state, cell)
             else:
@@ -112,7 +112,8 @@ def anneal(  # noqa: PLR0912
         clock, spare = spare, clock
         objective = moved
         if here >= 0:
-            _hold_again(flat, state, min(here, there), max(here, there))
+            low = min(here, there)
+            _find_held(flat, state, low, max(here, there) + 1, state.held[low])
         else:
             _find_places(flat, state)
         num_critical = _find_critical(flat, state, clock, objective)
@@ -141,7 +142,7 @@ def _choose(  # noqa: PLR0917
             if longest <= least:
                 least, best_here, best_there = longest, here, there
     if best_here >= 0:
-        _is_within(flat, state, best_here, best_there)
+        _write_moved(state, best_here, best_there)
     return best_here, best_there
 
 
@@ -152,12 +153,16 @@ def _keep(state: AnnealState) -> None:
 
 def _find_places(flat: FlatProblem, state: AnnealState) -> None:
     for rank in range(flat.ranks):
-        holds = 0.0
-        for place in range(flat.bounds[rank], flat.bounds[rank + 1]):
-            node = state.order[place]
-            state.place[node] = place
-            state.held[place] = holds
-            holds += flat.takes[node] + flat.keeps[node]
+        _find_held(flat, state, flat.bounds[rank], flat.bounds[rank + 1], 0.0)
+
+
+def _find_held(flat: FlatProblem, state: AnnealState, first: int, last: int, holds: float) -> None:
+    """Fill in the places of nodes and the memory before them, from a place on that `holds` so much."""
+    for place in range(first, last):
+        node = state.order[place]
+        state.place[node] = place
+        state.held[place] = holds
+        holds += flat.takes[node] + flat.keeps[node]
 
 
 def _find_critical(flat: FlatProblem, state: AnnealState, clock: Clock, objective: float) -> int:
@@ -204,25 +209,25 @@ def _find_target(flat: FlatProblem, state: AnnealState, clock: Clock, node: int,
 
 def _is_within(flat: FlatProblem, state: AnnealState, here: int, there: int) -> bool:
     """Whether the rank stays within its memory if the node at `here` moves; the nodes between are written to `moved`."""
-    order, moved, takes, keeps = state.order, state.moved, flat.takes, flat.keeps
-    low, high = min(here, there), max(here, there)
-    for place in range(low, high + 1):
-        moved[place - low] = order[place]
-    if there < here:
-        for place in range(high - low, 0, -1):
-            moved[place] = moved[place - 1]
-        moved[0] = order[here]
-    else:
-        for place in range(high - low):
-            moved[place] = moved[place + 1]
-        moved[high - low] = order[here]
-    holds, limit = state.held[low], flat.limit[flat.rank[order[here]]]
-    for place in range(high - low + 1):
-        node = moved[place]
-        holds += takes[node]
+    _write_moved(state, here, there)
+    low, limit = min(here, there), flat.limit[flat.rank[state.order[here]]]
+    return _stays_within(flat, state.moved, 0, abs(here - there) + 1, state.held[low], limit)
+
+
+def _write_moved(state: AnnealState, here: int, there: int) -> None:
+    low, step = min(here, there), -1 if there < here else 1
+    for place in range(low, max(here, there) + 1):
+        state.moved[place - low] = state.order[here] if place == there else state.order[place + step]
+
+
+def _stays_within(flat: FlatProblem, nodes: Column, first: int, last: int, holds: float, limit: float) -> bool:  # noqa: PLR0917
+    """Whether some nodes stay within the limit, one after the other, if so much is held before the first."""
+    for place in range(first, last):
+        node = nodes[place]
+        holds += flat.takes[node]
         if holds > limit:
             return False
-        holds += keeps[node]
+        holds += flat.keeps[node]
         if holds > limit:
             return False
     return True
@@ -278,25 +283,6 @@ def _apply(state: AnnealState, here: int, there: int) -> None:
         state.place[node] = place
 
 
-def _revert(state: AnnealState, here: int, there: int) -> None:
-    """Move the node at `there` back to `here`."""
-    order, step = state.order, 1 if there < here else -1
-    node = order[there]
-    for place in range(there, here, step):
-        order[place] = order[place + step]
-    order[here] = node
-    for place in range(min(here, there), max(here, there) + 1):
-        state.place[order[place]] = place
-
-
-def _hold_again(flat: FlatProblem, state: AnnealState, low: int, high: int) -> None:
-    holds = state.held[low]
-    for place in range(low, high + 1):
-        node = state.order[place]
-        state.held[place] = holds
-        holds += flat.takes[node] + flat.keeps[node]
-
-
 def _merge(flat: FlatProblem, state: AnnealState, cell: int) -> bool:
     """Merge a split backward or split a full one; undone and False if the rank then exceeds its memory."""
     _flip(flat, state, cell)
@@ -319,16 +305,7 @@ def _flip(flat: FlatProblem, state: AnnealState, cell: int) -> None:
 
 
 def _keeps_within(flat: FlatProblem, state: AnnealState, rank: int) -> bool:
-    holds, limit = 0.0, flat.limit[rank]
-    for place in range(flat.bounds[rank], flat.bounds[rank + 1]):
-        node = state.order[place]
-        holds += flat.takes[node]
-        if holds > limit:
-            return False
-        holds += flat.keeps[node]
-        if holds > limit:
-            return False
-    return True
+    return _stays_within(flat, state.order, flat.bounds[rank], flat.bounds[rank + 1], 0.0, flat.limit[rank])
 
 
 def _sweep(flat: FlatProblem, state: AnnealState, node: int) -> bool:
@@ -388,8 +365,7 @@ def _rotate(flat: FlatProblem, state: AnnealState, low: int) -> bool:
             if before[late] == early or late == early + cells or alike:
                 return False
     for place in range(high - low):
-        at = low + place + middle - low
-        order[low + place] = state.backup[at if at < high else at - (high - low)]
+        order[low + place] = state.backup[low + (place + middle - low) % (high - low)]
     if _keeps_within(flat, state, rank):
         return True
     order[:] = state.backup
@@ -446,21 +422,15 @@ class Annealing:
         self.evaluator, self.source = evaluator, order.source
         self.flat = evaluator.flat_with(order.full)
         self.objective = self.best = order.objective
-        as_column, ints, floats, nodes = evaluator.as_column, evaluator.ints, evaluator.floats, evaluator.nodes
+        as_column = evaluator.as_column
         self.state = AnnealState(
             order=as_column(order.nodes.copy()),
             full=self.flat.full,
             best=as_column(order.nodes.copy()),
             best_full=as_column(order.full.copy()),
-            place=ints(nodes),
-            held=floats(nodes),
-            critical=ints(nodes),
-            backup=ints(nodes),
-            moved=ints(nodes),
-            begin=floats(nodes),
-            end=floats(nodes),
-            rest=floats(nodes),
-            random=as_column(np.array([1 + seed % 2147483646], dtype=np.int64)),
+            **{name: evaluator.ints(evaluator.nodes) for name in ("place", "critical", "backup", "moved")},
+            **{name: evaluator.floats(evaluator.nodes) for name in ("held", "begin", "end", "rest")},
+            random=evaluator.seed(seed),
         )
 
     def run(self, options: AnnealOptions) -> int:
@@ -475,28 +445,18 @@ class Annealing:
         return Order(np.array(state.best, dtype=np.int64), np.array(state.best_full, dtype=np.int8), float(self.best), self.source)
 
 
-class Manner(NamedTuple):
-    """The options of a turn: the loss accepted at first, as a share of a node's time, and those of `AnnealOptions`."""
-
-    heat: float
-    on_critical: float
-    reach: int
-    choices: int
-    sweeps: float
-
-
 _MOST_TRIES = 1000
 """The most tries of one turn per node."""
 _COOL = 0.03
 """The loss accepted at last, as a share of the first."""
 _MANNERS = (
-    Manner(0.15, 0.9, 40, 8, 0.05),
-    Manner(0.3, 0.9, 15, 3, 0.3),
-    Manner(1.0, 0.6, 100, 20, 0.02),
-    Manner(0.05, 0.9, 40, 1, 0.05),
-    Manner(0.5, 0.9, 15, 8, 0.3),
+    AnnealOptions(0.15, 0.9, 40, 8, 0.05),
+    AnnealOptions(0.3, 0.9, 15, 3, 0.3),
+    AnnealOptions(1.0, 0.6, 100, 20, 0.02),
+    AnnealOptions(0.05, 0.9, 40, 1, 0.05),
+    AnnealOptions(0.5, 0.9, 15, 8, 0.3),
 )
-"""Turns alternate between these: none is the best for all problems."""
+"""Turns alternate between these, whose heat is a share of a node's time: none is the best for all problems."""
 _WORK_PER_CALL = 6_000_000
 """Nodes times tries between two checks of the budget: some hundredths of a second."""
 _TRY = 0.05
@@ -538,8 +498,6 @@ class LocalSearch:
                 self.evaluator.leave_free(self.over())
 
     def _anneal(self, order: Order, share: float, turn: int) -> Order:
-        flat = self.evaluator.flat
-        usual = float(np.mean(flat.duration)) or 1.0
         manner = _MANNERS[turn % len(_MANNERS)]
         nodes = self.evaluator.nodes
         tries, tried = min(1000, max(50, _WORK_PER_CALL // nodes), _MOST_TRIES * nodes // 10), 0
@@ -547,7 +505,7 @@ class LocalSearch:
         with self.budget.part(share) as (begin, end):
             while not self.budget.over and tried < _MOST_TRIES * nodes:
                 done = max(tried / (_MOST_TRIES * nodes), (self.budget.share - begin) / max(end - begin, 1e-9))
-                options = AnnealOptions(tries, manner.heat * usual * _COOL ** min(done, 1.0), *manner[1:])
+                options = manner._replace(heat=manner.heat * self.evaluator.usual * _COOL ** min(done, 1.0), tries=tries)
                 self.budget.spend(annealing.run(options) + _TRY * tries)
                 tried += tries
         return annealing.best_order

@@ -184,12 +184,12 @@ def dispatch(flat: FlatProblem, rule: DispatchRule, order: Column, state: Dispat
     return objective
 
 
-def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> bool:  # noqa: PLR0912
+def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> bool:
     """Whether the rank can finish all microbatches in flight, the oldest first, after one more forward of the stage.
 
     Every waiting W could run first, so only activations count; finishing a microbatch frees what it holds.
     """
-    microbatches, stage_at, stage_of = flat.microbatches, flat.stage_at, flat.stage_of
+    microbatches, cells, stage_at, stage_of = flat.microbatches, flat.stages * flat.microbatches, flat.stage_at, flat.stage_of
     forwards, inputs, activation = state.forwards, state.inputs, flat.activation
     spare = flat.limit[rank] - state.under_way[rank] - activation[stage * microbatches + forwards[stage]]
     if spare >= flat.alone[rank]:
@@ -200,10 +200,7 @@ def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> 
     for place in range(stage_at[rank], stage_at[rank + 1]):
         other = stage_of[place]
         count = forwards[other] + (1 if other == stage else 0)
-        if inputs[other] < oldest:
-            oldest = inputs[other]
-        if count > newest:
-            newest = count
+        oldest, newest = min(oldest, inputs[other]), max(newest, count)
     for microbatch in range(oldest, newest):
         more, back = 0.0, 0.0
         for place in range(stage_at[rank], stage_at[rank + 1]):
@@ -218,10 +215,9 @@ def _is_safe(flat: FlatProblem, state: DispatchState, rank: int, stage: int) -> 
             other = stage_of[place]
             if microbatch >= inputs[other]:
                 cell = other * microbatches + microbatch
-                holds += flat.keeps[flat.stages * microbatches + cell]
-                if holds > highest:
-                    highest = holds
-                holds += flat.keeps[2 * flat.stages * microbatches + cell]
+                holds += flat.keeps[cells + cell]
+                highest = max(highest, holds)
+                holds += flat.keeps[2 * cells + cell]
         if highest > spare:
             return False
         spare += back

@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from functools import cache
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from penstock.ir.rows import Floats, Ints
-from penstock.planner.order_search.compiled import get_loops
 from penstock.planner.order_search.dispatch import DispatchRule, DispatchState
 from penstock.planner.order_search.flat_problem import Flags, FlatProblem, set_full_backwards
-from penstock.planner.order_search.timing import Clock
+from penstock.planner.order_search.timing import MODULUS, Clock
+
+Loop = Callable[..., Any]
+_LOOPS = ("timing", "dispatch", "annealing", "patterns", "permutations")
+"""The modules of the loops: every function there runs plain and compiled."""
+
+
+class Loops(NamedTuple):
+    """The loops that are called from outside, plain or compiled."""
+
+    time_order: Loop
+    dispatch: Loop
+    anneal: Loop
+    search_pattern: Loop
+    search_permutations: Loop
+    compiled: bool
+
+
+@cache
+def get_loops(plain: bool = False) -> Loops:
+    """The compiled loops, or the plain ones if numba is missing or `plain` is set."""
+    modules = [importlib.import_module(f"penstock.planner.order_search.{name}") for name in _LOOPS]
+    defined = [value for module in modules for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    loops: dict[str, Loop] = {value.__name__: value for value in defined if isinstance(value, FunctionType)}
+    compiled = not plain and importlib.util.find_spec("numba") is not None
+    if compiled:
+        import numba
+
+        # Copies of the functions, which call the compiled copies of each other.
+        copies = {name: FunctionType(loop.__code__, dict(loop.__globals__), name) for name, loop in loops.items()}
+        for copy in copies.values():
+            copy.__module__ = __name__
+        loops = {name: numba.njit(cache=True, nogil=True)(copy) for name, copy in copies.items()}
+        for copy in copies.values():
+            copy.__globals__.update(loops)
+    return Loops(**{name: loops[name] for name in Loops._fields if name in loops}, compiled=compiled)
 
 
 @dataclass(frozen=True)
@@ -37,33 +74,29 @@ class Evaluator:
         self.clock, self.spare, self.dispatch_state = self._clock(), self._clock(), self._dispatch_state()
         self._room = self.ints(self.nodes)
         self._known: dict[bytes, FlatProblem] = {}
+        self.usual = float(np.mean(flat.duration)) or 1.0
+        """Mean time of a node."""
 
     def _clock(self) -> Clock:
-        flat, nodes = self.flat, self.nodes
-        times, counts = (partial(self._allocate, kind) for kind in (self.floats, self.ints))
+        flat, nodes, ints, floats = self.flat, self.nodes, self.ints, self.floats
         return Clock(
-            **times(nodes, "start", "arrive", "tail"),
-            **counts(nodes, "walk"),
-            **counts(flat.ranks, "at", "stack", "queued"),
-            **times(flat.ranks, "now", "lane"),
-            **times(flat.num_links, "free"),
-            **counts(flat.stages, "left"),
+            **{name: floats(nodes) for name in ("start", "arrive", "tail")},
+            walk=ints(nodes),
+            **{name: ints(flat.ranks) for name in ("at", "stack", "queued")},
+            **{name: floats(flat.ranks) for name in ("now", "lane")},
+            free=floats(flat.num_links),
+            left=ints(flat.stages),
         )
 
     def _dispatch_state(self) -> DispatchState:
-        flat = self.flat
-        times, counts = (partial(self._allocate, kind) for kind in (self.floats, self.ints))
+        flat, ints, floats = self.flat, self.ints, self.floats
         return DispatchState(
-            **times(self.nodes, "arrive"),
-            **counts(flat.stages, "forwards", "inputs", "weights", "ended"),
-            **times(flat.ranks, "now", "wake", "held", "under_way", "begun", "lane", "left"),
-            **times(flat.num_links, "free"),
-            **counts(flat.ranks, "at"),
+            arrive=floats(self.nodes),
+            **{name: ints(flat.stages) for name in ("forwards", "inputs", "weights", "ended")},
+            **{name: floats(flat.ranks) for name in ("now", "wake", "held", "under_way", "begun", "lane", "left")},
+            free=floats(flat.num_links),
+            at=ints(flat.ranks),
         )
-
-    @staticmethod
-    def _allocate(kind: Callable[[int], Any], count: int, *names: str) -> dict[str, Any]:
-        return {name: kind(count) for name in names}
 
     # Columns ----------------------------------------------------------------------------------------------------------
 
@@ -76,6 +109,10 @@ class Evaluator:
 
     def floats(self, count: int) -> Any:
         return self.as_column(np.zeros(count))
+
+    def seed(self, seed: int) -> Any:
+        """The state of `timing.draw`."""
+        return self.as_column(np.array([1 + seed % (MODULUS - 1)], dtype=np.int64))
 
     def flat_with(self, full: Flags) -> FlatProblem:
         """The problem with these full backwards, its arrays a copy."""

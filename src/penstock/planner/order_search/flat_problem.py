@@ -86,14 +86,16 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     stages, microbatches, costs = problem.stages, problem.microbatches, problem.costs
     tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
-    ranks = _ranks(problem)
+    ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
     before, after = _neighbours(stages, microbatches)
-    hops = _hops(problem)
+    sizes = costs.table("output", stages, microbatches)
+    hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
     travel, link, num_links = _links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
     held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
-    cells = stages * microbatches
+    cells, limits = stages * microbatches, np.array(problem.limits)
+    room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - np.array(problem.static_memory)
     merges = bool((tables["b"] < tables["i"] + tables["w"]).any() or (stash > activation).any())
     flat = FlatProblem(
         ranks=problem.ranks,
@@ -108,7 +110,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         num_links=num_links,
         takes=np.zeros(3 * cells),
         keeps=np.zeros(3 * cells),
-        limit=_limits(problem, reserve),
+        limit=room - np.array(reserve) if len(reserve) else room,
         closing=costs.per_rank("optimizer", problem.placement),
         reduce=reduce,
         any_reduce=bool(reduce.any()),
@@ -153,12 +155,6 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
     )
 
 
-def _ranks(problem: Problem) -> Ints:
-    """The rank of each stage (row) and microbatch (column)."""
-    stage, microbatch = np.indices((problem.stages, problem.microbatches))
-    return problem.placement.ranks_of(stage, microbatch)
-
-
 def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     """The nodes before and after each node."""
     node = np.arange(3 * stages * microbatches).reshape(3, stages, microbatches)
@@ -170,13 +166,6 @@ def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     before[after.ravel()[going]] = node.ravel()[going]
     before[node[2].ravel()] = node[1].ravel()
     return before, after.ravel()
-
-
-def _hops(problem: Problem) -> Floats:
-    """Time of the message from each stage to the next, and back."""
-    costs, shape = problem.costs, (problem.stages, problem.microbatches)
-    size = costs.table("output", *shape)
-    return costs.latency + (np.zeros(shape) if costs.bandwidth is None else size / costs.bandwidth)
 
 
 def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
@@ -198,12 +187,6 @@ def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Fl
     link = np.full(3 * count, -1, dtype=np.int64)
     link[crosses] = index
     return travel, link, len(keys)
-
-
-def _limits(problem: Problem, reserve: Sequence[float]) -> Floats:
-    limits, static = np.array(problem.limits), np.array(problem.static_memory)
-    room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - static
-    return np.asarray(room - np.array(reserve) if len(reserve) else room, dtype=np.float64)
 
 
 def _alone(flat: FlatProblem, stash: Floats) -> Floats:

@@ -17,8 +17,7 @@ from penstock.ir.rows import Ints
 from penstock.planner.budget import SearchBudget
 from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import Column, Flags, FlatProblem
-from penstock.planner.order_search.random_numbers import MODULUS, draw
-from penstock.planner.order_search.timing import Clock, time_starts
+from penstock.planner.order_search.timing import MODULUS, Clock, draw, time_starts
 
 _EVEN = 1e-9
 _SHARES = (0.5, 0.4, 0.6)
@@ -56,8 +55,7 @@ def search_pattern(  # noqa: PLR0912, PLR0917 - one flat loop
     """Try changes; returns the best cost and the last one. Cost is time, plus `price` per unit of memory over the limits."""
     stages = flat.stages
     for rank in range(flat.ranks):
-        lay_out(flat, state, rank)
-        state.over[rank] = _weigh(flat, state, rank)
+        _lay_out_and_weigh(flat, state, rank)
     cost = time_starts(flat, state.order, clock)
     if cost < 0:
         return best, cost
@@ -83,8 +81,7 @@ def search_pattern(  # noqa: PLR0912, PLR0917 - one flat loop
         for rank in range(low, high):
             if chunk < flat.stage_at[rank + 1] - flat.stage_at[rank]:
                 _shift_item(flat, state, rank, kind * stages + flat.stage_of[flat.stage_at[rank] + chunk], length)
-                lay_out(flat, state, rank)
-                state.over[rank] = _weigh(flat, state, rank)
+                _lay_out_and_weigh(flat, state, rank)
         changed = 0.0
         for rank in range(flat.ranks):
             changed += price * state.over[rank]
@@ -102,8 +99,7 @@ def search_pattern(  # noqa: PLR0912, PLR0917 - one flat loop
                     state.cycle[place] = state.kept[place]
                     state.lag[state.cycle[place]] = state.kept_lag[state.cycle[place]]
             if not good:
-                lay_out(flat, state, rank)
-                state.over[rank] = _weigh(flat, state, rank)
+                _lay_out_and_weigh(flat, state, rank)
         if good:
             cost = changed
             if cost < best * (1 - _EVEN):
@@ -129,8 +125,9 @@ def lay_out(flat: FlatProblem, state: PatternState, rank: int) -> None:
                 at += 1
 
 
-def _weigh(flat: FlatProblem, state: PatternState, rank: int) -> float:
-    """The most memory of the rank over its limit."""
+def _lay_out_and_weigh(flat: FlatProblem, state: PatternState, rank: int) -> None:
+    """Write out the rank's part, and find the most memory of the rank over its limit."""
+    lay_out(flat, state, rank)
     holds, most = 0.0, 0.0
     for place in range(flat.bounds[rank], flat.bounds[rank + 1]):
         node = state.order[place]
@@ -138,7 +135,7 @@ def _weigh(flat: FlatProblem, state: PatternState, rank: int) -> float:
         most = max(most, holds)
         holds += flat.keeps[node]
         most = max(most, holds)
-    return float(max(0.0, most - flat.limit[rank]))
+    state.over[rank] = max(0.0, most - flat.limit[rank])
 
 
 def _shift_item(flat: FlatProblem, state: PatternState, rank: int, item: int, length: int) -> None:
@@ -169,25 +166,6 @@ def _shift_item(flat: FlatProblem, state: PatternState, rank: int, item: int, le
 # Driving the loop -----------------------------------------------------------------------------------------------------
 
 
-def read_pattern(evaluator: Evaluator, order: Order, share: float = 0.5) -> tuple[Ints, Ints]:
-    """The cycles and lags of an order: what each rank does from a share of the time on."""
-    flat = evaluator.flat
-    stages, microbatches = flat.stages, flat.microbatches
-    evaluator.time(order.nodes, order.full)
-    starts = np.asarray(evaluator.clock.start).reshape(3 * stages, microbatches)
-    moment = share * float(starts.max())
-    nearest = np.minimum((starts < moment).sum(axis=1), microbatches - 1)
-    place = np.empty(evaluator.nodes, dtype=np.int64)
-    place[order.nodes] = np.arange(evaluator.nodes)
-    turn = place.reshape(3 * stages, microbatches)[np.arange(3 * stages), nearest]
-    cycle = []
-    for rank in range(flat.ranks):
-        held = flat.stage_of[flat.stage_at[rank] : flat.stage_at[rank + 1]]
-        items = np.concatenate([kind * stages + held for kind in range(3)])
-        cycle.append(items[np.argsort(turn[items], kind="stable")])
-    return np.concatenate(cycle), -nearest
-
-
 @dataclass
 class PatternSearch:
     """Searches patterns of one problem, for orders of another that may have more microbatches."""
@@ -208,7 +186,7 @@ class PatternSearch:
         return better
 
     def _search(self, order: Order, share: float) -> list[Order]:
-        pattern = Pattern(self.evaluator, *read_pattern(self.evaluator, order, share), order.full, int(self.chance.integers(2**31)))
+        pattern = Pattern.read(self.evaluator, order, share, int(self.chance.integers(2**31)))
         tries, tried = min(1000, max(50, _WORK // self.evaluator.nodes)), 0
         begin, end = self.budget.share, self.budget.end
         while not self.budget.over and tried < _LONG:
@@ -233,23 +211,37 @@ class Pattern:
         self.evaluator = evaluator
         self.flat = evaluator.flat_with(full)
         self.state = PatternState(
-            cycle=evaluator.as_column(cycle.copy()),
-            lag=evaluator.as_column(lag.copy()),
-            best=evaluator.as_column(cycle.copy()),
-            best_lag=evaluator.as_column(lag.copy()),
-            kept=evaluator.as_column(cycle.copy()),
-            kept_lag=evaluator.as_column(lag.copy()),
+            **{name: evaluator.as_column(cycle.copy()) for name in ("cycle", "best", "kept")},
+            **{name: evaluator.as_column(lag.copy()) for name in ("lag", "best_lag", "kept_lag")},
             order=evaluator.ints(evaluator.nodes),
             over=evaluator.floats(evaluator.flat.ranks),
-            random=evaluator.as_column(np.array([1 + seed % 2147483646], dtype=np.int64)),
+            random=evaluator.seed(seed),
         )
         self.best = self.cost = math.inf
-        self.usual = float(np.mean(evaluator.flat.duration)) or 1.0
-        self.price = _PRICE * self.usual / (float(np.mean(evaluator.flat.activation)) or 1.0)
+        self.price = _PRICE * evaluator.usual / (float(np.mean(evaluator.flat.activation)) or 1.0)
+
+    @classmethod
+    def read(cls, evaluator: Evaluator, order: Order, share: float, seed: int) -> Pattern:
+        """The pattern of an order: what each rank does from a share of the time on."""
+        flat = evaluator.flat
+        stages, microbatches = flat.stages, flat.microbatches
+        evaluator.time(order.nodes, order.full)
+        starts = np.asarray(evaluator.clock.start).reshape(3 * stages, microbatches)
+        moment = share * float(starts.max())
+        nearest = np.minimum((starts < moment).sum(axis=1), microbatches - 1)
+        place = np.empty(evaluator.nodes, dtype=np.int64)
+        place[order.nodes] = np.arange(evaluator.nodes)
+        turn = place.reshape(3 * stages, microbatches)[np.arange(3 * stages), nearest]
+        cycle = []
+        for rank in range(flat.ranks):
+            held = flat.stage_of[flat.stage_at[rank] : flat.stage_at[rank + 1]]
+            items = np.concatenate([kind * stages + held for kind in range(3)])
+            cycle.append(items[np.argsort(turn[items], kind="stable")])
+        return cls(evaluator, np.concatenate(cycle), -nearest, order.full, seed)
 
     def run(self, tries: int, heat: float) -> None:
         self.best, self.cost = self.evaluator.loops.search_pattern(
-            self.flat, self.state, self.evaluator.clock, tries, heat * self.usual, self.price, self.best
+            self.flat, self.state, self.evaluator.clock, tries, heat * self.evaluator.usual, self.price, self.best
         )
 
     def build_order(self, whole: Evaluator) -> Ints:

@@ -22,7 +22,7 @@ from penstock.planner.order_search.dispatch import DispatchRule
 from penstock.planner.order_search.dispatch_rules import RuleSearch
 from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import build_schedule, flatten, read_order
-from penstock.planner.order_search.patterns import Pattern, PatternSearch, read_pattern
+from penstock.planner.order_search.patterns import Pattern, PatternSearch
 from penstock.planner.problem import Problem
 
 Improved = Callable[[Schedule, float], None]
@@ -139,8 +139,9 @@ class _OrderSearch:
 
     def _list_schedule(self) -> list[Order]:
         """Orders by list scheduling that fit."""
-        if self._receives:
-            self._leave_room()
+        problem = self.problem
+        if problem.memory_limit is not None and np.any(problem.costs.table("output", problem.stages, problem.microbatches)):
+            self._leave_room()  # received messages take memory
         return [order for order in self._search_rules() if self._accept(order)]
 
     def _leave_room(self) -> None:
@@ -168,12 +169,6 @@ class _OrderSearch:
         whole.take_over(rules.tracks)
         whole.climb()
         return whole.orders
-
-    @property
-    def _receives(self) -> bool:
-        """Whether received messages take memory."""
-        problem = self.problem
-        return problem.memory_limit is not None and bool(np.any(problem.costs.table("output", problem.stages, problem.microbatches)))
 
     def _accept(self, order: Order) -> bool:
         """Consider an order; returns whether it fits."""
@@ -222,5 +217,5 @@ def compile_loops() -> None:
     objective = evaluator.dispatch(DispatchRule(np.zeros(6), 1.0, counts, counts, 0.0, 0.0), full)
     order = Order(evaluator.last_order, full, objective)
     evaluator.time(order.nodes, full)
-    Annealing(evaluator, order, 0).run(AnnealOptions(1, 0.0, 0.5, 1, 1, 0.5))
-    Pattern(evaluator, *read_pattern(evaluator, order), full, 0).run(1, 1.0)
+    Annealing(evaluator, order, 0).run(AnnealOptions(0.0, 0.5, 1, 1, 0.5, tries=1))
+    Pattern.read(evaluator, order, 0.5, 0).run(1, 1.0)

@@ -1,4 +1,4 @@
-"""When the nodes of an order run, and the time from each to the end. The loops run plain and compiled."""
+"""When the nodes of an order run, and the time from each to the end; and random numbers. The loops run plain and compiled."""
 
 from __future__ import annotations
 
@@ -155,3 +155,14 @@ def _time_tails(flat: FlatProblem, clock: Clock) -> None:
         time += duration[node]
         tail[node] = time
         now[rank] = time
+
+
+# Random numbers -------------------------------------------------------------------------------------------------------
+
+MODULUS = 2147483647
+
+
+def draw(state: Column) -> int:
+    """The next random number of Lehmer's generator, from 0 up to the modulus."""
+    state[0] = state[0] * 48271 % MODULUS
+    return int(state[0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -17,11 +18,14 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory."""
+    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
+
+    Both are counted in microbatches; a slice is a part of one.
+    """
 
     rank: int
-    activations: tuple[int, ...]
-    stashes: tuple[int, ...]
+    activations: tuple[float, ...]
+    stashes: tuple[float, ...]
     other: float = 0.0
 
 
@@ -30,17 +34,17 @@ class LayerRuns:
     """Tables with one row per first layer of a run and one column per layer after its last."""
 
     profile: Profile
-    _held: dict[tuple[bool, int, int], Floats] = field(default_factory=dict)
+    lengths: tuple[int, ...] = ()
+    """Tokens of each slice, if sequences are cut into slices; times and sizes are those of a whole microbatch all the same."""
+    _held: dict[tuple[bool, float, float], Floats] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> int:
         return len(self.profile)
 
     @cached_property
-    def _input(self) -> Floats:
-        """Input size of a run by its first layer, as a column."""
-        outputs = [self.profile.input, *(layer.output for layer in self.profile.layers)]
-        return np.array(outputs)[:, None]
+    def _slices(self) -> list[LayerRuns]:
+        return [LayerRuns(part) for part in self.profile.cut_sequence(self.lengths)]
 
     def _sum(self, *names: str) -> Floats:
         values = [sum(getattr(layer, name) for name in names) for layer in self.profile.layers]
@@ -48,58 +52,49 @@ class LayerRuns:
         return np.asarray(ends[None, :] - ends[:, None])
 
     @cached_property
-    def _times(self) -> tuple[Floats, Floats]:
+    def times(self) -> tuple[Floats, Floats]:
+        """Time of one microbatch, without and with recompute: a second forward."""
+        if self.lengths:
+            return _add_up([part.times for part in self._slices])
         once = self._sum("f", "i", "w")
         return once, once + self._sum("f")
 
     @cached_property
-    def _kept_output(self) -> Floats:
-        """Output that a run holds, by the layer after its last, as a row; the last run has only the loss."""
-        outputs = [0.0, *(layer.output * self.profile.keeps_output for layer in self.profile.layers[:-1]), 0.0]
-        return np.array(outputs)[None, :]
-
-    @cached_property
     def _activations(self) -> tuple[Floats, Floats]:
-        whole = self._sum("activation")
-        return whole + self._kept_output, self._input + np.broadcast_to(self._kept_output, whole.shape)
+        """Memory of one activation, without and with recompute; a run may also hold its output, but the last one has only the loss."""
+        if self.lengths:
+            return _add_up([part._activations for part in self._slices])
+        profile, whole = self.profile, self._sum("activation")
+        inputs = np.array([profile.input, *(layer.output for layer in profile.layers)])
+        kept_outputs = np.array([0.0, *(layer.output * profile.keeps_output for layer in profile.layers[:-1]), 0.0])
+        again = inputs[:, None] + np.broadcast_to(kept_outputs[None, :], whole.shape) + self._sum("kept")
+        return whole + kept_outputs[None, :], again
 
     @cached_property
-    def _static(self) -> Floats:
-        return self._sum("static")
+    def _stashes(self) -> Floats:
+        """Memory of the weight stash of one microbatch."""
+        return np.asarray(sum(part._stashes for part in self._slices)) if self.lengths else self._sum("weight_stash")
 
-    @cached_property
-    def _stash(self) -> Floats:
-        return self._sum("weight_stash")
-
-    def time(self, recompute: bool) -> Floats:
-        """Time of one microbatch; a recomputed run has a second forward."""
-        return self._times[recompute]
-
-    def held(self, recompute: bool, activations: int, stashes: int) -> Floats:
+    def held(self, recompute: bool, activations: float, stashes: float) -> Floats:
         """Memory with that many activations and stashes, parameters included; a recomputed run keeps only its input."""
         key = recompute, activations, stashes
         if key not in self._held:
-            self._held[key] = np.asarray(self._static + activations * self._activations[recompute] + stashes * self._stash)
+            held = self._sum("static") + activations * self._activations[recompute] + stashes * self._stashes
+            self._held[key] = np.asarray(held)
         return self._held[key]
 
-    def reserve(self, recompute: bool) -> Floats:
-        """Extra memory while an action runs: the workspace, and all activations of a recomputed run."""
-        return self._reserves[recompute]
-
     @cached_property
-    def _reserves(self) -> tuple[Floats, Floats]:
+    def reserves(self) -> tuple[Floats, Floats]:
+        """Extra memory while an action runs, without and with recompute: the largest workspace, and all activations of the run."""
+        if self.lengths:
+            once, again = zip(*(part.reserves for part in self._slices), strict=True)
+            return np.maximum.reduce(once), np.maximum.reduce(again)
         whole, kept = self._activations
-        needed = self._workspace
-        return needed, needed + np.maximum(whole - kept, 0.0)
-
-    @cached_property
-    def _workspace(self) -> Floats:
-        """The largest workspace of a layer, for every run."""
-        largest = np.zeros_like(self._activations[0])
+        largest = np.zeros_like(whole)
         workspaces = np.array([layer.workspace for layer in self.profile.layers])
         for first in range(len(workspaces)):
             largest[first, first + 1 :] = np.maximum.accumulate(workspaces[first:])
-        return largest
+        return largest, largest + np.maximum(whole - kept, 0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +125,7 @@ class Cutting:
     @cached_property
     def even_load(self) -> float:
         """Mean time of a rank per microbatch, without recompute."""
-        return float(self.runs.time(False)[0, -1]) / self.placement.ranks
+        return float(self.runs.times[False][0, -1]) / self.placement.ranks
 
     def moments_of(self, rank: int) -> list[PeakMoment]:
         """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has."""
@@ -143,7 +138,7 @@ class Cutting:
 
     @cached_property
     def _times(self) -> tuple[Floats, Floats]:
-        return self.share * self.runs.time(False), self.share * self.runs.time(True)
+        return self.share * self.runs.times[False], self.share * self.runs.times[True]
 
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""
@@ -164,7 +159,7 @@ class Cutting:
                 for stage, activations, stashes in zip(stages, moment.activations, moment.stashes, strict=True):
                     run = cuts[:, stage], cuts[:, stage + 1]
                     held += self.runs.held(self.recompute[stage], activations, stashes)[run]
-                    reserve = np.maximum(reserve, self.runs.reserve(self.recompute[stage])[run])
+                    reserve = np.maximum(reserve, self.runs.reserves[self.recompute[stage]][run])
                 totals[:, rank] = np.maximum(totals[:, rank], memory_over(held + reserve, limit))
         return totals
 
@@ -172,8 +167,14 @@ class Cutting:
         """How uneven the stages are, per row of cuts: the sum of squared times."""
         totals = np.zeros(len(cuts))
         for stage in range(self.stages):
-            totals += self.runs.time(self.recompute[stage])[cuts[:, stage], cuts[:, stage + 1]] ** 2
+            totals += self.runs.times[self.recompute[stage]][cuts[:, stage], cuts[:, stage + 1]] ** 2
         return totals
+
+
+def _add_up(tables: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats]:
+    """The sums of the tables without recompute, and of those with it."""
+    once, again = zip(*tables, strict=True)
+    return np.add.reduce(once), np.add.reduce(again)
 
 
 def memory_over(held: Floats, limit: float) -> Floats:

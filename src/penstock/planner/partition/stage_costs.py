@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
 
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Floats
 from penstock.planner.profile import Layer, Profile
-
-
-@dataclass(frozen=True)
-class StaticMemory:
-    """Memory that one stage holds all the time."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
 
 
 def split_layers(profile: Profile, sizes: Sequence[int]) -> list[tuple[Layer, ...]]:
@@ -26,23 +21,64 @@ def split_layers(profile: Profile, sizes: Sequence[int]) -> list[tuple[Layer, ..
     return [tuple(profile.layers[first:last]) for first, last in pairwise(ends)]
 
 
-def static_memory(profile: Profile, sizes: Sequence[int]) -> list[StaticMemory]:
-    """Memory that each stage holds all the time."""
-    names = ("parameters", "gradients", "optimizer")
-    return [StaticMemory(*(sum(getattr(layer, name) for layer in run) for name in names)) for run in split_layers(profile, sizes)]
-
-
-def reserves(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> list[float]:
+def reserves(
+    profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool], lengths: Sequence[int] = ()
+) -> list[float]:
     """Memory that each rank keeps free for running actions: the most that one of its stages needs beyond what it holds.
 
-    That is the workspace of a layer, and for a recomputed stage its activations beyond the kept input.
+    That is the workspace of a layer, and for a recomputed stage its activations beyond what it keeps. If the sequence is cut into slices of
+    these lengths, it is the most of any slice.
     """
-    inputs = _inputs(profile, sizes)
+    if lengths:
+        most = _tabulate_reserves(profile, sizes, recompute, lengths).max(axis=1)
+        return [float(max(most[stage] for stage in placement.stages_of(rank))) for rank in range(placement.ranks)]
+    kept = _kept(profile, sizes)
     beyond = [
         max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - kept_input, 0.0) if again else 0.0)
-        for run, kept_input, again in zip(split_layers(profile, sizes), inputs, recompute, strict=True)
+        for run, kept_input, again in zip(split_layers(profile, sizes), kept, recompute, strict=True)
     ]
     return [max(beyond[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)]
+
+
+def sliced_stage_costs(  # noqa: PLR0917
+    profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool], lengths: Sequence[int], microbatches: int
+) -> Costs:
+    """The costs of the placement's stages if every sequence is cut into slices of these lengths: one value per stage and slice."""
+    once = stage_costs(profile.cut_sequence(lengths)[0], sizes, placement, recompute)
+    sums = {name: _sum_slices(profile, sizes, lengths, name) for name in ("f", "i", "w", "activation", "weight_stash")}
+    again, last = np.array(recompute)[:, None], np.cumsum(sizes) - 1
+    output = profile.tabulate_slices("output", lengths)[last]
+    held = np.where(again, _tabulate_kept(profile, sizes, lengths), sums["activation"])
+    if profile.keeps_output:
+        held[:-1] += output[:-1]
+    values = {**sums, "i": sums["i"] + again * sums["f"], "activation": held, "output": output}
+    static = _add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute, lengths))
+    every: dict[str, Any] = {name: np.tile(table, microbatches) for name, table in values.items()}
+    return replace(once, **every, parameters=static)
+
+
+def _sum_slices(profile: Profile, sizes: Sequence[int], lengths: Sequence[int], name: str) -> Floats:
+    """A field of every stage (row) on every slice (column)."""
+    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _first_layers(sizes)))
+
+
+def _first_layers(sizes: Sequence[int]) -> list[int]:
+    return [0, *accumulate(sizes[:-1])]
+
+
+def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
+    """What each stage holds of each slice if it is recomputed: its input, and what its layers keep in any case."""
+    assert profile.tokens is not None
+    first = profile.input * np.array(lengths) / profile.tokens
+    inputs = np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
+    return np.asarray(inputs + _sum_slices(profile, sizes, lengths, "kept"))
+
+
+def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
+    """The memory that each stage needs beyond what it holds while it runs each slice."""
+    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _first_layers(sizes))
+    again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_kept(profile, sizes, lengths), 0.0)
+    return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
 
 def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, recompute: Sequence[bool]) -> Costs:
@@ -52,33 +88,33 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
     model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step.
     """
-    cut, inputs = split_layers(profile, sizes), _inputs(profile, sizes)
+    cut, kept = split_layers(profile, sizes), _kept(profile, sizes)
 
     def summed(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
     f, i, held = summed("f"), summed("i"), summed("activation")
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
-    kept = list(summed("static"))
-    for rank, reserve in enumerate(reserves(profile, sizes, placement, recompute)):
-        kept[placement.stages_of(rank)[0]] += reserve
     return Costs(
         f=f,
         i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
         w=summed("w"),
         activation=tuple(
             (kept_input if again else whole) + output
-            for whole, kept_input, again, output in zip(held, inputs, recompute, kept_output, strict=True)
+            for whole, kept_input, again, output in zip(held, kept, recompute, kept_output, strict=True)
         ),
         weight_stash=summed("weight_stash"),
         output=tuple(run[-1].output for run in cut),
-        parameters=tuple(kept),
+        parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
         reduce=_reduction(profile, summed("gradients"), summed("reduction"), len(placement.copies)),
         optimizer=summed("update") if any(summed("update")) else 0.0,
         overlap=profile.overlap,
         contention=profile.contention,
         latency=profile.latency,
         bandwidth=profile.bandwidth,
+        host_latency=profile.host_latency,
+        host_bandwidth=profile.host_bandwidth,
+        host_link_shared=profile.host_link_shared,
     )
 
 
@@ -90,6 +126,16 @@ def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequ
     return tuple(own + over for own, over in zip(within, over_replicas, strict=True))
 
 
-def _inputs(profile: Profile, sizes: Sequence[int]) -> list[float]:
-    """Input size of each stage per microbatch."""
-    return [profile.input, *(run[-1].output for run in split_layers(profile, sizes)[:-1])]
+def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
+    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
+    for rank, size in enumerate(reserve):
+        static[placement.stages_of(rank)[0]] += size
+    return tuple(static)
+
+
+def _kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
+    """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
+    cut = split_layers(profile, sizes)
+    inputs = [profile.input, *(run[-1].output for run in cut[:-1])]
+    return [size + sum(layer.kept for layer in run) for size, run in zip(inputs, cut, strict=True)]

@@ -6,18 +6,24 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from os import PathLike
 from typing import Any
+
+import numpy as np
 
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.costs import Costs
 from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.rows import Floats
+from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
 from penstock.text.units import parse_size
 
 TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
 """Times that count once per step, however many microbatches there are."""
-PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output")
+_OF_VARIANTS = ("microbatch", "input", "layers")
+PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output", "kept")
 """Fields that grow with the microbatch size; those of the parameters do not."""
 
 
@@ -53,11 +59,18 @@ class Layer:
     """Time to reduce the gradients over data-parallel replicas, after the last microbatch."""
     update: float = 0.0
     """Time of the optimizer step."""
+    kept: float = 0.0
+    """The part of the activation that a recomputed stage holds too."""
+    slices: SliceCosts | None = None
+    """What a slice of the sequence takes, if that is known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise CostsError(f"a layer's name is text, got {self.name!r}")
-        for field in fields(self)[1:]:
+        slices: Any = self.slices  # also a table, as in files
+        if slices is not None and not isinstance(slices, SliceCosts):
+            object.__setattr__(self, "slices", SliceCosts.from_json(slices))
+        for field in fields(self)[1:-1]:
             object.__setattr__(self, field.name, _size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
 
     @property
@@ -72,11 +85,19 @@ class Layer:
 
     def scaled(self, factor: float) -> Layer:
         """The layer at a microbatch size `factor` times as large, assuming proportional growth."""
-        return replace(self, **{name: getattr(self, name) * factor for name in PER_MICROBATCH})
+        slices = None if self.slices is None else self.slices.scaled(factor)
+        return replace(self, **{name: getattr(self, name) * factor for name in PER_MICROBATCH}, slices=slices)
+
+    def slice_at(self, length: int, prefix: int, tokens: int) -> Layer:
+        """The layer with the costs of a slice of a sequence of so many tokens in place of those of a microbatch."""
+        assert self.slices is not None
+        costs = {name: getattr(self.slices, name).at(length, prefix) for name in (*TIMES, "activation", "weight_stash", "workspace")}
+        return replace(self, **costs, output=self.output * length / tokens, kept=self.slices.keys * length, slices=None)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
+        data = _list_changed(self)
+        return data if self.slices is None else {**data, "slices": self.slices.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> Layer:
@@ -118,6 +139,14 @@ class Profile:
     """Which messages share a link, as in `penstock.Costs`."""
     estimated: bool = False
     """Whether the numbers are computed rather than measured; a plan then leaves some memory free."""
+    host_bandwidth: float | None = None
+    """Size per time that a rank's link to host memory carries in each direction; unlimited by default."""
+    host_latency: float = 0.0
+    """Time of a copy of size zero to host memory or back."""
+    host_link_shared: int = 1
+    """How many neighbouring ranks share one link to host memory."""
+    tokens: int | None = None
+    """Tokens of a sequence, if it can be cut into slices."""
 
     def __post_init__(self) -> None:
         for name in ("layers", "variants"):
@@ -126,20 +155,21 @@ class Profile:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
-        for name in ("latency", "input"):
+        for name in ("latency", "input", "host_latency"):
             object.__setattr__(self, name, _size(name, getattr(self, name), text=name == "input"))
-        if self.bandwidth is not None:
-            object.__setattr__(self, "bandwidth", _size("bandwidth", self.bandwidth))
-            if not self.bandwidth:
-                raise CostsError("bandwidth must be more than 0, or left out for unlimited")
+        for name in ("bandwidth", "host_bandwidth"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _size(name, getattr(self, name)))
+                if not getattr(self, name):
+                    raise CostsError(f"{name} must be more than 0, or left out for unlimited")
         _check_count("microbatch", self.microbatch)
-        for name in ("time_unit", "size_unit", "source"):
-            if not isinstance(getattr(self, name), str):
-                raise CostsError(f"{name} must be text, got {getattr(self, name)!r}")
-        for name in ("keeps_output", "estimated"):
-            if not isinstance(getattr(self, name), bool):
-                raise CostsError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        Costs(overlap=self.overlap, contention=self.contention)  # checks both
+        if self.tokens is not None:
+            _check_count("tokens", self.tokens)
+        texts, flags = ("time_unit", "size_unit", "source"), ("keeps_output", "estimated")
+        for name, kind, words in [*((name, str, "text") for name in texts), *((name, bool, "true or false") for name in flags)]:
+            if not isinstance(getattr(self, name), kind):
+                raise CostsError(f"{name} must be {words}, got {getattr(self, name)!r}")
+        Costs(overlap=self.overlap, contention=self.contention, host_link_shared=self.host_link_shared)  # checks them
         self._check_variants()
 
     def _check_variants(self) -> None:
@@ -175,6 +205,60 @@ class Profile:
         """Time of one microbatch on one device."""
         return sum(layer.time for layer in self.layers)
 
+    @property
+    def lacks_slices(self) -> str:
+        """Why no slice of the sequence can be timed; empty if all can."""
+        if self.tokens is None:
+            return "it does not say how many tokens a sequence has"
+        without = [layer.name or f"layer {place}" for place, layer in enumerate(self.layers) if layer.slices is None]
+        return f"it does not say what a slice takes on {without[0]}" if without else ""
+
+    @property
+    def fit_error(self) -> float:
+        """The errors of the times of slices on all layers, weighted by the layers' times."""
+        return sum(layer.slices.error * layer.time for layer in self.layers if layer.slices is not None) / (self.time or 1.0)
+
+    def cut_sequence(self, lengths: Sequence[int]) -> tuple[Profile, ...]:
+        """The profile of each slice, as if it were a microbatch; without lengths, the profile itself."""
+        if not lengths:
+            return (self,)
+        if self.tokens is None or self.lacks_slices:
+            raise CostsError(f"sequences cannot be cut into slices on this profile: {self.lacks_slices}")
+        if any(type(length) is not int or length < 1 for length in lengths) or sum(lengths) != self.tokens:
+            raise CostsError(f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {self.tokens}")
+        return tuple(self._slice_at(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
+
+    def _slice_at(self, length: int, prefix: int) -> Profile:
+        assert self.tokens is not None
+        if (length, prefix) not in self._slices:
+            layers = [layer.slice_at(length, prefix, self.tokens) for layer in self.layers]
+            own = replace(self, layers=layers, input=self.input * length / self.tokens, tokens=None, variants=())
+            self._slices[length, prefix] = own
+        return self._slices[length, prefix]
+
+    def tabulate_slices(self, name: str, lengths: Sequence[int]) -> Floats:
+        """A field of every layer (row) on every slice (column), as `cut_sequence` has it."""
+        assert self.tokens is not None
+        length, prefix = np.array(lengths, dtype=np.float64), np.array(list_prefixes(lengths), dtype=np.float64)
+        if name == "output":
+            return np.array([layer.output for layer in self.layers])[:, None] * length / self.tokens
+        if name not in self._slice_terms:
+            slices = [layer.slices for layer in self.layers]
+            costs = [SliceCost(token=each.keys) if name == "kept" else getattr(each, name) for each in slices if each is not None]
+            self._slice_terms[name] = [np.array([getattr(cost, term) for cost in costs])[:, None] for term in TERMS]
+        fixed, token, pair, before = self._slice_terms[name]
+        return np.asarray(fixed + token * length + pair * (length * (prefix + length / 2)) + before * prefix)
+
+    @cached_property
+    def _slice_terms(self) -> dict[str, list[Floats]]:
+        """The terms of the slice costs of all layers, by field, once they were asked for."""
+        return {}
+
+    @cached_property
+    def _slices(self) -> dict[tuple[int, int], Profile]:
+        """The slices that were asked for before, by length and prefix: a plan asks for each many times."""
+        return {}
+
     def at(self, microbatch: int) -> Profile:
         """The profile at another microbatch size: as measured, or scaled from the nearest measured size."""
         _check_count("microbatch", microbatch)
@@ -189,12 +273,11 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
-        data: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default
-        }
+        data = _list_changed(self)
         data["layers"] = [layer.to_json() for layer in self.layers]
         if self.variants:
-            data["variants"] = [_variant_to_json(variant) for variant in self.variants]
+            variants = [variant.to_json() for variant in self.variants]
+            data["variants"] = [{name: variant[name] for name in _OF_VARIANTS if name in variant} for variant in variants]
         return data
 
     @classmethod
@@ -205,7 +288,11 @@ class Profile:
         variants = values.pop("variants", [])
         if not isinstance(variants, list):
             raise CostsError(f"variants must be a list, got {variants!r}")
-        return cls(**values, variants=[_variant_from_json(variant) for variant in variants])
+        variants = list(variants)
+        for place, variant in enumerate(variants):
+            own = _check_fields(variant, "a variant", _OF_VARIANTS, needed=("layers",))
+            variants[place] = cls(**{**own, "layers": list(_layers_from_json(own["layers"]))})
+        return cls(**values, variants=variants)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""
@@ -225,14 +312,8 @@ class Profile:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
-def _variant_to_json(variant: Profile) -> dict[str, Any]:
-    data = variant.to_json()
-    return {name: data[name] for name in ("microbatch", "input", "layers") if name in data}
-
-
-def _variant_from_json(data: Any) -> Profile:
-    values = dict(_check_fields(data, "a variant", ["microbatch", "input", "layers"], needed=("layers",)))
-    return Profile(**{**values, "layers": list(_layers_from_json(values["layers"]))})
+def _list_changed(record: Layer | Profile) -> dict[str, Any]:
+    return {field.name: getattr(record, field.name) for field in fields(record) if getattr(record, field.name) != field.default}
 
 
 def _layers_from_json(data: Any) -> Iterable[Layer]:
@@ -282,9 +363,16 @@ def _toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {json.dumps(value, ensure_ascii=False)}"
+            yield f"{name} = {_toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
             yield from _toml_lines(row, f"{prefix}{name}.")
+
+
+def _toml_value(value: Any) -> str:
+    """A plain value, or a table in one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name} = {_toml_value(inner)}" for name, inner in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False)

@@ -18,6 +18,10 @@ With experts, each token passes `experts_per_token` of `experts` and all `shared
 wide, after a router of h x experts. A device keeps its share of the experts, and tokens travel there and back by all-to-all, in F and in I.
 With `key_rank`, keys and values are compressed to that many numbers per token and `rope` more for positions (multi-head latent attention,
 as in DeepSeek-V3), queries to `query_rank`.
+
+A slice of n tokens after p others takes n/s of the linear maps and (2 p n + n^2) / s^2 of the attention, in I as in F; W has no attention.
+It holds n/s of the activation, and 2 e b n k more for the gradients of its keys and values, which later slices add to. This needs causal
+attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from typing import Any
 
 from penstock.errors import CostsError, nearest
 from penstock.planner.profile.profile import Layer, Profile
+from penstock.planner.profile.slices import SliceCost, SliceCosts
 from penstock.text.units import parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
@@ -148,17 +153,13 @@ class Transformer:
         return cls(**values)
 
     @property
+    def _can_be_sliced(self) -> bool:
+        """Whether slices of a sequence can be computed one after the other, with memory that grows with their tokens alone."""
+        return self.causal and self.flash
+
+    @property
     def _head(self) -> int:
         return self.head_size or self.hidden // self.heads
-
-    @property
-    def _width(self) -> int:
-        """Width of all heads together."""
-        return self._head * self.heads
-
-    @property
-    def _keys(self) -> int:
-        return self._head * (self.kv_heads or self.heads)
 
     @property
     def _ffn(self) -> int:
@@ -190,11 +191,11 @@ class Transformer:
 
     def _attention_maps(self) -> list[tuple[int, int]]:
         """The linear maps around attention, as (rows, columns)."""
-        hidden, width = self.hidden, self._width
+        hidden, width, keys = self.hidden, self._head * self.heads, self._head * (self.kv_heads or self.heads)
         queries = self.heads * (self._head + (self.rope if self.key_rank else 0))
         maps = [(hidden, queries)] if self.query_rank is None else [(hidden, self.query_rank), (self.query_rank, queries)]
         if self.key_rank is None:
-            maps += [(hidden, self._keys), (hidden, self._keys)]
+            maps += [(hidden, keys), (hidden, keys)]
         else:
             maps += [(hidden, self.key_rank + self.rope), (self.key_rank, 2 * width)]
         return [*maps, (width, hidden)]
@@ -212,26 +213,48 @@ class Transformer:
         elsewhere = self.experts - self.experts // self.expert_parallel if self._has_experts(place) else 0
         return self._block_parameters(place) - elsewhere * self._expert
 
+    def matrices(self) -> list[tuple[int, int]]:
+        """Rows and columns of the matrices of a dense block, as optimizers that work on whole matrices see them."""
+        return [*self._attention_maps(), *[(self.hidden, self._ffn)] * (self._matrices - 1), (self._ffn, self.hidden)]
+
+    @property
+    def feed_forward(self) -> int:
+        """The width of a dense feed-forward part."""
+        return self._ffn
+
+    @property
+    def attention_widths(self) -> tuple[int, int]:
+        """Numbers per token of all query heads, and of all key heads."""
+        return self._head * self.heads, self._head * (self.kv_heads or self.heads)
+
     def profile(self) -> Profile:
         """The estimated profile, with one variant per further microbatch size."""
         first, *others = (self._profile_at(size) for size in self.microbatch)  # type: ignore[union-attr]
         source = f"computed for a transformer of {self.parameters / 1e9:.3g}G parameters at {self.flops:.3g} operations per second"
         links = replace(first, latency=self.latency, bandwidth=self.bandwidth, variants=others)
-        return replace(links, time_unit="s", size_unit="B", source=source, estimated=True)
+        tokens = self.sequence if self._can_be_sliced else None
+        return replace(links, time_unit="s", size_unit="B", source=source, estimated=True, tokens=tokens)
 
     def _profile_at(self, size: int) -> Profile:
         layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._last(size)]
-        named = [layer if layer.name else replace(layer, name=f"block {place - 1}") for place, layer in enumerate(layers)]
-        return Profile(named, microbatch=size, input=8.0 * size * self.sequence)
+        return Profile(layers, microbatch=size, input=8.0 * size * self.sequence)
 
     def _layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
         f, i, w = (count / self.flops + self.overhead for count in operations)
+        slices = self._slice_costs((f, i, w), held) if self._can_be_sliced else None
         kept = {
             "parameters": parameters * self.bytes,
             "gradients": parameters * self.gradient_bytes,
             "optimizer": parameters * self.optimizer_bytes,
         }
-        return Layer(name=name, f=f, i=i, w=w, reduction=self._reduction(parameters), update=self._update(parameters), **kept, **held)
+        once = {"reduction": self._reduction(parameters), "update": self._update(parameters)}
+        return Layer(name=name, f=f, i=i, w=w, slices=slices, **once, **kept, **held)
+
+    def _slice_costs(self, times: tuple[float, float, float], held: Mapping[str, float]) -> SliceCosts:
+        """A slice of a layer without attention: its tokens' share, after the overhead."""
+        f, i, w = (SliceCost(self.overhead, (time - self.overhead) / self.sequence) for time in times)
+        sizes: dict[str, Any] = {name: SliceCost(token=held[name] / self.sequence) for name in ("activation", "weight_stash")}
+        return SliceCosts(f=f, i=i, w=w, **sizes)
 
     def _reduction(self, parameters: int) -> float:
         """Seconds of a ring all-reduce of the gradients: 2 (d - 1) / d of them pass each link."""
@@ -252,7 +275,7 @@ class Transformer:
         return self._layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
 
     def _block(self, size: int, place: int) -> Layer:
-        tokens, hidden, width = size * self.sequence, self.hidden, self._width
+        tokens, hidden, width = size * self.sequence, self.hidden, self._head * self.heads
         maps = self._attention_maps()
         passed = self._passed_widths(place)
         linear = 2 * tokens * (sum(rows * columns for rows, columns in maps) + self._matrices * hidden * sum(passed))
@@ -266,17 +289,29 @@ class Transformer:
             around += 2 * self.experts_per_token * hidden  # the input of each routed expert, and its output before weighting
         # 3h for the norms' inputs and the second norm's output, then the maps' inputs, queries, keys and values, and the attention output.
         held = self.bytes * tokens * (3 * hidden + sum(inputs.values()) + outputs - hidden + width + around) + self._scores(tokens)
-        stash = (
-            self.bytes
-            * tokens
-            * (sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed))
-        )
+        stashed = sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed)
+        memory = {"activation": held, "weight_stash": self.bytes * tokens * stashed, "output": self.bytes * tokens * hidden}
         operations = linear + attention, linear + (2.5 if self.flash else 2.0) * attention, linear
-        layer = self._layer(
-            operations, self._kept_parameters(place), "", activation=held, weight_stash=stash, output=self.bytes * tokens * hidden
-        )
+        layer = self._layer(operations, self._kept_parameters(place), f"block {place}", **memory)
         exchanged = self._exchange(tokens) if self._has_experts(place) else 0.0
-        return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged)
+        slices = layer.slices and self._add_attention(layer.slices, size, attention, exchanged)
+        return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged, slices=slices)
+
+    def _add_attention(self, slices: SliceCosts, size: int, attention: float, exchanged: float) -> SliceCosts:
+        """Turn the attention's part of a slice, so far a share per token, into one per pair of tokens, and add the exchange of experts.
+
+        The sequence has half the square of its tokens as pairs. Keys and values are part of the activation, the room for their gradients
+        comes on top.
+        """
+        whole, exchange = attention / self.flops, SliceCost(token=exchanged / self.sequence)
+
+        def move(cost: SliceCost, passes: float) -> SliceCost:
+            token = max(cost.token - passes * whole / self.sequence, 0.0)
+            return replace(cost, token=token, pair=2 * passes * whole / self.sequence**2) + exchange
+
+        keys = self.bytes * size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
+        activation = slices.activation + SliceCost(token=keys)
+        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, keys=2 * keys)
 
     def _passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""

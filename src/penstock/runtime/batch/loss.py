@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -23,10 +24,13 @@ class Loss:
     Without a function, the last stage's output is the loss.
     """
 
-    def __init__(self, fn: Callable[..., Any] | None, reduction: str) -> None:
-        self.fn = fn
+    def __init__(self, fn: Callable[..., Any] | None, reduction: str, counts: Callable[[Any], Any] | None = None) -> None:
+        """`counts` returns how many targets the function averages over, if that is known."""
+        self.fn, self.counts = fn, counts
         self.takes_output_only, self.takes_target = (True, False) if fn is None else _find_arities(fn)
         self._warned = False
+        self._batches_on_device = 0
+        """How many batches with targets on a device there were, while ignored targets were looked for."""
         if reduction not in REDUCTIONS:
             raise ScheduleError(
                 f"loss_reduction must be {' or '.join(map(repr, REDUCTIONS))}, got {reduction!r}; other weights go into weight="
@@ -75,30 +79,71 @@ class Loss:
 
     def weights(
         self, weight: Callable[[Any], Any] | None, sizes: Sequence[int] | None, targets: Sequence[Any] | None, count: int
-    ) -> list[float] | None:
-        """Return the relative weight of each microbatch's loss; None if losses are added as they are."""
+    ) -> list[Any] | None:
+        """Return the relative weight of each microbatch's loss, as a number or a tensor; None if losses are added as they are."""
         if weight is not None and targets is not None:
-            return [float(weight(target)) for target in targets]
+            return [weight(target) for target in targets]
         if self.reduction == "sum":
             return None
         if sizes is None or not sum(sizes):
             return [1.0] * count
         return [float(size) for size in sizes]
 
+    def count_targets(self, target: Any) -> Any:
+        """Return how many targets the function averages over, weighted by its class weights; None if that is not known."""
+        if self.counts is not None:
+            return self.counts(target)
+        fn = _plain(self.fn)
+        if not (fn in _IGNORING or isinstance(fn, (nn.CrossEntropyLoss, nn.NLLLoss))):
+            return None
+        if not isinstance(target, Tensor) or target.is_floating_point():  # probabilities of classes: all count the same
+            return None
+        counts = target != _setting(self.fn, "ignore_index", -100)
+        classes = _setting(self.fn, "weight", None)
+        return counts.sum() if classes is None else torch.where(counts, classes[target.where(counts, 0)], 0).sum()
+
     def warn_about_ignore_index(self, targets: Sequence[Any]) -> None:
-        """Warn once if targets are ignored: the mean over the others is not the mean of the microbatches' means."""
+        """Warn once if targets are ignored: the mean over the others is not the mean of the microbatches' means.
+
+        Looking at targets on a device makes the host wait for all the work that the device was given, so it is done for batches 1, 2, 4, 8
+        and so on: if targets are ignored at all, they mostly are in many batches.
+        """
         ignored = _setting(self.fn, "ignore_index", -100 if _plain(self.fn) in _IGNORING else None)
         if self._warned or self.reduction != "mean" or not isinstance(ignored, int):
             return
-        for leaf in pytree.tree_leaves(list(targets)):
-            if isinstance(leaf, Tensor) and not leaf.is_floating_point() and bool((leaf == ignored).any()):
-                self._warned = True
-                warnings.warn(
-                    f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
-                    f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
-                    stacklevel=7,  # the caller of `step`
-                )
+        leaves = [leaf for leaf in pytree.tree_leaves(list(targets)) if isinstance(leaf, Tensor) and not leaf.is_floating_point()]
+        if not all(map(is_on_host, leaves)):
+            self._batches_on_device += 1
+            if self._batches_on_device.bit_count() > 1:
                 return
+        if any(read_numbers([(leaf == ignored).any() for leaf in leaves])):
+            self._warned = True
+            warnings.warn(
+                f"targets with ignore_index {ignored} under loss_reduction='mean': microbatches count by their size, not by "
+                f"their valid targets; give weight=lambda target: (target != {ignored}).sum()",
+                stacklevel=7,  # the caller of `step`
+            )
+
+
+def is_on_host(tensor: Tensor) -> bool:
+    """Whether the host can read a tensor without waiting for a device."""
+    return tensor.is_cpu
+
+
+def read_numbers(values: Sequence[Any]) -> list[float]:
+    """Read numbers and tensors with one element. The tensors of one device are read together, because the host waits for each read."""
+    numbers: list[float | None] = [None] * len(values)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, value in enumerate(values):
+        if type(value) is Tensor and value.numel() == 1 and not value.is_complex():
+            by_device.setdefault(value.device, []).append(place)
+        else:
+            numbers[place] = float(value)
+    for places in by_device.values():
+        together = torch.stack([values[place].detach().reshape(()).double() for place in places])
+        for place, number in zip(places, together.tolist(), strict=True):
+            numbers[place] = number
+    return [number for number in numbers if number is not None]
 
 
 _IGNORING = (functional.cross_entropy, functional.nll_loss)

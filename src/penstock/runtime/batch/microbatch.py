@@ -20,7 +20,17 @@ holds a tensor but is not a pytree, is refused unless its dimension is None."""
 
 def batch_size(value: Any, dims: Dims) -> int | None:
     """Return the size along the batch dimension, or None if nothing is split; refuse sizes that differ."""
-    sizes = {(_size(leaf, dim), dim) for leaf, dim in _split_leaves(value, dims)}
+    sizes = set()
+    for leaf, dim in pair_leaves(value, dims):
+        if dim is None:
+            continue
+        if not isinstance(leaf, Tensor):
+            _check_leaf(leaf)
+        elif leaf.dim() > 0:
+            if not -leaf.dim() <= dim < leaf.dim():
+                shape = list(leaf.shape)
+                raise ScheduleError(f"a tensor of shape {shape} has no dimension {dim} to split along: give its dimension in batch_dims")
+            sizes.add((leaf.shape[dim], dim))
     if len({size for size, _ in sizes}) > 1:
         shown = ", ".join(f"{size} along dimension {dim}" for size, dim in sorted(sizes))
         raise ScheduleError(f"tensors of different batch sizes: {shown}; say with batch_dims which of them stay whole")
@@ -40,12 +50,14 @@ def split_batch(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
     columns: list[Sequence[Any]] = []
     slices: dict[tuple[int, int], list[Tensor]] = {}
     """The slices of each tensor, so that one that occurs several times in the tree stays one."""
-    for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True):
+    for leaf, dim in pair_leaves(value, dims):
         if dim is None or not isinstance(leaf, Tensor) or leaf.dim() == 0:
             columns.append([leaf] * len(sizes))
             continue
         if (id(leaf), dim) not in slices:
-            slices[id(leaf), dim] = _split_tensor(leaf, dim, sizes)
+            parts = torch.split(leaf, list(sizes), dim)
+            # A stage may change a slice in place, so slices are tensors with version counters of their own rather than views.
+            slices[id(leaf), dim] = list(parts) if leaf.requires_grad else [part.data for part in parts]
         columns.append(slices[id(leaf), dim])
     if type(value) is Tensor:
         return list(columns[0])
@@ -55,12 +67,6 @@ def split_batch(value: Any, dims: Dims, sizes: Sequence[int]) -> list[Any]:
         return [pytree.tree_map(lambda leaf: leaf, value) for _ in sizes]
     spec = pytree.tree_structure(value)
     return [pytree.tree_unflatten(list(parts), spec) for parts in zip(*columns, strict=True)]
-
-
-def _split_tensor(leaf: Tensor, dim: int, sizes: Sequence[int]) -> list[Tensor]:
-    """Split a tensor into slices that a stage may change in place: tensors with version counters of their own rather than views."""
-    parts = torch.split(leaf, list(sizes), dim)
-    return list(parts) if leaf.requires_grad else [part.data for part in parts]
 
 
 def merge_outputs(values: Sequence[Any], dim: int) -> Any:
@@ -78,34 +84,11 @@ def _join_leaves(parts: list[Any], dim: int) -> Any:
         return parts
     if all(part.dim() == 0 for part in parts):
         return torch.stack(parts)
-    return torch.cat(parts, dim) if _can_join(parts, dim) else parts
-
-
-def _can_join(parts: Sequence[Tensor], dim: int) -> bool:
-    """Whether tensors can be joined along the dimension."""
     dims = parts[0].dim()
     if not -dims <= dim < dims:
-        return False
-    return len({(part.dim(), *(size for axis, size in enumerate(part.shape) if axis != dim % dims)) for part in parts}) == 1
-
-
-def _size(leaf: Tensor, dim: int) -> int:
-    if not -leaf.dim() <= dim < leaf.dim():
-        raise ScheduleError(f"a tensor of shape {list(leaf.shape)} has no dimension {dim} to split along: give its dimension in batch_dims")
-    return leaf.shape[dim]
-
-
-def _split_leaves(value: Any, dims: Dims) -> list[tuple[Tensor, int]]:
-    """Return the tensors of a tree that are split, each with its dimension."""
-    leaves = []
-    for leaf, dim in zip(_leaves(value), _spread(dims, value), strict=True):
-        if dim is None:
-            continue
-        if not isinstance(leaf, Tensor):
-            _check_leaf(leaf)
-        elif leaf.dim() > 0:
-            leaves.append((leaf, dim))
-    return leaves
+        return parts
+    others = {(part.dim(), *(size for axis, size in enumerate(part.shape) if axis != dim % dims)) for part in parts}
+    return torch.cat(parts, dim) if len(others) == 1 else parts
 
 
 def _check_leaf(leaf: Any) -> None:
@@ -137,12 +120,12 @@ def _is_tuple_of_tensors(value: Any) -> bool:
     return type(value) is tuple and all(type(part) is Tensor for part in value)
 
 
-def _spread(dims: Dims, value: Any) -> list[int | None]:
-    """Return one dimension per leaf: an int or None holds for all leaves below it."""
+def pair_leaves(value: Any, dims: Dims) -> list[tuple[Any, int | None]]:
+    """Return each leaf with its dimension: an int or None holds for all leaves below it."""
     if dims is None or isinstance(dims, int):
-        return [dims] * len(_leaves(value))
+        return [(leaf, dims) for leaf in _leaves(value)]
     if isinstance(dims, dict) and isinstance(value, dict):
-        return [dim for key in value for dim in _spread(dims.get(key, 0), value[key])]
+        return [pair for key in value for pair in pair_leaves(value[key], dims.get(key, 0))]
     if isinstance(dims, (tuple, list)) and isinstance(value, (tuple, list)) and len(dims) == len(value):
-        return [dim for part_dims, part in zip(dims, value, strict=True) for dim in _spread(part_dims, part)]
+        return [pair for part, part_dims in zip(value, dims, strict=True) for pair in pair_leaves(part, part_dims)]
     raise ScheduleError(f"batch_dims {dims!r} do not fit a value of {type(value).__name__}: give a number, None, or a tree like the value")

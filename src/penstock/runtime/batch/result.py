@@ -1,8 +1,9 @@
-"""The result of a step, the same on every rank."""
+"""The result of a step, the same on every rank, and the losses and metrics that stages compute for it on the side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -44,6 +45,11 @@ class StepResult:
         """Each microbatch's loss as the loss function returned it."""
         return [loss for loss, _ in self._weighted]
 
+    @property
+    def scales(self) -> list[float]:
+        """How much each microbatch's loss counts in the loss of the whole batch."""
+        return [scale for _, scale in self._weighted]
+
     @cached_property
     def _weighted(self) -> list[tuple[Tensor, float]]:
         return _in_order({k: v for share in self._shares for k, v in share.losses.items()})
@@ -63,10 +69,39 @@ class StepResult:
         outputs = _in_order({k: v for share in self._shares for k, v in share.outputs.items()})
         return self._merge(outputs) if outputs else None
 
+    def __repr__(self) -> str:
+        loss = "no loss" if self.loss is None else f"loss {float(self.loss):.6g}"
+        parts = [f"{len(self.losses)} microbatches", *(["outputs"] if any(share.outputs for share in self._shares) else [])]
+        parts += [f"metrics {', '.join(self.metrics)}"] if self.metrics else []
+        return f"<StepResult {', '.join([loss, *parts, *(['timeline'] if self._timeline is not None else [])])}>"
+
     @cached_property
     def timeline(self) -> Timeline | None:
         """When each action ran on every rank; None unless the pipeline records."""
         return None if self._timeline is None else self._timeline()
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """How one rank spent a step, in nanoseconds; moments are on its own clock."""
+
+    machine: int
+    """Tells machines apart, because the ranks of one share a clock."""
+    common: int
+    """A moment that is nearly the same on all ranks: when this one left the last exchange between all of them."""
+    first: int
+    """When the rank began its first compute action, after waiting for its input; 0 if it has none."""
+    last: int
+    """When its last compute action ended."""
+    interval: int
+    """The time since the same point of the last step."""
+    forward: int
+    backward: int
+    overlapped: int
+    waits: dict[int, int]
+    """How long the rank waited for messages, by the rank that sent them."""
+    tokens: float | None
+    """The sum of the microbatches' weights, if the pipeline was given a function for them and this rank a target."""
 
 
 @dataclass
@@ -89,20 +124,62 @@ class ResultShare:
     """Whether the step sums its gradients over the ranks, and those of earlier steps that did not."""
     whole: dict[int, str] = field(default_factory=dict)
     """The rank's stages whose backward cannot be split, each with the reason, as far as forwards have shown."""
+    times: RankTimes | None = None
+    """How the rank spent the step; None unless the pipeline has an `on_step` callback."""
+    order: tuple[int, ...] = ()
+    """The caller's number of each microbatch if they ran in another order."""
+    slices: int = 1
+    """How many slices microbatches are cut into: side losses and metrics are those of slices then."""
+    schedule: str = ""
+    """Identifies the schedule of the step, if it is not the pipeline's own."""
+
+    def restore_order(self) -> None:
+        """Number everything as the caller does."""
+        order = self.order
+        if order:
+            self.losses = {order[m]: value for m, value in self.losses.items()}
+            units = [microbatch * self.slices + part for microbatch in order for part in range(self.slices)]
+            self.side = {(stage, units[m]): value for (stage, m), value in self.side.items()}
+            self.metrics = {
+                name: {(stage, units[m]): value for (stage, m), value in values.items()} for name, values in self.metrics.items()
+            }
+            self.outputs = {order[m]: value for m, value in self.outputs.items()}
 
     def __getstate__(self) -> dict[str, Any]:
-        """Stack losses of one dtype and shape, because one tensor is quicker to send than many."""
+        """Stack the losses and metrics of one dtype and shape, because one tensor is quicker to send than many."""
+        values = [
+            *(loss for loss, _ in self.losses.values()),
+            *self.side.values(),
+            *(value for values in self.metrics.values() for value in values.values()),
+        ]
         state = dict(self.__dict__)
-        tensors = [loss for loss, _ in self.losses.values()]
-        if len({(loss.dtype, loss.shape) for loss in tensors}) == 1:
-            state["losses"] = list(self.losses), torch.stack(tensors), [scale for _, scale in self.losses.values()]
-        return state
+        state["losses"] = {number: scale for number, (_, scale) in self.losses.items()}
+        state["side"], state["metrics"] = list(self.side), {name: list(values) for name, values in self.metrics.items()}
+        return {**state, "values": _stack(values)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if isinstance(state["losses"], tuple):
-            numbers, tensors, scales = state["losses"]
-            state["losses"] = dict(zip(numbers, zip(tensors.unbind(), scales, strict=True), strict=True))
+        values = iter(_unstack(state.pop("values")))
+        state["losses"] = {number: (next(values), scale) for number, scale in state["losses"].items()}
+        state["side"] = {place: next(values) for place in state["side"]}
+        state["metrics"] = {name: {place: next(values) for place in places} for name, places in state["metrics"].items()}
         self.__dict__.update(state)
+
+
+_Stacks = list[tuple[list[int], Tensor]]
+"""Tensors in stacks, each with the places of its tensors among all."""
+
+
+def _stack(tensors: Sequence[Tensor]) -> _Stacks:
+    """One stack per dtype, shape and device."""
+    places: dict[Any, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(place)
+    return [(alike, torch.stack([tensors[place] for place in alike])) for alike in places.values()]
+
+
+def _unstack(stacks: _Stacks) -> list[Tensor]:
+    by_place = {place: tensor for places, stack in stacks for place, tensor in zip(places, stack.unbind(), strict=True)}
+    return _in_order(by_place)
 
 
 def _describe_sizes(sizes: tuple[tuple[int, int], ...]) -> str:
@@ -121,19 +198,89 @@ _SAME: dict[str, tuple[Callable[[Any], str], str]] = {
         "give `finalize_gradients` the same value on all ranks",
     ),
     "sizes": (_describe_sizes, "give all ranks the same batch, or none to those that need none"),
+    "schedule": (
+        lambda schedule: f"ran the schedule {schedule}" if schedule else "ran the pipeline's own schedule",
+        "give all ranks the same `order`",
+    ),
+    "order": (
+        lambda order: f"ran its microbatches in the order {list(order)}" if order else "ran its microbatches in the order of the batch",
+        "give all ranks the same `order`",
+    ),
 }
 """The fields of a share that must be the same on all ranks, how to describe them, and what to do if they differ."""
 
 
-def check_same_step(shares: Sequence[ResultShare], called: Callable[[int], str]) -> None:
-    """Refuse a step that was not the same on all ranks."""
+def check_same_step(shares: list[ResultShare], called: Callable[[int], str]) -> list[ResultShare]:
+    """Return the shares of all ranks; refuse a step that was not the same on all."""
     for name, (describe, advice) in _SAME.items():
         known = [(rank, value) for rank, share in enumerate(shares) if (value := getattr(share, name)) is not None]
         for rank, value in known:
             if value != known[0][1]:
                 first, expected = known[0]
                 raise PipelineError(f"{called(first)} {describe(expected)}, but {called(rank)} {describe(value)}: {advice}")
+    return shares
 
 
 def _in_order(values: dict[Any, Any]) -> list[Any]:
     return [values[key] for key in sorted(values)]
+
+
+# Side outputs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class SideOutputs:
+    """The side losses and metrics of one forward of one stage."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StageOutput:
+    """A return value of a stage: its output with a side loss (a router's balance, for example) and metrics."""
+
+    value: Any
+    side_loss: Tensor | None = None
+    metrics: Mapping[str, Tensor | float] = field(default_factory=dict)
+
+
+class _Collecting(threading.local):
+    target: SideOutputs | None = None
+
+
+_collecting = _Collecting()
+
+
+def add_loss(loss: Tensor) -> None:
+    """Add to the loss from anywhere inside a forward, weighted as the microbatch is. Does nothing outside a pipeline."""
+    if _collecting.target is not None:
+        _collecting.target.losses.append(loss)
+
+
+def add_metric(name: str, value: Tensor | float) -> None:
+    """Report a metric of this microbatch from anywhere inside a forward. Does nothing outside a pipeline."""
+    if _collecting.target is not None:
+        _collecting.target.metrics[name] = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
+
+
+class collect:  # noqa: N801 - used like a function
+    """Collect the side outputs of forwards: `with collect() as side: model(x)`."""
+
+    def __enter__(self) -> SideOutputs:
+        self.before, _collecting.target = _collecting.target, SideOutputs()
+        return _collecting.target
+
+    def __exit__(self, *exc: object) -> None:
+        _collecting.target = self.before
+
+
+def unwrap_stage_output(output: Any) -> Any:
+    """Return a stage's plain output; the side outputs of a `StageOutput` are collected."""
+    if not isinstance(output, StageOutput):
+        return output
+    if output.side_loss is not None:
+        add_loss(output.side_loss)
+    for name, value in output.metrics.items():
+        add_metric(name, value)
+    return output.value

@@ -12,19 +12,34 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
+from penstock.ir.schedule import Schedule
 from penstock.runtime.batch import microbatch as mb
-from penstock.runtime.batch.loss import Loss
+from penstock.runtime.batch.loss import Loss, read_numbers
 from penstock.runtime.batch.result import ResultShare
+from penstock.runtime.batch.slices import SequenceCutter, share_weights, token_shares
 from penstock.runtime.tensors.boundary import memory_overlaps
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.torch_internals.tensors import read_version
 
 StageKwargs = Mapping[int, Mapping[str, Any]]
+
 """Keyword arguments by stage and name."""
-OpenBatch = Callable[[tuple[Any, ...], Any], tuple[tuple[Any, ...], Any]]
-"""Takes the labels out of a batch: called with the arguments and a default, returns the other arguments and the labels."""
+OpenBatch = Callable[[tuple[Any, ...], Any], tuple[tuple[Any, ...], Any, Any]]
+"""Takes the labels out of a batch: called with the arguments and a default, returns the other arguments, the labels, and the number of
+labels that the loss is divided by (a number, or a tensor with one element), if the batch has one, else None."""
 Guards = list[tuple[Tensor, int, str]]
 """Tensors that no stage may change in place, each with its version before the step and the reason."""
+
+
+def add_model_kwargs(stage_kwargs: StageKwargs | None, kwargs: Mapping[str, Any]) -> StageKwargs | None:
+    """Add the keyword arguments of the model, which its first stage gets, to those of stages."""
+    if not kwargs:
+        return stage_kwargs
+    first = dict((stage_kwargs or {}).get(0, {}))
+    twice = sorted(first.keys() & kwargs.keys())
+    if twice:
+        raise ScheduleError(f"{twice[0]} is given twice: as a keyword argument and in stage_kwargs of stage 0")
+    return {**(stage_kwargs or {}), 0: {**first, **kwargs}}
 
 
 class _Absent:
@@ -40,7 +55,10 @@ ABSENT: Any = _Absent()
 
 @dataclass
 class StepInput:
-    """The inputs, keyword arguments and targets of a step by microbatch, and the weight of each."""
+    """The inputs, keyword arguments and targets of a step by microbatch, and the weight of each.
+
+    With slices, all lists have one entry per slice of each microbatch instead.
+    """
 
     args: list[tuple[Any, ...]]
     kwargs: dict[int, list[dict[str, Any]]]
@@ -49,6 +67,8 @@ class StepInput:
     """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
     weights: list[float] | None = None
     """The relative weight of each microbatch; None if losses are added as they are."""
+    items: float | None = None
+    """What the weighted losses are divided by, if the batch says so: the weight of all steps and data ranks that make up one update."""
     factor: float = 1.0
     """What gradients are multiplied by on top, as a gradient scaler asks for."""
     seed: str | None = None
@@ -60,16 +80,48 @@ class StepInput:
     share: ResultShare = field(default_factory=ResultShare)
     guards: list[Guards] = field(default_factory=list)
     """The guarded tensors of each microbatch; empty if there are none."""
+    slices: SliceShares | None = None
+    """How much slices count in their microbatches; None if sequences are not cut."""
+    order: tuple[int, ...] | None = None
+    """The caller's number of each microbatch if they run in another order, see `permute`."""
+    schedule: Schedule | None = None
+    """The schedule of this step, if it is not the pipeline's own."""
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.args) if self.slices is None else len(self.args) // self.slices.count
+
+    @property
+    def microbatch_scales(self) -> list[float]:
+        """What the loss of each whole microbatch is multiplied by."""
+        slices = self.slices
+        return self.scales if slices is None else [slices.scale(self, microbatch) for microbatch in range(self.microbatches)]
+
+    def permute(self, order: Sequence[int]) -> None:
+        """Run the microbatches in another order: the caller's microbatch `order[k]` becomes microbatch k of the schedule."""
+        self.order = self.share.order = tuple(order)
+        if self.slices is not None:
+            order = self.order = tuple(self.slices.permute(order))
+        self.args = [self.args[k] for k in order]
+        self.kwargs = {stage: [values[k] for k in order] for stage, values in self.kwargs.items()}
+        self.targets = None if self.targets is None else [self.targets[k] for k in order]
+        self.weights = None if self.weights is None else [self.weights[k] for k in order]
+        self.guards = [self.guards[k] for k in order] if self.guards else []
+
+    def number_of(self, microbatch: int) -> int:
+        """The number of a microbatch, or slice, among those of all data ranks, in the caller's order; random streams derive from it."""
+        return self.first + (microbatch if self.order is None else self.order[microbatch])
 
     @property
     def total(self) -> float:
         return 0.0 if self.weights is None else sum(self.weights)
 
     def normalise(self, total: float) -> None:
-        """Set the scales from the weights; `total` is the sum of the weights of all data ranks."""
+        """Set the scales from the weights; `total` is the sum of the weights of all data ranks, unless the batch has another number."""
         if self.weights is None:
             self.scales = [1.0] * len(self.args)
             return
+        total = total if self.items is None else self.items
         if total <= 0 or min(self.weights) < 0:
             raise ScheduleError(f"the weights of the microbatches are {self.weights}: they must not be negative, and not all be zero")
         self.scales = [weight / total for weight in self.weights]
@@ -91,6 +143,53 @@ class StepInput:
         return {tensor.untyped_storage().data_ptr(): f"a tensor of the batch that {reason}" for tensor, _, reason in guards}
 
 
+@dataclass
+class SliceShares:
+    """How much the slices of a step count in their microbatches."""
+
+    count: int
+    shares: list[float]
+    """Each slice's share of its microbatch's side losses: of its tokens, or 1.0 if losses are added as they are."""
+    out_dim: int
+    """The sequence dimension of outputs."""
+    outputs: dict[int, list[Any]] = field(default_factory=dict)
+    """The outputs of slices so far, by microbatch, until the last one has run."""
+
+    def permute(self, order: Sequence[int]) -> list[int]:
+        """Put the shares into another order of microbatches, and return the order of all slices."""
+        units = [microbatch * self.count + part for microbatch in order for part in range(self.count)]
+        self.shares = [self.shares[unit] for unit in units]
+        return units
+
+    def scale(self, feed: StepInput, microbatch: int) -> float:
+        """What the loss of a whole microbatch is multiplied by."""
+        return 1.0 if feed.weights is None else sum(feed.scales[microbatch * self.count : (microbatch + 1) * self.count])
+
+    def side_scale(self, feed: StepInput, unit: int) -> float:
+        """What the side losses of a slice are multiplied by."""
+        return self.scale(feed, unit // self.count) * self.shares[unit]
+
+    def note_loss(self, feed: StepInput, unit: int, loss: Tensor) -> None:
+        """Add the loss of a slice to its microbatch's, which the result reports."""
+        microbatch, losses = unit // self.count, feed.share.losses
+        scale = self.scale(feed, microbatch)
+        if not scale:
+            losses[microbatch] = loss, scale
+            return
+        part = feed.scales[unit] / scale
+        if part:
+            loss = loss if part == 1.0 else loss * part
+            losses[microbatch] = losses[microbatch][0] + loss if microbatch in losses else loss, scale
+
+    def note_output(self, feed: StepInput, unit: int, output: Any) -> None:
+        """Collect the output of a slice; those of a microbatch are joined after its last one."""
+        microbatch = unit // self.count
+        outputs = self.outputs.setdefault(microbatch, [])
+        outputs.append(output)
+        if len(outputs) == self.count:
+            feed.share.outputs[microbatch] = mb.merge_outputs(self.outputs.pop(microbatch), self.out_dim)
+
+
 NO_INPUT = StepInput([], {}, None, [])
 """The input between steps."""
 
@@ -109,19 +208,21 @@ class BatchSplitter:
     microbatches: int
     open_batch: OpenBatch | None
     """For models that take one dict of inputs with the labels among them, as those of transformers do."""
+    cutter: SequenceCutter | None = None
+    """Cuts microbatches into slices, if the schedule has any."""
 
-    def open(self, args: tuple[Any, ...], target: Any) -> tuple[tuple[Any, ...], Any]:
-        """Take the labels out of the arguments, as the target if there is none and the loss takes one."""
+    def open(self, args: tuple[Any, ...], target: Any) -> tuple[tuple[Any, ...], Any, Any]:
+        """Take the labels out of the arguments, as the target if there is none and the loss takes one, and their number."""
         if self.open_batch is None:
-            return args, target
-        args, labels = self.open_batch(args, ABSENT)
-        return args, labels if target is ABSENT and self.loss.takes_target else target
+            return args, target, None
+        args, labels, items = self.open_batch(args, ABSENT)
+        return args, labels if target is ABSENT and self.loss.takes_target else target, items
 
     def split(
         self, args: tuple[Any, ...], target: Any, microbatches: int | None, stage_kwargs: StageKwargs | None, outputs: bool
     ) -> StepInput:
         """Split a batch along its batch dimension."""
-        args, target = self.open(args, target)
+        args, target, items = self.open(args, target)
         count = self.microbatches if microbatches is None else microbatches
         if count < 1:
             raise ScheduleError(f"{count} microbatches: at least 1 is needed")
@@ -135,25 +236,28 @@ class BatchSplitter:
             {stage: mb.split_batch(values, self.kwargs, sizes) for stage, values in kwargs.items()},
             None if target is ABSENT else mb.split_batch(target, self.targets, sizes),
             sizes if total is not None else None,
-            outputs,
+            items=[items],
+            outputs=outputs,
         )
 
     def take_list(self, inputs: Sequence[Any], targets: Sequence[Any] | None, stage_kwargs: Any, outputs: bool) -> StepInput:
         """Take microbatches that are ready, of any sizes."""
         kwargs = {stage: [dict(values) for values in by_microbatch] for stage, by_microbatch in (stage_kwargs or {}).items()}
-        pairs = [self.open(args if isinstance(args, tuple) else (args,), ABSENT) for args in inputs]
-        if targets is None and pairs and pairs[0][1] is not ABSENT:
-            targets = [labels for _, labels in pairs]
+        opened = [self.open(args if isinstance(args, tuple) else (args,), ABSENT) for args in inputs]
+        if targets is None and opened and opened[0][1] is not ABSENT:
+            targets = [labels for _, labels, _ in opened]
         counts = {len(values) for values in (inputs, *([] if targets is None else [targets]), *kwargs.values())}
         if counts == {0} or len(counts) > 1:
             raise ScheduleError(
                 f"{sorted(counts)} inputs, targets or keyword arguments: give as many of each as there are microbatches, at least one"
             )
-        args = [args for args, _ in pairs]
+        args = [args for args, *_ in opened]
         dims = [(self.dims_of(one), self.targets) for one in args]
         sizes = [mb.batch_size((one, None if targets is None else targets[k]), dims[k]) for k, one in enumerate(args)]
         known = [size for size in sizes if size is not None]
-        return self._weigh(args, kwargs, None if targets is None else list(targets), known if len(known) == len(sizes) else None, outputs)
+        targets = None if targets is None else list(targets)
+        items = [count for *_, count in opened]
+        return self._weigh(args, kwargs, targets, known if len(known) == len(sizes) else None, items=items, outputs=outputs)
 
     def dims_of(self, args: tuple[Any, ...]) -> mb.Dims:
         """Return the batch dimensions of the arguments; a dict of dimensions is that of a single argument."""
@@ -170,6 +274,8 @@ class BatchSplitter:
         kwargs: dict[int, list[dict[str, Any]]],
         targets: list[Any] | None,
         sizes: Sequence[int] | None,
+        *,
+        items: Sequence[Any],
         outputs: bool,
     ) -> StepInput:
         wrong = [stage for stage in kwargs if stage not in range(self.stages)]
@@ -178,9 +284,39 @@ class BatchSplitter:
         if targets is not None and self.weight is None and len(args) > 1:
             self.loss.warn_about_ignore_index(targets)
         weights = self.loss.weights(self.weight, sizes, targets, len(args))
+        slices = None
+        if self.cutter is not None:
+            args, kwargs, targets, weights, slices = self._cut(self.cutter, args, kwargs, targets, weights)
+        weights, count = _read_weights(weights, items)
         guards = _find_guards([args, *kwargs.values()], targets)
         share = ResultShare(sizes=None if sizes is None else tuple((size, len(list(same))) for size, same in groupby(sizes)))
-        return StepInput(args, kwargs, targets, [], weights, outputs=outputs, share=share, guards=guards)
+        share.slices = 1 if slices is None else slices.count
+        return StepInput(args, kwargs, targets, [], weights, count, outputs=outputs, share=share, guards=guards, slices=slices)
+
+    def _cut(
+        self,
+        cutter: SequenceCutter,
+        args: list[tuple[Any, ...]],
+        kwargs: dict[int, list[dict[str, Any]]],
+        targets: list[Any] | None,
+        weights: list[Any] | None,
+    ) -> tuple[list[tuple[Any, ...]], dict[int, list[dict[str, Any]]], list[Any] | None, list[float] | None, SliceShares]:
+        """Cut all microbatches into slices, and share their weights out among these."""
+        parts = []
+        for number, inputs in enumerate(args):
+            own = {stage: values[number] for stage, values in kwargs.items()}
+            dims = cutter.dims.inputs
+            dims = (dims,) if isinstance(dims, dict) and len(inputs) == 1 else dims
+            parts.append(cutter.cut(inputs, own, None if targets is None else targets[number], dims))
+        shared = share_weights(weights, parts, cutter, self.weight)
+        shares = [1.0 if weights is None else share for part in parts for share in token_shares(part.lengths, cutter.count)]
+        return (
+            [piece for part in parts for piece in part.args],
+            {stage: [piece for part in parts for piece in part.kwargs[stage]] for stage in parts[0].kwargs},
+            None if targets is None else [piece for part in parts for piece in part.targets or ()],
+            shared,
+            SliceShares(cutter.count, shares, cutter.out_dim),
+        )
 
     def check_target(self, step_input: StepInput) -> None:
         """Refuse a training step without a target, unless the loss function takes none."""
@@ -188,6 +324,20 @@ class BatchSplitter:
             if self.open_batch is not None:
                 raise ScheduleError("the batch has no labels, which a transformers model is trained on: give labels in it, or as target=")
             raise ScheduleError(f"the {'loss' if self.weight is None else 'weight'} function needs a target, but the step was given none")
+
+
+def _read_weights(weights: Sequence[Any] | None, items: Sequence[Any]) -> tuple[list[float] | None, float | None]:
+    """Read the weights, and the number of items that all microbatches have in common; all at once, as far as they are on a device."""
+    counted = [count for count in items if count is not None]
+    numbers = read_numbers([*(weights or ()), *counted])
+    read = len(numbers) - len(counted)
+    counts = set(numbers[read:])
+    if len(counts) > 1 or len(counted) not in (0, len(items)):
+        shown = sorted(map(str, [*counts, *(count for count in items if count is None)]))
+        raise ScheduleError(f"the microbatches of a step have different numbers of items, {sorted(set(shown))}: give all the same")
+    if any(not count > 0 for count in counts):
+        raise ScheduleError(f"num_items_in_batch is {counts.pop()}: give the number of labels that count, of all batches of the update")
+    return None if weights is None else numbers[:read], counts.pop() if counts else None
 
 
 def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | None) -> list[Guards]:

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
+import json
 import logging
 import os
-from collections.abc import Mapping
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from penstock import __version__
-from penstock.errors import CheckpointError, nearest
-from penstock.runtime.checkpoint.collective_steps import CollectiveSteps
-from penstock.runtime.checkpoint.files import Checkpoint, Draft, find_checkpoints
-from penstock.runtime.checkpoint.model_state import Model, ModelState, ParameterNames, find_ties
-from penstock.runtime.checkpoint.optimizer_state import Optimizers
-from penstock.runtime.checkpoint.training_state import Schedulers, Stateful, TrainingState
+from penstock.errors import CheckpointError, FileFormatError, nearest
+from penstock.ir.formats.reading import check_fields, read_json
+from penstock.runtime.checkpoint.training_state import (
+    Model,
+    ModelState,
+    Optimizers,
+    ParameterNames,
+    Schedulers,
+    Stateful,
+    TrainingState,
+    find_ties,
+)
 from penstock.runtime.transport.current_group import get_group
+from penstock.runtime.transport.failures import PickledError
+from penstock.runtime.transport.group import Group
 
 if TYPE_CHECKING:
-    from penstock.runtime.checkpoint.writing import CheckpointWriter
+    from penstock.runtime.checkpoint.storage import CheckpointWriter
+
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +145,7 @@ class Checkpoints:
         return writer.draft.final
 
     def _start(self, training: TrainingState, step: int, copy: bool) -> None:
-        from penstock.runtime.checkpoint.writing import CheckpointWriter, RankLayout
+        from penstock.runtime.checkpoint.storage import CheckpointWriter, RankLayout
 
         self.wait()
         begun = self._collective.gather("begin a checkpoint", lambda: self._begin(training.model, step))
@@ -136,7 +153,9 @@ class Checkpoints:
         assert draft is not None
         first = {name: names[0] for names in ties for name in names}
         try:
-            _check_same_step([theirs for _, _, theirs in begun])
+            steps = [theirs for *_, theirs in begun]
+            if len(set(steps)) > 1:
+                raise CheckpointError(f"the ranks save different steps, {steps}: give all the same")
             layout = self._collective.run(
                 "plan a checkpoint", lambda: RankLayout(draft, *training.collect(self.rank, step, first), self.rank)
             )
@@ -222,7 +241,7 @@ class Checkpoints:
         self._collective.gather("check a checkpoint", lambda: checkpoint.check(mine, contents=self.verify))
 
     def _load(self, checkpoint: Checkpoint, training: TrainingState) -> Checkpoint:
-        from penstock.runtime.checkpoint.reading import CheckpointReader
+        from penstock.runtime.checkpoint.storage import CheckpointReader
 
         model, stream = training.model, self.rank % checkpoint.ranks
         run = self._collective.run
@@ -248,6 +267,262 @@ def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_same_step(steps: list[int]) -> None:
-    if len(set(steps)) > 1:
-        raise CheckpointError(f"the ranks save different steps, {steps}: give all the same")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class CollectiveSteps:
+    """Runs steps of a save or load together with the other ranks of the group.
+
+    Every rank calls the same methods in the same order. Each call blocks until all ranks have run their part. If a part failed, every
+    rank raises the same `CheckpointError`: that of the lowest rank that failed.
+    """
+
+    group: Group
+    rank: int
+    deadline: float
+    """Seconds to wait for the other ranks in each step."""
+
+    def run(self, step: str, action: Callable[[], T]) -> T:
+        """Run this rank's part of a step and return its result, once it has succeeded on all ranks."""
+        results: list[T] = []
+        self.gather(step, lambda: results.append(action()))
+        return results[0]
+
+    def gather(self, step: str, action: Callable[[], T]) -> list[T]:
+        """Run this rank's part of a step and return the results of all ranks, by rank."""
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        failure = None if error is None else (PickledError.of(error), isinstance(error, CheckpointError))
+        everyone = self.group.gather(self.rank, step, (result, failure), self.deadline)
+        for rank, (_, theirs) in enumerate(everyone):
+            if theirs is not None:
+                cause, is_ours = theirs
+                text = cause.description.partition(": ")[2] if is_ours else f"rank {rank} failed to {step}: {cause.description}"
+                raise CheckpointError(text) from (error if rank == self.rank else cause.rebuild())
+        return [value for value, _ in everyone]
+
+
+# A folder of checkpoints, each of which is complete or absent ---------------------------------------------------------
+
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_NAME, _WRITING, _PRUNED = "step-", ".writing-", ".pruned-"
+_FORMAT = 1
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "step": (int,),
+    "number": (int,),
+    "ranks": (int,),
+    "about": (dict,),
+    "files": (dict,),
+    "sha256": (str,),
+}
+_FILE_FIELDS: dict[str, tuple[type, ...]] = {"bytes": (int,), "sha256": (str,)}
+"""The fields of a manifest, and of each file in it."""
+_LOCK = ".lock"
+"""The name of the lock that the writer of a checkpoint holds, in its folder."""
+_STALE = 24 * 3600.0
+"""Seconds after which an unfinished save counts as abandoned on a file system without locks."""
+_CHECKPOINT = re.compile(rf"{_NAME}\d{{8,}}(\.\d+)?")
+"""The names of checkpoints; everything else in the folder is left alone."""
+
+
+@dataclass(frozen=True)
+class FileDigest:
+    """The size and digest of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> FileDigest:
+        with path.open("rb") as stream:
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+            return cls(stream.tell(), digest)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint, as its manifest describes it."""
+
+    path: Path
+    step: int
+    number: int
+    """How many were saved before it: the latest one has the highest number."""
+    ranks: int
+    """How many ranks saved it."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """Further facts: the schedule, the versions of torch and Penstock."""
+    files: Mapping[str, FileDigest] = field(default_factory=dict, repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @classmethod
+    def read(cls, path: Path) -> Checkpoint:
+        """Read the manifest of a checkpoint; its other files are not looked at."""
+
+        def unreadable(reason: str) -> CheckpointError:
+            return CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} cannot be read ({reason})")
+
+        try:
+            manifest = read_json(path / MANIFEST)
+        except FileNotFoundError:
+            raise CheckpointError(f"checkpoint {path} is partial: it has no {MANIFEST}") from None
+        except (OSError, FileFormatError) as error:
+            raise unreadable(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
+        version = check_fields(manifest, {"format": (int,)}, error=unreadable)["format"]
+        if version != _FORMAT:
+            raise CheckpointError(f"checkpoint {path} has format {version}, and this version reads {_FORMAT}")
+        check_fields(manifest, _FIELDS, error=unreadable)
+        for name, entry in manifest["files"].items():
+            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: unreadable(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
+        if manifest.pop("sha256") != _digest(manifest):
+            raise CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} has changed since it was written")
+        files = {name: FileDigest(**entry) for name, entry in manifest["files"].items()}
+        return cls(path, manifest["step"], manifest["number"], manifest["ranks"], manifest["about"], files)
+
+    def check(self, names: Iterable[str], *, contents: bool = True) -> None:
+        """Compare these files with the manifest: their sizes, and their digests if `contents`."""
+        for name in names:
+            expected, path = self.files[name], self.path / name
+            if not path.is_file():
+                raise CheckpointError(f"checkpoint {self.path} is partial: {name} is missing")
+            size = path.stat().st_size
+            if size != expected.bytes:
+                raise CheckpointError(f"checkpoint {self.path} is partial: {name} has {size} bytes of {expected.bytes}")
+            if contents and FileDigest.of(path) != expected:
+                raise CheckpointError(f"checkpoint {self.path} is corrupt: {name} has changed since it was written")
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A checkpoint that is being written."""
+
+    path: Path
+    """The folder that it is written into."""
+    final: Path
+    """The folder's name once it is complete."""
+    step: int
+    number: int
+    lock: IO[str] | None = field(default=None, compare=False, repr=False)
+    """Shows that the writer is alive: the system releases it when the process ends. Only the first rank has it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Draft, (self.path, self.final, self.step, self.number)
+
+    @classmethod
+    def begin(cls, folder: Path, step: int) -> Draft:
+        """Make an empty folder for the next checkpoint."""
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1 + max((checkpoint.number for checkpoint in find_checkpoints(folder)[0]), default=0)
+        final = folder / f"{_NAME}{step:08d}"
+        if final.exists():
+            final = final.with_name(f"{final.name}.{number}")
+        path = folder / f"{_WRITING}{final.name}-{uuid.uuid4().hex[:8]}"
+        while True:
+            path.mkdir(exist_ok=True)
+            try:
+                return cls(path, final, step, number, _lock(path))
+            except FileNotFoundError:  # another run has just removed the folder, which had no lock yet
+                continue
+
+    def seal(self, ranks: int, about: Mapping[str, Any], files: Mapping[str, FileDigest]) -> None:
+        """Turn the draft into a checkpoint once all files are written: write the manifest and rename the folder."""
+        for name, written in files.items():
+            size = (self.path / name).stat().st_size
+            if size != written.bytes:
+                raise CheckpointError(f"{self.path / name} has {size} bytes of the {written.bytes} that were written")
+        manifest: dict[str, Any] = {"format": _FORMAT, "step": self.step, "number": self.number, "ranks": ranks, "about": dict(about)}
+        manifest["files"] = {name: vars(files[name]) for name in sorted(files)}
+        with (self.path / MANIFEST).open("w", encoding="utf-8") as stream:
+            json.dump(manifest | {"sha256": _digest(manifest)}, stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        _sync_folder(self.path)
+        self.path.rename(self.final)
+        (self.final / _LOCK).unlink(missing_ok=True)
+        _sync_folder(self.final.parent)
+        self._release()
+
+    def discard(self) -> None:
+        """Remove everything that was written."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self._release()
+
+    def _release(self) -> None:
+        if self.lock is not None:
+            self.lock.close()
+
+
+def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], dict[str, str]]:
+    """The checkpoints in a folder, the latest first, and by name why others cannot be loaded."""
+    complete, rejected = [], {}
+    for path in folder.glob(f"{_NAME}*") if folder.is_dir() else ():
+        if _CHECKPOINT.fullmatch(path.name) is None:
+            continue
+        try:
+            complete.append(Checkpoint.read(path))
+        except CheckpointError as error:
+            rejected[path.name] = str(error)
+    return sorted(complete, key=lambda checkpoint: -checkpoint.number), rejected
+
+
+def prune(folder: Path, keep: int | None) -> None:
+    """Remove all but the latest `keep` checkpoints, and the remains of abandoned saves.
+
+    A save in progress, of another run into the same folder for example, is left alone.
+    """
+    for path in (*filter(_is_abandoned, folder.glob(f"{_WRITING}*")), *folder.glob(f"{_PRUNED}*")):
+        shutil.rmtree(path, ignore_errors=True)
+    for checkpoint in find_checkpoints(folder)[0][keep:] if keep is not None else ():
+        aside = checkpoint.path.with_name(_PRUNED + checkpoint.name)
+        try:
+            checkpoint.path.rename(aside)  # so that it never looks like a checkpoint with missing files
+            shutil.rmtree(aside)
+        except OSError as error:
+            logger.warning("checkpoint %s could not be removed: %s", checkpoint.path, error)
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """Take the lock of a folder; None if the file system has no locks."""
+    stream = (path / _LOCK).open("w")
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        stream.close()
+        return None
+    return stream
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Whether no process writes into this folder any more."""
+    try:
+        with (path / _LOCK).open("r+") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return time.time() - path.stat().st_mtime > _STALE
+    return True
+
+
+def _digest(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _sync_folder(path: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,34 +1,304 @@
-"""Everything that a training run needs to continue: what of it is saved, and how it is restored."""
+"""Everything that a training run needs to continue, under names that do not depend on ranks: what is saved, and how it is restored.
+
+`ModelState` is one rank's part of a model, under the parameter names of the unpipelined model. The state of optimizers is in torch's
+flattened form: `state.<parameter>.<key>` is what the optimizer keeps for a parameter, and `param_groups.<parameter>.<option>` are the
+options of its group. So it does not depend on which rank's optimizer holds which parameters. `TrainingState` puts both together with
+schedulers, data and random state.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import pickle
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from penstock.errors import CheckpointError
-from penstock.runtime.checkpoint.model_state import ModelState
-from penstock.runtime.checkpoint.optimizer_state import (
-    OPTIONS,
-    Aliases,
-    Optimizers,
-    check_options,
-    check_state,
-    list_optimizers,
-    load_optimizer,
-    named_groups,
-    optimizer_state,
-    unwrap_collection,
-    wrap_collection,
-)
+from penstock.runtime.model.partition import Part
 from penstock.runtime.model.random_streams import capture_random_state, set_random_state
+from penstock.runtime.model.tied_parameters import Place
 
 if TYPE_CHECKING:
-    from penstock.runtime.checkpoint.reading import CheckpointReader
+    from penstock.runtime.checkpoint.storage import CheckpointReader
+    from penstock.runtime.pipeline import Pipeline
+
+logger = logging.getLogger(__name__)
+
+ParameterNames = dict[Hashable, list[tuple[Place, str]]]
+"""The places and names of each parameter, by a key that is the same on all ranks for the same parameter."""
+TiedNames = list[tuple[str, ...]]
+"""The names of each tied parameter, starting with its name in the first layer that has it."""
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
+"""What compiled and checkpointed modules add to parameter names."""
+Optimizers = Optimizer | Sequence[Optimizer] | None
+STATE, OPTIONS = "state.", "param_groups."
+Aliases = dict[str, list[str]]
+"""For keys that a value is written under, the other keys of the same value."""
+_NOT_OPTIONS = ("params", "param_names")
+_SWITCHES = frozenset(("foreach", "fused", "capturable", "differentiable", "maximize", "decoupled_weight_decay"))
+"""Options of how an optimizer computes rather than what; versions of torch differ in which of them exist."""
+_SCHEDULED = frozenset(("initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"))
+"""Options that torch's schedulers add to the groups."""
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The layers of one rank, and the names that checkpoints save their parameters and buffers under.
+
+    Nothing else in this folder reads a `Pipeline`. `Checkpoints` also takes a `ModelState` made by other code, of stages that belong to
+    no pipeline.
+    """
+
+    stages: Mapping[int, Part] = field(default_factory=dict)
+    """This rank's stages by number."""
+    shared: Mapping[str, Hashable] = field(default_factory=dict)
+    """For each parameter that other stages or ranks may share, by name, the key that all of them know it by."""
+    module: nn.Module | None = None
+    """A plain module in place of stages."""
+    pipeline: Pipeline | None = None
+    """The pipeline that the stages belong to; its place in the random streams is saved and loaded too."""
+
+    @classmethod
+    def of(cls, model: Model) -> ModelState:
+        if isinstance(model, ModelState):
+            return model
+        if isinstance(model, nn.Module):
+            return cls(module=model)
+        stages = {index: part for index in model.stages if (part := model.partition.parts[index]) is not None}
+        return cls(stages, model.shared.place, pipeline=model)
+
+    def layers(self) -> list[tuple[str, nn.Module]]:
+        """The layers, each with the prefix of its names; a plain module is one layer without a prefix."""
+        if self.module is not None:
+            return [("", self.module)]
+        parts = self.stages.values()
+        return [(f"{name}.", layer) for part in parts for name, layer in zip(part.layers, part.modules, strict=True)]
+
+    def values(self) -> dict[str, Any]:
+        """All parameters, persistent buffers and extra state by name. The tensors are the model's own."""
+        return {original_name(prefix + key): value for prefix, layer in self.layers() for key, value in layer.state_dict().items()}
+
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Load values into all layers through their `load_state_dict`, so that hooks run."""
+        for prefix, layer in self.layers():
+            layer.load_state_dict({key: values[original_name(prefix + key)] for key in layer.state_dict()})
+
+    def first_names(self) -> dict[int, str]:
+        """The first name of each parameter, by object identity."""
+        names: dict[int, str] = {}
+        for prefix, layer in self.layers():
+            for name, parameter in layer.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), original_name(prefix + name))
+        return names
+
+    def parameter_names(self) -> ParameterNames:
+        """All names of this rank's parameters, for `find_ties` to combine with those of the other ranks."""
+        named = {index: part.parameters for index, part in self.stages.items()}
+        if self.module is not None:
+            named = {0: tuple(self.module.named_parameters(remove_duplicate=False))}
+        keys: dict[int, Hashable] = {}
+        names: ParameterNames = {}
+        for stage, parameters in named.items():
+            for k, (name, parameter) in enumerate(parameters):
+                key = keys.setdefault(id(parameter), self.shared.get(name, (stage, k)))
+                names.setdefault(key, []).append(((stage, k), original_name(name)))
+        return names
+
+    # Of a pipeline ----------------------------------------------------------------------------------------------------
+
+    @property
+    def schedule(self) -> str:
+        """The name of the pipeline's schedule; empty without a pipeline."""
+        return "" if self.pipeline is None else self.pipeline.table.name
+
+    def stream_position(self) -> dict[str, Any]:
+        """The seed of a pipeline, and how far it is in the streams of that seed."""
+        return {} if self.pipeline is None else {"seed": self.pipeline.seed, "steps": self.pipeline.steps}
+
+    def set_stream_position(self, saved: Mapping[str, Any]) -> None:
+        """Continue a pipeline's random streams at a saved position; `saved` has the step, and what `stream_position` gave."""
+        if self.pipeline is None:
+            return
+        self.pipeline.steps = saved.get("steps", saved["step"])
+        seed = self.pipeline.seed
+        if saved.get("seed", seed) != seed:
+            logger.warning("saved with seed %s, loaded with seed %s: random numbers will not continue", saved["seed"], seed)
+
+
+Model: TypeAlias = "Pipeline | nn.Module | ModelState"
+"""What can be saved and loaded; a plain module is on one process."""
+
+
+def original_name(name: str) -> str:
+    """Remove what wrappers of torch add to a name."""
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    return name
+
+
+def find_ties(everyone: Sequence[ParameterNames]) -> TiedNames:
+    """The parameters that have several names, from the `parameter_names` of all ranks."""
+    merged: dict[Hashable, set[tuple[Place, str]]] = {}
+    for theirs in everyone:
+        for key, names in theirs.items():
+            merged.setdefault(key, set()).update(names)
+    ordered = (list(dict.fromkeys(name for _, name in sorted(names))) for names in merged.values())
+    return [tuple(names) for names in ordered if len(names) > 1]
+
+
+# Optimizers -------------------------------------------------------------------------------------------------------------
+
+
+def list_optimizers(optimizers: Optimizers) -> tuple[Optimizer, ...]:
+    if optimizers is None:
+        return ()
+    return (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+
+
+def wrap_collection(value: Any) -> Any:
+    """Make torch.distributed.checkpoint keep a value in one piece: it takes mappings and lists apart, but not tuples."""
+    return (value,) if isinstance(value, (Mapping, list)) else value
+
+
+def unwrap_collection(value: Any) -> Any:
+    """Undo `wrap_collection`."""
+    return value[0] if isinstance(value, tuple) and len(value) == 1 and isinstance(value[0], (Mapping, list)) else value
+
+
+def named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[list[str], list[nn.Parameter]]]:
+    """The names and the parameters of each group; `names` are by object identity."""
+    groups = [list(group["params"]) for group in optimizer.param_groups]
+    for parameter in (parameter for group in groups for parameter in group):
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that does not belong to the model on this rank: "
+                "give it pipe.parameters()"
+            )
+    return [([names[id(parameter)] for parameter in group], group) for group in groups]
+
+
+def optimizer_state(optimizers: Optimizers, names: Mapping[int, str]) -> tuple[dict[str, Any], Aliases]:
+    """The state of all optimizers in the flattened form. An option with the same value for many parameters is there once, with aliases."""
+    state: dict[str, Any] = {}
+    options: dict[str, Any] = {}
+    for optimizer in list_optimizers(optimizers):
+        packed = optimizer.state_dict()
+        for group, (parameters, _) in zip(packed["param_groups"], named_groups(optimizer, names), strict=True):
+            shared = {key: wrap_collection(value) for key, value in group.items() if key not in _NOT_OPTIONS}
+            for index, name in zip(group["params"], parameters, strict=True):
+                state |= {f"{STATE}{name}.{key}": wrap_collection(value) for key, value in packed["state"].get(index, {}).items()}
+                options |= {f"{OPTIONS}{name}.{key}": value for key, value in shared.items()}
+    distinct, aliases = _merge_equal(options)
+    return state | distinct, aliases
+
+
+def _merge_equal(options: Mapping[str, Any]) -> tuple[dict[str, Any], Aliases]:
+    """Keep equal values of an option once, under the first key; the other keys become its aliases."""
+    first: dict[bytes, str] = {}
+    aliases: Aliases = {}
+    for key, value in options.items():
+        first_key = first.setdefault(pickle.dumps((key.rpartition(".")[2], value)), key)
+        if first_key != key:
+            aliases.setdefault(first_key, []).append(key)
+    return {key: options[key] for key in first.values()}, aliases
+
+
+def keys_by_parameter(keys: Iterable[str], names: Iterable[str], prefix: str) -> dict[str, dict[str, str]]:
+    """For each parameter name, the saved keys under `prefix` by what follows the name."""
+    by_name: dict[str, dict[str, str]] = {name: {} for name in names}
+    for key in keys:
+        if not key.startswith(prefix):
+            continue
+        words = key[len(prefix) :].split(".")
+        for count in range(1, len(words)):
+            name = ".".join(words[:count])
+            if name in by_name:
+                by_name[name][".".join(words[count:])] = key
+                break
+    return by_name
+
+
+def load_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]) -> None:
+    """Load the state of an optimizer's parameters from the flattened form."""
+    groups = named_groups(optimizer, names)
+    mine = [name for parameters, _ in groups for name in parameters]
+    state, options = keys_by_parameter(flat, mine, STATE), keys_by_parameter(flat, mine, OPTIONS)
+    packed = optimizer.state_dict()
+    loaded: dict[int, dict[str, Any]] = {}
+    for group, (parameters, _) in zip(packed["param_groups"], groups, strict=True):
+        group.update(_group_options(parameters, options, flat))
+        for index, name in zip(group["params"], parameters, strict=True):
+            if state[name]:
+                loaded[index] = {key: unwrap_collection(flat[full]) for key, full in state[name].items()}
+    optimizer.load_state_dict({**packed, "state": loaded})
+    _restore_dtypes(optimizer, loaded, [parameter for _, parameters in groups for parameter in parameters])
+
+
+def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any], keys: Iterable[str]) -> None:
+    """Reject groups whose parameters were saved with different options, and the state of another kind of optimizer.
+
+    Kinds differ in their options, in `flat`, and in the keys of what they keep, of which one may have more, as with `amsgrad`.
+    """
+    groups = named_groups(optimizer, names)
+    for group, (parameters, _) in zip(optimizer.param_groups, groups, strict=True):
+        options = _group_options(parameters, keys_by_parameter(flat, parameters, OPTIONS), flat)
+        missing, unknown = optimizer.defaults.keys() - options - _SWITCHES, options.keys() - group - _SWITCHES - _SCHEDULED
+        if parameters and (missing or unknown):
+            theirs, mine = (set(keys) - _SWITCHES - _SCHEDULED - set(_NOT_OPTIONS) for keys in (options, group))
+            raise CheckpointError(
+                f"{parameters[0]} was saved with an optimizer of the options {', '.join(sorted(theirs))}, but {type(optimizer).__name__} "
+                f"has {', '.join(sorted(mine))}: load with the kind of optimizer that saved, or without one"
+            )
+    held = {name: parameter for group in groups for name, parameter in zip(*group, strict=True) if optimizer.state.get(parameter)}
+    for name, saved in keys_by_parameter(keys, held, STATE).items():
+        mine, theirs = set(optimizer.state[held[name]]), set(saved)
+        if theirs and not (mine <= theirs or theirs <= mine):
+            raise CheckpointError(
+                f"the optimizer's state of {name} was saved as {', '.join(sorted(theirs))}, but {type(optimizer).__name__} "
+                f"keeps {', '.join(sorted(mine))}: load with the kind of optimizer that saved, or without one"
+            )
+
+
+def _group_options(parameters: Sequence[str], keys: Mapping[str, Mapping[str, str]], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that all parameters of a group were saved with."""
+    options: dict[str, Any] = {}
+    for name in parameters:
+        theirs = {key: unwrap_collection(flat[full]) for key, full in keys[name].items()}
+        if name != parameters[0] and not _equal(theirs, options):
+            key = next(key for key in {*theirs, *options} if not _equal(theirs.get(key), options.get(key)))
+            raise CheckpointError(
+                f"{parameters[0]} and {name} are in one group of the optimizer, but were saved with {key} = {options.get(key)!r} "
+                f"and {theirs.get(key)!r}: give the optimizer the groups that it had"
+            )
+        options = theirs
+    return options
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and bool(torch.equal(one, other))
+    return bool(one == other)
+
+
+def _restore_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]], parameters: Sequence[nn.Parameter]) -> None:
+    """Undo the cast to the parameter's type that an optimizer applies on loading: it loses digits of state kept in higher precision."""
+    for index, values in loaded.items():
+        state = optimizer.state[parameters[index]]
+        for key, value in values.items():
+            if isinstance(value, Tensor) and isinstance(state.get(key), Tensor) and state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
+
+
+# The whole run ----------------------------------------------------------------------------------------------------------
 
 
 class Stateful(Protocol):
@@ -85,23 +355,18 @@ class TrainingState:
 
     def allocate(self, reader: CheckpointReader, rank: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """The destinations to read into, by key: tensors, of which the model's are its own; and values that can be rejected first."""
-        state = reader.allocate_optimizer(self._optimized_parameters())
+        first_names = self.model.first_names()
+        groups = [group for optimizer in list_optimizers(self.optimizer) for group in named_groups(optimizer, first_names)]
+        state = reader.allocate_optimizer({name: parameter for group in groups for name, parameter in zip(*group, strict=True)})
         options = {key: state.pop(key) for key in list(state) if key.startswith(f"optimizer.{OPTIONS}")}
         tensors: dict[str, Any] = {f"model.{name}": value for name, value in self.model.values().items()}
         return tensors | state, options | dict.fromkeys((*self.others(), "training", f"random.{rank}"))
-
-    def _optimized_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of the optimizers, by name."""
-        first_names = self.model.first_names()
-        groups = [group for optimizer in list_optimizers(self.optimizer) for group in named_groups(optimizer, first_names)]
-        return {name: parameter for names, parameters in groups for name, parameter in zip(names, parameters, strict=True)}
 
     def load_others(self, values: Mapping[str, Any], tensor_keys: Iterable[str]) -> None:
         """Load everything but the model and the optimizers; optimizers are only compared with the saved options and keys."""
         names = self.model.first_names()
         for optimizer in list_optimizers(self.optimizer):
-            check_options(optimizer, names, _optimizer_entries(values))
-            check_state(optimizer, names, _optimizer_entries(dict.fromkeys(tensor_keys)))
+            check_optimizer(optimizer, names, _optimizer_entries(values), _optimizer_entries(dict.fromkeys(tensor_keys)))
         for key, stateful in self.others().items():
             _check_groups(stateful, values[key][0])
             stateful.load_state_dict(values[key][0])

@@ -40,6 +40,17 @@ def abort_connection(connection: Any) -> None:
         connection.abort()
 
 
+def wait_for_send(work: Any, timeout: timedelta) -> None:
+    """Let this rank's next work on the device come after a send, so that the memory that was sent can be used again.
+
+    Without a GPU the host waits. NCCL's works make the host wait too if they are given a timeout, so they get none.
+    """
+    if cuda.is_available():
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
 def probe_tensor() -> Tensor:
     """A small tensor to send over a new connection."""
     return torch.zeros(1, device=default_device_type())

@@ -1,4 +1,4 @@
-"""The GPU of this process: whether there is one, which one it is, and torch's functions for it."""
+"""The GPU of this process: whether there is one, which one it is, its allocated memory, and torch's functions for it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from penstock.runtime.torch_internals.lookup import find_private
 
 cuda: Any = torch.cuda  # much of it has no types
 is_initialized: Callable[[], bool] = cuda.is_initialized
@@ -27,3 +29,26 @@ def claim_gpu(rank: int) -> torch.device:
 def device_name(device: torch.device) -> str:
     """The product name of a GPU, or the type of any other device."""
     return str(cuda.get_device_name(device)) if device.type == "cuda" else device.type
+
+
+class PeakMemory:
+    """The most that was allocated since this object was made, beyond what was allocated then; 0 without a GPU."""
+
+    def __init__(self) -> None:
+        self._before = 0
+        if is_initialized():
+            self._before = int(cuda.memory_allocated())
+            cuda.reset_peak_memory_stats()
+
+    def bytes(self) -> int:
+        return int(cuda.max_memory_allocated()) - self._before if is_initialized() else 0
+
+
+def keep_device_guard() -> None:
+    """Have torch 2.11 create its stand-in for a GPU's device guard on the calling thread, which has to outlive all others that compile.
+
+    Without a GPU, each compilation asks torch for that stand-in. In 2.11 it belongs to the thread that asked first, and the next
+    compilation after the end of that thread is a segmentation fault. Later versions keep it for the whole process.
+    """
+    if torch.__version__.startswith("2.11.") and not cuda.is_available():
+        find_private("torch._C._ensureCUDADeviceGuardSet")()

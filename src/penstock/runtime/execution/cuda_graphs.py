@@ -7,9 +7,8 @@ copied out. A microbatch of another shape runs without graphs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,24 +17,23 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError, WholeBackwardNeeded
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
-from penstock.runtime.batch.side_outputs import StageOutput, collect
+from penstock.runtime.batch.result import StageOutput, collect
 from penstock.runtime.device.graphs import GraphCapture, warm_up
 from penstock.runtime.model.random_streams import preserve_random_state
-from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
+from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import detach_as_leaves
 from penstock.runtime.torch_internals.modules import own_buffers, own_parameters
 from penstock.runtime.torch_internals.tensors import gradient_hooks, post_accumulate_hooks
-from penstock.runtime.transport.group import EMPTY, Operation, nothing
+from penstock.runtime.transport.group import nothing
 
 if TYPE_CHECKING:
-    from penstock.runtime.execution.operations import StageOperations
+    from penstock.runtime.execution.operations import Computed, StageOperations
 
 
 def refuse_graphs(
-    stages: Mapping[int, Stage], *, seeded: bool, shares_parameters: bool, sums_elsewhere: bool, gathers_statistics: bool
+    stages: Mapping[int, Stage], *, seeded: bool, shares_parameters: bool, sums_elsewhere: bool, gathers_statistics: bool, slices: int = 1
 ) -> None:
     """Raise if a pipeline's work cannot be recorded, with the reason."""
     reasons = {
@@ -43,6 +41,8 @@ def refuse_graphs(
         "ranks share parameters, whose gradients each rank sums in its own memory: build a model on each": shares_parameters,
         "mesh= and accumulate_dtype= take gradients out of the memory that they are recorded in: leave both out": sums_elsewhere,
         "the running statistics of norm layers are combined from several copies of a stage: use a schedule with one": gathers_statistics,
+        "slices of a sequence read the memory of earlier ones, which is another one for each microbatch: use a schedule without": slices
+        > 1,
         "recomputed stages run parts of their forward again in their backward: turn recompute off": any(
             isinstance(stage.module, Recomputed) for stage in stages.values()
         ),
@@ -151,7 +151,8 @@ class GradientSums:
 @contextmanager
 def _kept_buffers(stage: Stage) -> Iterator[None]:
     """Leave a stage's buffers as they were: the trial before the recording must have no effect."""
-    kept = [(module, name, value, value.clone()) for module, name, value in _buffers(stage.module)]
+    buffers = [(part, name, value) for part in stage.module.modules() for name, value in own_buffers(part).items()]
+    kept = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
     try:
         yield
         replaced = next((name for module, name, value, _ in kept if own_buffers(module).get(name) is not value), None)
@@ -164,10 +165,6 @@ def _kept_buffers(stage: Stage) -> Iterator[None]:
         for module, name, value, before in kept:
             value.data.copy_(before)  # past autograd: another microbatch's backward may still read the restored values
             own_buffers(module)[name] = value
-
-
-def _buffers(module: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
-    return [(part, name, value) for part in module.modules() for name, value in own_buffers(part).items() if value is not None]
 
 
 def _fingerprint(module: nn.Module) -> list[object]:
@@ -186,26 +183,44 @@ def _address(value: Tensor) -> int:
     return value.data_ptr() if type(value) in (Tensor, nn.Parameter) else id(value)
 
 
-@dataclass
-class _Running:
-    """A microbatch between its forward and its last backward."""
+class RecordedForward:
+    """A microbatch between its forward and its last backward; it takes the place of a `Deferral`."""
 
-    workspace: Workspace
-    leaf: Tensor | None
-    """The last stage's output, from which the loss is computed outside the graph."""
-    ends: Sequence[Tensor]
-    grads: Sequence[Tensor]
-    has_gradient: bool = True
+    __slots__ = ("has_gradient", "input", "output", "workspace")
+
+    def __init__(self, workspace: Workspace, input_leaf: Tensor | None, output: Tensor | None) -> None:
+        self.workspace = workspace
+        self.input, self.output = input_leaf, output
+        """The message from the stage before, which gets the gradient; and the last stage's output, whose loss is outside the graph."""
+        self.has_gradient = False
+
+    def backward(self, ends: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Launch the recorded backward, from the gradient of the stage's output or from its loss."""
+        if self.output is not None:
+            run_backward(ends, grads)
+        grad = grads[0] if self.output is None else self.output.grad
+        if grad is None:
+            return
+        workspace, self.has_gradient = self.workspace, True
+        workspace.output_grad.copy_(grad)
+        workspace.backward()
+        if self.input is not None and workspace.input_grad is not None:
+            self.input.grad = workspace.input_grad.clone()
+
+    def backward_weights(self) -> None:
+        """Launch the recorded weight gradients."""
+        if self.has_gradient:
+            self.workspace.weights()
 
 
 class Graphs:
     """The recorded stages of one rank's program.
 
-    The executor calls `begin_step` once per step and asks `build` for the operation of each compute action while it is built.
+    The executor calls `begin_step` once per step, and the operations try `run_forward` before they run a stage themselves.
     """
 
     def __init__(self, compute: StageOperations, actions: Sequence[Action]) -> None:
-        self._compute, self._links, self._registers = compute, compute.links, compute.registers
+        self._compute = compute
         self._workspaces: dict[tuple[int, int, bool], Workspace] = {}
         self._sums: dict[int, GradientSums] = {}
         self._totals: dict[int, Tensor] = {}
@@ -258,102 +273,31 @@ class Graphs:
             self._workspaces[key] = workspace
         return workspace if workspace.fits(value) else None
 
-    # Operations -------------------------------------------------------------------------------------------------------
-
-    def build(self, action: Action, plain: Callable[..., None]) -> Operation:
-        """The operation of a compute action by recorded work; `plain` runs a microbatch that does not fit."""
-        stage, microbatch = action.stage, action.microbatch or 0
-        if action.kind is Kind.F:
-            return self._forward(stage, microbatch, plain)
-        return self._weights(stage, microbatch, plain) if action.kind is Kind.W else self._backward(stage, microbatch, plain)
-
-    def _forward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        compute, values = self._compute, self._registers.values
-        takes, targets = self._links.input_sources(stage, microbatch), self._links.output_targets(stage, microbatch)
-        context = self._registers.number("context", stage, microbatch)
-
-        def forward() -> None:
-            taken = [take() for take in takes]
-            inputs = taken or compute.step_input.args[microbatch]
-            single = len(inputs) == 1 and stage not in compute.step_input.kwargs
-            workspace = self.find_workspace(stage, microbatch, inputs[0]) if single else None
-            if workspace is None:
-                plain(taken)
-                return
-            with torch.no_grad():
-                workspace.input.copy_(inputs[0])
-            workspace.forward()
-            output = workspace.output.detach()
-            if not targets:
-                leaf = (output.clone() if compute.step_input.outputs else output).requires_grad_()
-                values[context] = _Running(workspace, leaf, *self._finish(stage, microbatch, leaf))
-                return
-            values[context] = _Running(workspace, None, (), ())
-            output = output.clone().requires_grad_()
-            for target in targets:
-                values[target] = detach_as_leaves(output)
-
-        return forward
-
-    def _finish(self, stage: int, microbatch: int, leaf: Tensor) -> Any:
-        """Compute the loss of an output; its backward ends at the output, before the recorded stage's weights."""
+    def run_forward(self, stage: int, microbatch: int, leaves: list[Any]) -> tuple[Computed, RecordedForward] | None:
+        """Launch a recorded forward; None if the inputs do not look like those that were recorded."""
+        feed, inputs = self._compute.step_input, leaves or self._compute.step_input.args[microbatch]
+        single = len(inputs) == 1 and stage not in feed.kwargs
+        workspace = self.find_workspace(stage, microbatch, inputs[0]) if single else None
+        if workspace is None:
+            return None
+        self._compute.stages[stage].guarded_memory = {}
+        with torch.no_grad():
+            workspace.input.copy_(inputs[0])
+        workspace.forward()
+        input_leaf = leaves[0] if leaves and leaves[0].requires_grad else None
+        if self._compute.program.graph.outputs_of(stage):
+            output = workspace.output.detach().clone().requires_grad_()
+            return (output, [output], None), RecordedForward(workspace, input_leaf, None)
+        output = workspace.output.detach()
+        leaf = (output.clone() if feed.outputs else output).requires_grad_()
+        # The backward of the loss ends at the output, before the recorded stage's weights.
         with self._compute.stages[stage].deferrable().observe() as observation:
-            starts = self._compute.finish(leaf, microbatch)
+            ends, grads = self._compute.finish(leaf, microbatch)
         if observation.reason is not None:
             raise ScheduleError(
                 f"graphs=True, but the loss function {observation.reason}, and stage {stage} is recorded apart from it: leave graphs out"
             )
-        return starts
-
-    def _backward(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        values = self._registers.values
-        take = next(iter(self._links.gradient_sources(stage, microbatch)), None)
-        targets, additions = self._links.gradient_targets(stage, microbatch), self._links.gradient_additions(stage, microbatch)
-        context = self._registers.number("context", stage, microbatch)
-        stash = self._registers.number("stash", stage, microbatch) if (stage, microbatch) in self._compute.split else None
-
-        def backward() -> None:
-            running = values[context]
-            if not isinstance(running, _Running):
-                plain()
-                return
-            values[context] = EMPTY
-            workspace = running.workspace
-            grad = _loss_grad(running) if take is None else take()[0]
-            running.has_gradient = grad is not None
-            if running.has_gradient:
-                workspace.output_grad.copy_(grad)
-                workspace.backward()
-            if stash is not None:
-                values[stash] = running
-            input_grad = workspace.input_grad
-            for target in targets:
-                grads = [input_grad.clone() if running.has_gradient and input_grad is not None else None]
-                values[target] = grads if workspace.input.requires_grad else []
-            for add in additions:
-                add()
-
-        return backward
-
-    def _weights(self, stage: int, microbatch: int, plain: Callable[..., None]) -> Operation:
-        values, stash = self._registers.values, self._registers.number("stash", stage, microbatch)
-
-        def weights() -> None:
-            running = values[stash]
-            if not isinstance(running, _Running):
-                plain()
-                return
-            values[stash] = EMPTY
-            if running.has_gradient:
-                running.workspace.weights()
-
-        return weights
-
-
-def _loss_grad(running: _Running) -> Tensor | None:
-    if running.ends:
-        run_backward(running.ends, running.grads)
-    return None if running.leaf is None else running.leaf.grad
+        return (leaf, ends, grads), RecordedForward(workspace, input_leaf, leaf)
 
 
 def _number_workspaces(actions: Iterable[Action]) -> dict[tuple[int, int], int]:

@@ -7,44 +7,41 @@ channel a message goes to, which stage and microbatch an operation is for. A ste
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 import torch
 
+from penstock.errors import ScheduleError
 from penstock.ir.action import Action
-from penstock.ir.kind import SENDS, Kind
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.result import ResultShare
-from penstock.runtime.batch.side_outputs import collect
+from penstock.runtime.batch.result import ResultShare, collect
 from penstock.runtime.batch.step_input import StepInput
+from penstock.runtime.device.autocast import AUTOCAST_KINDS
 from penstock.runtime.device.timing import ActionTimer, clock, create_timer
 from penstock.runtime.execution.cuda_graphs import Graphs
 from penstock.runtime.execution.links import RankEdges
 from penstock.runtime.execution.operations import StageOperations
 from penstock.runtime.execution.overlap import Overlap, OverlapHooks, TwoStreams
-from penstock.runtime.execution.registers import Registers
 from penstock.runtime.model.running_statistics import RunningStatistics
 from penstock.runtime.model.stage import Stage
 from penstock.runtime.parallel.data_parallel import DataParallel
+from penstock.runtime.sequence.prefix import Prefixes
 from penstock.runtime.split_backward.deferrable import keep_wrappers
 from penstock.runtime.torch_internals.autograd import is_profiling
-from penstock.runtime.transport.group import Group, Operation
+from penstock.runtime.transport.group import Group, Operation, nothing
 
 logger = logging.getLogger(__name__)
-
-AUTOCAST = ("cpu", "cuda")
-"""Devices on which operators may choose their types by themselves."""
-_COMPUTE = (Kind.F, Kind.B, Kind.I, Kind.W)
 
 
 class Executor:
     """One rank's operations for one program, and the loop that runs them.
 
-    Its collaborators are public, because CUDA graphs, overlap hooks and the recorder use them too: `registers` hold values between
-    operations, `links` connect stages to stages, and `compute` builds forwards and backwards.
+    Its collaborators are public, because CUDA graphs, overlap hooks and the recorder use them too: `links` connect stages to stages
+    through registers and channels, and `compute` builds forwards and backwards.
     """
 
     def __init__(
@@ -62,46 +59,49 @@ class Executor:
         number: int = 0,
         graphs: bool = False,
         blocking: Collection[Kind] = (),
+        slice_lengths: Sequence[int] | None = None,
     ) -> None:
+        """`slice_lengths` are the lengths of a microbatch's slices, if every sequence has the same."""
         self.program, self.rank, self.group, self.data, self.overlap = program, rank, group, data, overlap
         self.actions = program[rank]
         self.activity = group.activity(rank)
-        self.registers = Registers()
-        self.links = RankEdges(
-            program, rank, group, self.registers, deadline=deadline, number=number, packer=data.packer, blocking=blocking
-        )
-        self.compute = StageOperations(self.links, stages, loss, statistics)
+        self.links = RankEdges(program, rank, group, deadline=deadline, number=number, packer=data.packer, blocking=blocking)
+        prefixes = Prefixes(program.slices, slice_lengths) if program.slices > 1 else None
+        self.compute = StageOperations(self.links, stages, loss, statistics, prefixes)
+        if self.compute.moves is not None:
+            self._check_moves(stages, graphs)
         self.failed_at: Action | None = None
         """The action that raised, if the last run failed on this rank."""
         self.reduces = [action.stage for action in self.actions if action.kind is Kind.REDUCE_GRAD] or list(stages)
         """The stages in the order in which their gradients are complete."""
         self.autocast: list[str] = []
-        """The devices on which autocast is on in this step."""
-        self.graphs = Graphs(self.compute, self.actions) if graphs and program.training else None
+        """The kinds of device on which autocast is on in this step."""
+        self.graphs = self.compute.graphs = Graphs(self.compute, self.actions) if graphs and program.training else None
         self.hooks = OverlapHooks(self.compute, data, self.graphs is not None)
-        self.operations: list[Operation] = [self._build_alone(action) for action in self.actions]
-        self.begun, self.ended = [0] * len(self.actions), [0] * len(self.actions)
-        """When each action of the last run began, after waiting for its inputs, and ended."""
+        self.replace_operations(self.actions, [self._build_alone(action) for action in self.actions])
         self.recording = False
-        """Whether a device notes when it has run each action."""
+        """Whether to note when each action has run."""
         self.watch: ActionTimer | None = None
-        """The device's notes of the last run."""
+        """The device's notes of the last recorded run."""
 
     # Running ----------------------------------------------------------------------------------------------------------
 
     def replace_operations(self, actions: Sequence[Action], operations: Sequence[Operation]) -> None:
         """Run these operations from now on, which may call the program's own; reports name them by `actions`."""
         self.actions, self.operations = tuple(actions), list(operations)
+        self._busy = [(at, operation) for at, operation in enumerate(operations) if operation is not nothing]
         self.begun, self.ended = [0] * len(self.operations), [0] * len(self.operations)
+        """When each action of the last recorded run began, after waiting for its inputs, and ended."""
 
-    def run(self, step_input: StepInput, observe: Callable[[int], None] | None = None) -> ResultShare:
-        """Run all operations once; `observe` is called with the number of each action after it has run."""
+    def run(self, step_input: StepInput) -> ResultShare:
+        """Run all operations once."""
         self.compute.step_input, self.failed_at = step_input, None
         step_input.share.microbatches = self.program.microbatches
-        self.autocast = [kind for kind in AUTOCAST if torch.is_autocast_enabled(kind)]
-        activity, begun, ended = self.activity, self.begun, self.ended
-        activity.start(self.actions)
-        watch = self._start_watch()
+        self.autocast = [kind for kind in AUTOCAST_KINDS if torch.is_autocast_enabled(kind)]
+        activity = self.activity
+        activity.actions, activity.at, activity.running = self.actions, 0, True
+        # A new watch for each step, because the last step's may still be read.
+        self.watch = activity.watch = create_timer(len(self.actions)) if self.recording else None
         if self.graphs is not None:
             self.graphs.begin_step(bool(self.autocast))
         try:
@@ -112,62 +112,59 @@ class Executor:
                 torch.autograd.set_multithreading_enabled(False),
                 keep_wrappers(bool(self.compute.split)),
             ):
-                for at, operation in enumerate(self._label_operations() if is_profiling() else self.operations):
-                    activity.at = at
-                    activity.began = clock()
-                    if watch is not None:
-                        watch.begin(at)
-                    operation()
-                    begun[at], ended[at] = activity.began, clock()
-                    if watch is not None:
-                        watch.end(at)
-                    if observe is not None:
-                        observe(at)
+                if self.recording or is_profiling():
+                    self._run_timed()
+                else:
+                    for at, operation in self._busy:
+                        activity.at, activity.began = at, clock()
+                        operation()
         except Exception:
             if self.failed_at is None:
                 self.failed_at = self.actions[activity.at]
             raise
         finally:
-            self.clear()
-        activity.stop()
+            self.compute.reset()
+            self.links.end_step()
+        activity.running = False
         if logger.isEnabledFor(logging.DEBUG) and (table := self.links.describe_new_messages()):
             logger.debug("%s sends messages of new forms:\n%s", self.group.describe_rank(self.rank), table)
         return step_input.share
 
-    def _start_watch(self) -> ActionTimer | None:
-        """A new watch for each step, because the last step's may still be read."""
-        self.watch = self.activity.watch = create_timer(len(self.actions)) if self.recording else None
-        if self.watch is not None:
-            self.watch.start()
-        return self.watch
+    def _run_timed(self) -> None:
+        """Run all operations, and note when each begins and ends."""
+        activity, begun, ended = self.activity, self.begun, self.ended
+        if (watch := self.watch) is not None:
+            watch.start()
+        for at, operation in enumerate(self._label_operations() if is_profiling() else self.operations):
+            activity.at, activity.began = at, clock()
+            if watch is not None:
+                watch.begin(at)
+            operation()
+            begun[at], ended[at] = activity.began, clock()
+            if watch is not None:
+                watch.end(at)
 
     def _label_operations(self) -> list[Operation]:
         """The operations under their actions' text, as `torch.profiler` shows it."""
 
-        def label(action: Action, operation: Operation) -> Operation:
-            name = f"penstock::{action}"  # torch reads a bare 2F0 as a mangled C++ name and shows F0
+        def run_labelled(action: Action, operation: Operation) -> None:
+            with torch.profiler.record_function(f"penstock::{action}"):  # torch reads a bare 2F0 as a mangled C++ name and shows F0
+                operation()
 
-            def run_labelled() -> None:
-                with torch.profiler.record_function(name):
-                    operation()
+        return [partial(run_labelled, *pair) for pair in zip(self.actions, self.operations, strict=True)]
 
-            return run_labelled
-
-        return list(map(label, self.actions, self.operations))
-
-    def clear(self) -> None:
-        """Let go of everything that a step held."""
-        self.registers.clear()
-        self.compute.reset()
-        self.links.end_step()
-
-    def count_held(self) -> dict[str, int]:
-        """How many forward contexts, weight stashes and received messages are held now."""
-        return {
-            "contexts": self.registers.count_full("context"),
-            "stashes": self.registers.count_full("stash"),
-            "received": self.registers.count_full("received") + self.links.count_pending(),
-        }
+    def _check_moves(self, stages: dict[int, Stage], graphs: bool) -> None:
+        """Refuse to move activations that have no memory of their own."""
+        sharded = [stage for stage in stages if stage in self.data.sharded]
+        if graphs:
+            raise ScheduleError(
+                "the program moves activations to host memory, but graphs=True keeps them at fixed addresses: leave one out"
+            )
+        if sharded:
+            raise ScheduleError(
+                f"the program moves activations to host memory, but stage {sharded[0]} is sharded, and what its forward saves of its "
+                "parameters is freed and gathered again: leave out shard=True, or lower the schedule without offload"
+            )
 
     # Building operations ----------------------------------------------------------------------------------------------
 
@@ -179,32 +176,22 @@ class Executor:
         return operation
 
     def _build(self, action: Action) -> Operation:
+        stage, microbatch, compute = action.stage, action.unit(self.program.slices), self.compute
         if action.sub_actions:
             return self._build_overlapped(action)
-        operation = self._build_plain(action)
-        if self.graphs is not None and action.kind in _COMPUTE:
-            return self.graphs.build(action, operation)
-        return operation
-
-    def _build_plain(self, action: Action) -> Callable[..., None]:
-        stage, microbatch, compute = action.stage, action.microbatch or 0, self.compute
         match action.kind:
             case Kind.F:
-                forward = compute.forward(stage, microbatch) if self.program.training else compute.infer(stage, microbatch)
-                return self.data.around(Kind.F, stage, forward)
-            case Kind.B | Kind.I:
-                return self.data.around(action.kind, stage, self._leave_autocast(compute.backward(stage, microbatch)))
-            case Kind.W:
-                return self.data.around(Kind.W, stage, self._leave_autocast(compute.weights(stage, microbatch)))
-            case Kind.SEND_F | Kind.SEND_B | Kind.RECV_F | Kind.RECV_B | Kind.WAIT_SEND_F | Kind.WAIT_SEND_B:
-                return self._build_message(action)
+                return self.data.around(Kind.F, stage, compute.forward(stage, microbatch))
+            case Kind.B | Kind.I | Kind.W:
+                build = compute.weights if action.kind is Kind.W else compute.backward
+                return self.data.around(action.kind, stage, self._leave_autocast(build(stage, microbatch)))
+            case Kind.SEND_F | Kind.SEND_B | Kind.WAIT_SEND_F | Kind.WAIT_SEND_B:
+                return self.links.wait_send(action) if action.kind.is_send_wait else self.links.send(action)
+            case Kind.RECV_F | Kind.RECV_B:
+                return self.links.receive(action)
             case _:
-                return self.data.operation(action.kind, stage)
-
-    def _build_message(self, action: Action) -> Operation:
-        if action.kind in SENDS:
-            return self.links.send(action)
-        return self.links.wait_send(action) if action.kind.is_send_wait else self.links.receive(action)
+                moves = compute.moves if action.kind.is_copy else None
+                return self.data.operation(action.kind, stage) if moves is None else moves.operation(action)
 
     def _leave_autocast(self, operation: Operation) -> Operation:
         """A backward runs in the types that its forward chose, so autocast is turned off for it."""

@@ -1,28 +1,50 @@
-"""How values get from one stage to another: through a register on the same rank, through a channel between ranks."""
+"""How values get from one stage to another: through registers on the same rank, through channels between ranks."""
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from penstock.ir.action import Action
 from penstock.ir.kind import SEND_WAITS, Kind
 from penstock.ir.program import Program
 from penstock.runtime.device.timing import clock
-from penstock.runtime.execution.registers import Registers
-from penstock.runtime.execution.shared_messages import SharedMessages
 from penstock.runtime.tensors.boundary import add_grads, copy_for_reader
+from penstock.runtime.tensors.dtensor import DTensorPacker
 from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
 from penstock.text.table import format_table
 
-if TYPE_CHECKING:
-    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
+Message = tuple[int, int, int]
+"""The stage that makes an output, the reader that its message is named after, and the microbatch.
 
+With slices, each slice of a microbatch has a number of its own, which takes the place of the microbatch's throughout (`Action.unit`).
+"""
 Take = Callable[[], Any]
 """Takes a value out of its register, after waiting for its message if it has not arrived."""
+
+
+class Registers:
+    """Numbered registers, allocated by name while the operations are built and addressed by number while a step runs.
+
+    A name is a tuple whose first word says what the register holds: `context` (a forward's saved state), `stash` (weight gradients
+    that wait for W), `received`, `sending`, `part` (of a gradient sum), or `handed` (a value for another stage of this rank). An
+    operation that takes a value leaves `EMPTY` behind, so that nothing stays referenced longer than the program needs it.
+    """
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self.numbers: dict[tuple[Any, ...], int] = {}
+
+    def number(self, *name: Any) -> int:
+        """The number of a register, which is allocated when it is first asked for."""
+        if name not in self.numbers:
+            self.numbers[name] = len(self.values)
+            self.values.append(EMPTY)
+        return self.numbers[name]
 
 
 class RankEdges:
@@ -38,14 +60,14 @@ class RankEdges:
         program: Program,
         rank: int,
         group: Group,
-        registers: Registers,
         *,
         deadline: float,
         number: int,
         packer: DTensorPacker | None,
         blocking: Collection[Kind] = (),
     ) -> None:
-        self.program, self.rank, self.group, self.registers, self.deadline = program, rank, group, registers, deadline
+        self.program, self.rank, self.group, self.deadline = program, rank, group, deadline
+        self.registers = Registers()
         self.blocking = blocking
         """The kinds of sends that wait for their receive, and of receives that wait for their message."""
         self.packer = packer
@@ -86,11 +108,10 @@ class RankEdges:
 
     def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
         """What a backward does after it has filled its targets: add up the gradients that go to another rank as one sum."""
-        sources = [other for other in self._makers(stage) if self.shared.addition(other, stage, microbatch)[0]]
-        return [self._addition(stage, source, microbatch) for source in sources]
+        additions = ((source, *self.shared.addition(source, stage, microbatch)) for source in self._makers(stage))
+        return [self._addition(stage, source, microbatch, parts, begun) for source, parts, begun in additions if parts]
 
-    def _addition(self, stage: int, source: int, microbatch: int) -> Operation:
-        parts, begun = self.shared.addition(source, stage, microbatch)
+    def _addition(self, stage: int, source: int, microbatch: int, parts: list[int], begun: bool) -> Operation:
         carrier = self.shared.carrier("gradients", source, stage, microbatch)
         values, total = self.registers.values, self.registers.number("sending", "gradients", carrier, source, microbatch)
         terms = [self.registers.number("part", "gradients", part, source, microbatch) for part in parts]
@@ -166,7 +187,7 @@ class RankEdges:
 
     def send(self, action: Action) -> Operation:
         """The operation of a SEND_F or SEND_B."""
-        content, other, microbatch = _edge_of(action)
+        content, other, microbatch = self._edge_of(action)
         values, register = self.registers.values, self.registers.number("sending", content, action.stage, other, microbatch)
         target = self._rank_of(other, microbatch)
         put, packer = self._outbox(target, content, action.kind).put, self.packer
@@ -181,14 +202,14 @@ class RankEdges:
     def wait_send(self, action: Action) -> Operation:
         """The operation of a WAIT_SEND_F or WAIT_SEND_B, whose send was built before."""
         kind = Kind.SEND_F if action.kind is Kind.WAIT_SEND_F else Kind.SEND_B
-        content, other, microbatch = _edge_of(Action(action.stage, kind, action.microbatch, peer=action.peer))
+        content, other, microbatch = self._edge_of(replace(action, kind=kind))
         route = (self.rank, self._rank_of(other, microbatch), content)
-        edges = [(send.stage, *_edge_of(send)) for send in self._sends[route]]
+        edges = [(send.stage, *self._edge_of(send)) for send in self._sends[route]]
         return partial(self.outboxes[route].retire, edges.index((action.stage, content, other, microbatch)))
 
     def receive(self, action: Action) -> Operation:
         """The operation of a RECV_F or RECV_B: it posts the receive. The value is waited for when it is taken, unless the kind blocks."""
-        content, other, microbatch = _edge_of(action)
+        content, other, microbatch = self._edge_of(action)
         values, register = self.registers.values, self._received_register(action)
         inbox = self._inbox(self._rank_of(other, microbatch), content)
         post = inbox.expect(register)
@@ -207,8 +228,14 @@ class RankEdges:
         values[first], values[second] = values[second], values[first]
 
     def _received_register(self, action: Action) -> int:
-        content, other, microbatch = _edge_of(action)
+        content, other, microbatch = self._edge_of(action)
         return self.registers.number("received", content, other, action.stage, microbatch)
+
+    def _edge_of(self, action: Action) -> tuple[str, int, int]:
+        """A message's content, the stage at its other end, and its microbatch."""
+        content = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
+        step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
+        return content, action.stage + step if action.peer is None else action.peer, action.unit(self.program.slices)
 
     def _inbox(self, source: int, content: str) -> Inbox:
         route = (source, self.rank, content)
@@ -222,7 +249,7 @@ class RankEdges:
         route = (self.rank, target, content)
         if route not in self.outboxes:
             buffers = self.program.buffers
-            slots = self.program.microbatches * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
+            slots = self.program.units * self.program.stages if buffers is None else buffers.channels[self.rank, target, kind]
             slots = 0 if kind in self.blocking else slots
             self.outboxes[route] = self.group.outbox(route, slots, self.number, self.deadline)
         return self.outboxes[route]
@@ -236,25 +263,20 @@ class RankEdges:
             inbox.begin()
 
     def end_step(self) -> None:
-        """Expect no more messages; also called after a failure."""
+        """Let go of all values, and expect no more messages; also called after a failure."""
+        self.registers.values[:] = [EMPTY] * len(self.registers.values)
         for inbox in self.inboxes.values():
-            inbox.clear()
+            inbox.posted.clear()
 
-    def count_pending(self) -> int:
-        """How many receives are posted and not yet taken."""
-        return sum(inbox.pending() for inbox in self.inboxes.values())
+    def settle_sends(self) -> None:
+        """Let go of everything that was sent in a step, which all ranks have finished."""
+        for outbox in self.outboxes.values():
+            outbox.settle()
 
     def describe_new_messages(self) -> str:
         """A table of the messages whose form was new in the last step; empty if there was none."""
         rows = [row for route, outbox in self.outboxes.items() for row in _message_rows(route, self._sends[route], outbox)]
         return "\n".join(format_table(rows, left=None))
-
-
-def _edge_of(action: Action) -> tuple[str, int, int]:
-    """A message's content, the stage at its other end, and its microbatch."""
-    content = "activations" if action.kind in (Kind.SEND_F, Kind.RECV_F) else "gradients"
-    step = 1 if action.kind in (Kind.SEND_F, Kind.RECV_B) else -1
-    return content, action.stage + step if action.peer is None else action.peer, action.microbatch or 0
 
 
 def _message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iterator[tuple[str, ...]]:
@@ -264,3 +286,75 @@ def _message_rows(route: Route, sends: Sequence[Action], outbox: Outbox) -> Iter
         actions = [action for action, _ in run]
         last = f" to {actions[-1]}" if len(actions) > 1 else ""
         yield f"{actions[0]}{last}", f"{route[2]} to rank {route[1]}", form, f"{size} bytes", f"{len(actions)} times"
+
+
+@dataclass(frozen=True)
+class SharedMessages:
+    """The shared messages that one rank sends or receives; empty for most programs."""
+
+    carriers: dict[tuple[str, int, int, int], int] = field(default_factory=dict)
+    """For activations or gradients, the source, the reader and the microbatch: the reader that the message is named after."""
+    last_readers: dict[Message, int] = field(default_factory=dict)
+    """For each shared output that this rank receives, the stage that reads it last."""
+    sums: dict[Message, list[int]] = field(default_factory=dict)
+    """For each sum that this rank sends, the stages whose gradients it is made of, the farthest first."""
+    places: dict[tuple[bool, int, int], int] = field(default_factory=dict)
+    """Where each forward (True) and backward of the rank stands in its program, by stage and microbatch."""
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> SharedMessages:
+        linker, edges, rank_of = program.linker, program.graph.edges, program.placement.rank_of
+        found = cls()
+        for what, forward in (("activations", True), ("gradients", False)):
+            sharers: dict[Message, set[int]] = {}
+            for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.shared(forward)), strict=True):
+                (source, reader), named = edges[edge], edges[carrier][1]
+                if rank in (rank_of(source, microbatch), rank_of(reader, microbatch)):
+                    found.carriers[what, source, reader, microbatch] = named
+                if rank == rank_of(reader, microbatch):
+                    sharers.setdefault((source, named, microbatch), {named}).add(reader)
+            if sharers and not found.places:
+                found._find_places(program, rank)
+            for message, stages in sharers.items():
+                if forward:
+                    found.last_readers[message] = max((found.places[True, stage, message[2]], stage) for stage in stages)[1]
+                else:
+                    found.sums[message] = sorted(stages, reverse=True)
+        return found
+
+    def _find_places(self, program: Program, rank: int) -> None:
+        parts = (part for action in program[rank] for part in action.parts)
+        for place, part in enumerate(parts):
+            if part.kind in (Kind.F, Kind.B, Kind.I):
+                self.places[part.kind is Kind.F, part.stage, part.unit(program.slices)] = place
+
+    def carrier(self, what: str, source: int, reader: int, microbatch: int) -> int:
+        """The reader after which the message is named that this one has a part in: mostly itself."""
+        return self.carriers.get((what, source, reader, microbatch), reader)
+
+    def is_shared(self, source: int, reader: int, microbatch: int) -> bool:
+        """Whether the output that a stage of this rank reads is one tensor for several of its stages."""
+        return (source, self.carrier("activations", source, reader, microbatch), microbatch) in self.last_readers
+
+    def is_read_again(self, source: int, reader: int, microbatch: int) -> bool:
+        """Whether another stage of this rank reads the same message after this one."""
+        message = (source, self.carrier("activations", source, reader, microbatch), microbatch)
+        return self.last_readers.get(message, reader) != reader
+
+    def parts(self, source: int, reader: int, microbatch: int) -> list[int]:
+        """The stages whose gradients are summed with this one's, the farthest first; none if it goes alone."""
+        return self.sums.get((source, self.carrier("gradients", source, reader, microbatch), microbatch), [])
+
+    def addition(self, source: int, reader: int, microbatch: int) -> tuple[list[int], bool]:
+        """The stages whose gradients a reader's backward adds to the sum for a source, in order, and whether the sum is begun already.
+
+        Gradients are added from the farthest reader to the nearest. One whose turn has not come waits, and is added by a later backward.
+        """
+        now, latest = self.places.get((False, reader, microbatch), -1), -1
+        added, begun = [], False
+        for stage in self.parts(source, reader, microbatch):
+            latest = max(latest, self.places[False, stage, microbatch])
+            if latest == now:
+                added.append(stage)
+            begun = begun or latest < now
+        return added, begun

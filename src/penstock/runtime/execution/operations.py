@@ -12,14 +12,17 @@ from torch import Tensor, nn
 from penstock.errors import WholeBackwardNeeded
 from penstock.ir.kind import Kind
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.side_outputs import SideOutputs, unwrap_stage_output
+from penstock.runtime.batch.result import SideOutputs, unwrap_stage_output
 from penstock.runtime.batch.step_input import NO_INPUT
+from penstock.runtime.execution.cuda_graphs import Graphs, RecordedForward
 from penstock.runtime.execution.links import RankEdges
+from penstock.runtime.execution.moves import ActivationMoves, has_moves
 from penstock.runtime.execution.overlap import Backward
 from penstock.runtime.model.module_state import ForwardState
 from penstock.runtime.model.random_streams import draw_from
-from penstock.runtime.model.recompute import OutputAndLoss, Recomputed
 from penstock.runtime.model.stage import Stage
+from penstock.runtime.model.transforms import OutputAndLoss, Recomputed
+from penstock.runtime.sequence.prefix import Prefixes
 from penstock.runtime.split_backward.deferrable import run_backward, without_gradients_of
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import WatchedInputs, add_grads, check_output, detach_tree, find_differentiable
@@ -38,27 +41,46 @@ class StageOperations:
     """Builds the compute operations of one rank's stages: F, B, I and W.
 
     The executor sets `step_input` and `side_outputs` before it runs a step and resets them after it; the operations read them when they
-    run. Everything that does not change from step to step (registers, channels, stages) is bound when an operation is built.
+    run. Everything that does not change from step to step (registers, channels, stages) is bound when an operation is built. With slices,
+    `microbatch` is the number of a slice among those of all microbatches (`Action.unit`).
     """
 
-    def __init__(self, links: RankEdges, stages: dict[int, Stage], loss: Loss, statistics: RunningStatistics | None = None) -> None:
+    def __init__(
+        self,
+        links: RankEdges,
+        stages: dict[int, Stage],
+        loss: Loss,
+        statistics: RunningStatistics | None = None,
+        prefixes: Prefixes | None = None,
+    ) -> None:
         self.links, self.stages, self.loss = links, stages, loss
+        self.prefixes = prefixes
+        """What the stages keep of earlier slices; None if sequences are not cut."""
         self.program = links.program
         self.registers = links.registers
         self.step_input = NO_INPUT
         self.side_outputs = SideOutputs()
+        self.graphs: Graphs | None = None
+        """Stages that are launched as CUDA graphs, if any; set before operations are built."""
         self.hooked_backward: Backward | None = None
         """The backward that an overlap hook is to run now."""
         actions = self.program[links.rank]
         self.statistics = statistics
         self.unordered = statistics.scattered(actions) if statistics is not None and self.program.training else set()
         """The stages whose running statistics are kept apart until the end of the step."""
-        self.split = {(part.stage, part.microbatch) for action in actions for part in action.parts if part.kind is Kind.I}
+        slices = self.program.slices
+        self.split = {(part.stage, part.unit(slices)) for action in actions for part in action.parts if part.kind is Kind.I}
         """The stages and microbatches whose backward is split into I and W."""
+        self.moves = ActivationMoves(self) if has_moves(self.program) else None
+        """Moves activations to host memory and back, if the program does so."""
 
     def reset(self) -> None:
         """Let go of everything that belongs to a step."""
         self.step_input, self.side_outputs = NO_INPUT, SideOutputs()
+        if self.moves is not None:
+            self.moves.reset()
+        if self.prefixes is not None:
+            self.prefixes.reset()
 
     # Forward ----------------------------------------------------------------------------------------------------------
 
@@ -79,7 +101,7 @@ class StageOperations:
             feed = self.step_input
             kwargs = feed.kwargs[stage][microbatch] if stage in feed.kwargs else None
             if feed.seed is not None:
-                draw_from(feed.seed, part.stream, feed.first + microbatch)
+                draw_from(feed.seed, part.stream, feed.number_of(microbatch))
             part.guarded_memory = {}
             if front:
                 output = module(*feed.args[microbatch]) if kwargs is None else module(*feed.args[microbatch], **kwargs)
@@ -105,62 +127,67 @@ class StageOperations:
         return apply
 
     def forward(self, stage: int, microbatch: int, call: Callable[..., Any] | None = None) -> Callable[..., None]:
-        """The forward. The operation takes its inputs itself unless the caller passes those it has already taken."""
+        """The forward, which prepares a backward only in training.
+
+        The operation takes its inputs itself unless the caller passes those it has already taken.
+        """
         values, part = self.registers.values, self.stages[stage]
         takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch, call)
         targets = self.links.output_targets(stage, microbatch)
         context = self.registers.number("context", stage, microbatch)
         deferrable = part.deferrable() if (stage, microbatch) in self.split else None
         never = all(stage != other for other, _ in self.split)
-        last = part.module if not targets and isinstance(part.module, Recomputed) else None
-        mesh = self.links.packer is not None
-
-        def runs_hook() -> bool:
-            return call is not None and self.hooked_backward is not None
+        mesh, graphs, training = self.links.packer is not None, self.graphs, self.program.training
+        last = part.module if training and not targets and isinstance(part.module, Recomputed) else None
+        prefixes = self.prefixes
 
         def compute(leaves: list[Any]) -> Computed:
             if last is not None:
                 last.loss = self._loss_of(microbatch)
-            output = apply(leaves)
+            if prefixes is None:
+                output = apply(leaves)
+            else:
+                slices = self.step_input.slices
+                with prefixes.forward(stage, microbatch, share=1.0 if slices is None else slices.shares[microbatch], training=training):
+                    output = apply(leaves)
             return output, *((find_differentiable(output), None) if targets else self.finish(output, microbatch))
+
+        def run(leaves: list[Any]) -> tuple[Computed, Deferral | RecordedForward | None]:
+            if graphs is not None and (recorded := graphs.run_forward(stage, microbatch, leaves)) is not None:
+                return recorded
+            if never or part.whole is not None or (deferrable is None and part.tried):
+                return compute(leaves), None
+            beside = call is not None and self.hooked_backward is not None
+            if deferrable is None:
+                return self._observed_forward(part, leaves, compute, beside), None
+            if not part.tried:
+                return self._first_split_forward(part, microbatch, leaves, compute, beside)
+            deferral = Deferral()
+            deferral.beside = beside
+            try:
+                with deferrable.forward(deferral):
+                    return compute(leaves), deferral
+            except WholeBackwardNeeded as need:
+                raise part.refuse_split(need, "earlier forwards did not do so") from need
 
         def forward(taken: list[Any] | None = None) -> None:
             leaves = [take() for take in takes] if taken is None else taken
             wanting = [find_differentiable(value) for value in leaves]  # the module may change this by requires_grad_() or detach_()
-            if part.tied:
+            if part.tied and training:
                 with without_gradients_of(part.tied):
-                    run(leaves, wanting)
+                    (output, ends, grads), deferral = run(leaves)
             else:
-                run(leaves, wanting)
-
-        def run(leaves: list[Any], wanting: list[list[Tensor]]) -> None:
-            if last is not None:
-                last.loss = self._loss_of(microbatch)
-            deferral = None
-            if never or part.whole is not None or (deferrable is None and part.tried):
-                output = apply(leaves)
-                ends, grads = (find_differentiable(output), None) if targets else self.finish(output, microbatch)
-            elif deferrable is not None and part.tried:
-                deferral = Deferral()
-                deferral.beside = runs_hook()
-                try:
-                    with deferrable.forward(deferral):
-                        output = apply(leaves)
-                        ends, grads = (find_differentiable(output), None) if targets else self.finish(output, microbatch)
-                except WholeBackwardNeeded as need:
-                    raise part.refuse_split(need, "earlier forwards did not do so") from need
-            else:
-                first = self._observed_forward if deferrable is None else self._first_split_forward
-                (output, ends, grads), deferral = first(
-                    part, microbatch, leaves, compute, call is not None and self.hooked_backward is not None
-                )
+                (output, ends, grads), deferral = run(leaves)
             extras = self.side_outputs
             side = self._collect_side_outputs(stage, microbatch) if extras.losses or extras.metrics else ()
-            values[context] = (wanting, ends, grads, side, deferral)
+            if prefixes is not None:
+                side = [*side, *prefixes.take_roots()]
+            if training:
+                values[context] = (wanting, ends, grads, side, deferral)
             for target in targets:
                 values[target] = part.make_message(output, mesh)
 
-        return forward
+        return forward if self.moves is None else self.moves.around_forward(stage, microbatch, forward)
 
     def _first_split_forward(
         self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
@@ -188,14 +215,12 @@ class StageOperations:
         before.restore()
         return compute(leaves), None
 
-    def _observed_forward(
-        self, part: Stage, microbatch: int, leaves: list[Any], compute: Compute, beside: bool
-    ) -> tuple[Computed, Deferral | None]:
+    def _observed_forward(self, part: Stage, leaves: list[Any], compute: Compute, beside: bool) -> Computed:
         """A forward for a whole backward of a stage that splits others: it shows whether the stage can split."""
         with part.deferrable().observe(beside=beside) as observation:
             output = compute(leaves)
         part.whole, part.tried = observation.reason, True
-        return output, None
+        return output
 
     def _state(self, part: Stage, microbatch: int, leaves: list[Any]) -> ForwardState:
         """The state before a forward of a stage."""
@@ -221,15 +246,21 @@ class StageOperations:
         output, loss = (result.output, result.loss) if isinstance(result, OutputAndLoss) else (result, None)
         if feed.outputs:
             check_output(output)
-            feed.share.outputs[microbatch] = gather_full(detach_tree(output))
+            if feed.slices is None:
+                feed.share.outputs[microbatch] = gather_full(detach_tree(output))
+            else:
+                feed.slices.note_output(feed, microbatch, gather_full(detach_tree(output)))
         if not feed.losses or not (self.program.training or self.loss.can_score(output)):
             return [], []
         loss = self.loss(result, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
-        kept = gather_full(loss.detach())
+        kept = loss.detach() if type(loss) is Tensor else gather_full(loss.detach())
         if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps the memory of all of them
             kept = kept.clone()
-        feed.share.losses[microbatch] = kept, scale
+        if feed.slices is None:
+            feed.share.losses[microbatch] = kept, scale
+        else:
+            feed.slices.note_loss(feed, microbatch, kept)
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale * feed.factor)]
@@ -237,32 +268,16 @@ class StageOperations:
     def _collect_side_outputs(self, stage: int, microbatch: int) -> list[Tensor]:
         """The losses that the forward added on the side, weighted, to start a backward from; metrics go into the step's result."""
         extras = self.side_outputs
-        share, scale = self.step_input.share, self.step_input.scales[microbatch]
+        feed = self.step_input
+        share, scale = feed.share, feed.scales[microbatch] if feed.slices is None else feed.slices.side_scale(feed, microbatch)
         side = [loss * scale for loss in extras.losses]
         if side:
             share.side[stage, microbatch] = torch.stack([gather_full(loss.detach()) for loss in side]).sum()
         for name, value in extras.metrics.items():
             share.metrics.setdefault(name, {})[stage, microbatch] = gather_full(value)
         extras.losses, extras.metrics = [], {}
-        factor = self.step_input.factor
+        factor = feed.factor
         return [loss if factor == 1.0 else loss * factor for loss in side if loss.requires_grad]
-
-    def infer(self, stage: int, microbatch: int) -> Operation:
-        """A forward without a backward."""
-        values, part, mesh = self.registers.values, self.stages[stage], self.links.packer is not None
-        takes, apply = self.links.input_sources(stage, microbatch), self._apply(stage, microbatch)
-        targets = self.links.output_targets(stage, microbatch)
-
-        def infer() -> None:
-            output = apply([take() for take in takes])
-            if not targets:
-                self.finish(output, microbatch)
-            if self.side_outputs.losses or self.side_outputs.metrics:
-                self._collect_side_outputs(stage, microbatch)
-            for target in targets:
-                values[target] = part.make_message(output, mesh)
-
-        return infer
 
     # Backward ---------------------------------------------------------------------------------------------------------
 
@@ -290,7 +305,9 @@ class StageOperations:
                 with nullcontext() if self.hooked_backward is None else self.hooked_backward.expected(deferrable):
                     together()
             elif ends:
-                if deferrable is None or deferral is None:
+                if type(deferral) is RecordedForward:
+                    deferral.backward(ends, grads)
+                elif deferrable is None or deferral is None:
                     run_backward(ends, grads)
                 else:
                     deferrable.backward_input(deferral, ends, grads)
@@ -301,22 +318,25 @@ class StageOperations:
             for add in additions:
                 add()
 
-        return backward
+        wrapped = backward if self.moves is None else self.moves.around_backward(stage, microbatch, backward)
+        return wrapped if self.prefixes is None else self.prefixes.around_backward(stage, microbatch, wrapped)
 
     def weights(self, stage: int, microbatch: int) -> Operation:
         values, stash, part = self.registers.values, self.registers.number("stash", stage, microbatch), self.stages[stage]
 
         def weights() -> None:
-            deferral: Deferral | None = values[stash]
+            deferral: Deferral | RecordedForward | None = values[stash]
             values[stash] = EMPTY
-            if deferral is not None:  # None after a whole backward
+            if isinstance(deferral, RecordedForward):
+                deferral.backward_weights()
+            elif deferral is not None:  # None after a whole backward
                 part.backward_weights(deferral)
 
         return weights
 
 
 def _starts(ends: list[Tensor], grads: list[Tensor | None], side: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs that received a gradient, and the side losses."""
+    """The outputs that received a gradient, the side losses, and the roots of a slice, which are empty."""
     pairs = [(end, grad) for end, grad in zip(ends, grads, strict=True) if grad is not None]
     pairs += [(loss, torch.ones_like(loss)) for loss in side]
     return [end for end, _ in pairs], [grad for _, grad in pairs]

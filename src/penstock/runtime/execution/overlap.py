@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.runtime.device.streams import StreamPair
-from penstock.runtime.model.recompute import Recomputed
+from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.split_backward.deferrable import Deferrable, run_backward
 from penstock.runtime.split_backward.deferral import Deferral, activate
 from penstock.runtime.transport.group import Operation
@@ -33,6 +33,8 @@ HOOK = "overlapped_forward_backward"
 """The method of a stage's module that runs its forward together with a backward: `(inputs, kwargs, backward) -> output`."""
 
 _BACKWARDS = (Kind.B, Kind.I)
+_Place = tuple[int, int | None, int | None]
+"""The stage, microbatch and slice of an action."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,12 @@ def find_pair(action: Action) -> tuple[int, int] | None:
     if len(kinds) != 2 or Kind.F not in kinds or not any(kind in _BACKWARDS for kind in kinds):
         return None
     forward = kinds.index(Kind.F)
-    first, second = ((part.stage, part.microbatch) for part in action.sub_actions)
+    first, second = map(_place, action.sub_actions)
     return None if first == second else (forward, 1 - forward)
+
+
+def _place(action: Action) -> _Place:
+    return action.stage, action.microbatch, action.slice
 
 
 class OverlapHooks:
@@ -105,9 +111,10 @@ class OverlapHooks:
         def call(*args: Any, **kwargs: Any) -> Any:
             return module(*args, **kwargs) if compute.hooked_backward is None else hook(args, kwargs, compute.hooked_backward)
 
-        takes = compute.links.input_sources(forward.stage, forward.microbatch or 0)
-        run_forward = compute.forward(forward.stage, forward.microbatch or 0, call)
-        run_backward = compute.backward(backward.stage, backward.microbatch or 0)
+        slices = compute.program.slices
+        takes = compute.links.input_sources(forward.stage, forward.unit(slices))
+        run_forward = compute.forward(forward.stage, forward.unit(slices), call)
+        run_backward = compute.backward(backward.stage, backward.unit(slices))
 
         def together() -> None:
             inputs = [take() for take in takes]  # before the backward is prepared: other ranks' threads may run during the wait
@@ -119,6 +126,7 @@ class OverlapHooks:
         """Whether the hook of a stage's module can be used; warns once per stage if not."""
         obstacles = {
             "graphs=True records a forward and a backward apart": self._recorded,
+            "sequences are cut into slices": self._compute.program.slices > 1,
             "the stage is recomputed": isinstance(self._compute.stages[stage].module, Recomputed),
             "stages are sharded, or sum their gradients in another precision": any(
                 self._data.surrounds(part.stage) for part in action.sub_actions
@@ -139,15 +147,12 @@ class TwoStreams:
     """
 
     def __init__(self) -> None:
-        self._lanes: StreamPair | None = None
-        self._lane_of: dict[tuple[int, int | None], int] = {}
+        self._lane_of: dict[_Place, int] = {}
 
-    @property
+    @cached_property
     def lanes(self) -> StreamPair:
         """Created on the thread that runs the first action."""
-        if self._lanes is None:
-            self._lanes = StreamPair()
-        return self._lanes
+        return StreamPair()
 
     def __call__(self, action: Action, operations: list[Operation]) -> None:
         places = find_pair(action)
@@ -156,8 +161,8 @@ class TwoStreams:
                 self.alone(part, operation)
             return
         forward, backward = (action.sub_actions[place] for place in places)
-        lane = self._lane_of.get((backward.stage, backward.microbatch), 0)
-        self._lane_of[forward.stage, forward.microbatch] = 1 - lane
+        lane = self._lane_of.get(_place(backward), 0)
+        self._lane_of[_place(forward)] = 1 - lane
         self.lanes.join()
         # The forward first: unlike the backward, it frees no memory of the other stream.
         self.lanes.on(1 - lane, operations[places[0]])
@@ -166,7 +171,7 @@ class TwoStreams:
 
     def alone(self, part: Action, operation: Operation) -> None:
         """Run an action by itself: a backward on the stream of its forward."""
-        lane = 0 if part.kind is Kind.F else self._lane_of.get((part.stage, part.microbatch), 0)
+        lane = 0 if part.kind is Kind.F else self._lane_of.get(_place(part), 0)
         if not lane:
             operation()
             return

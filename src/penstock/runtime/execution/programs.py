@@ -30,7 +30,7 @@ def find_table(source: Any, ranks: int, microbatches: int | None) -> Table:
 
         if microbatches is None:
             raise ScheduleError(f"schedule {source!r} by name needs microbatches=")
-        return schedule(source, ranks, microbatches)
+        source = schedule(source, ranks, microbatches)
     table = source if isinstance(source, Table) else getattr(source, "schedule", None)
     if not isinstance(table, Table):
         raise ScheduleError(f"a pipeline needs a plan, a schedule or a program, got {type(source).__name__}")
@@ -81,17 +81,18 @@ def _rebuild(table: Table, count: int) -> Table:
 
 
 def forward_program(table: Table, count: int, semantics: str = "channels", shard: Shard | None = None) -> Program:
-    """Forwards in waves, for any number of microbatches: each starts as soon as the one before it can have ended.
+    """Forwards in waves, for any number of microbatches: each starts as soon as the one before it can have ended; slice by slice, if cut.
 
     An edge needs slots for the messages under way and one more to write into: two if each rank has one stage.
     """
     placement, graph = table.placement, table.graph
-    stage, microbatch = (axis.ravel() for axis in np.meshgrid(np.arange(table.stages), np.arange(count), indexing="ij"))
+    stage, microbatch = (axis.ravel() for axis in np.meshgrid(np.arange(table.stages), np.arange(count * table.slices), indexing="ij"))
     rank = placement.ranks_of(stage, microbatch)
     order = np.lexsort((-stage, stage + microbatch, rank))
     entries = np.asarray(codes.pack(stage[order], int(Kind.F), microbatch[order]), dtype=np.int64)
     rows = Rows.sorted_by(entries, rank[order], table.ranks)
-    schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=f"{table.name} forward".strip())
+    name = f"{table.name} forward".strip()
+    schedule = Schedule.from_rows(rows, placement, count, graph=graph, name=name, slices=table.slices)
     span = max((target - source for source, target in graph.edges), default=1)
     if semantics != "channels":
         program = _lower(schedule, shard)

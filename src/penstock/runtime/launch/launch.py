@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from penstock.errors import ScheduleError, UnknownNameError, nearest
-from penstock.runtime.device.rng import RngState, get_rng_state, set_rng_state
+from penstock.runtime.device.gpu import keep_device_guard
+from penstock.runtime.device.rng import get_rng_state, set_rng_state
 from penstock.runtime.device.streams import create_streams, record_event, use_stream, wait_event
 from penstock.runtime.launch.workers import Workers, raise_first
 from penstock.runtime.transport.current_group import join, set_group, under_torchrun
@@ -44,79 +44,65 @@ def launch(
     if sms is not None and backend != "threads":
         raise ScheduleError(f"sms={sms} splits one GPU among virtual ranks, but backend {backend!r} has none")
     if backend == "gloo":
-        return _run_in_this_process(fn, ranks, args) if under_torchrun() else _run_in_processes(fn, ranks, args)
+        if under_torchrun():
+            group = join()
+            if group.ranks != ranks:
+                raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
+            return group.gather(group.rank, "launch", fn(*args), _RESULTS)
+        with Workers(ranks) as workers:
+            return workers.run(fn, args)
+    if backend == "nccl":
+        raise UnknownNameError(
+            "backend 'nccl': NCCL is not a backend of launch, but how processes exchange tensors: start one process per GPU with "
+            "backend='gloo' or torchrun, and ranks that each have a GPU of their own use NCCL by themselves"
+        )
     if backend != "threads":
         raise UnknownNameError(f"unknown backend {backend!r}; {nearest(backend, ('threads', 'gloo'))}")
     return _run_in_threads(fn, args, VirtualGroup(ranks, parallel=parallel), create_streams(ranks, sms))
 
 
-def _run_in_processes(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
-    with Workers(ranks) as workers:
-        return workers.run(fn, args)
-
-
-def _run_in_this_process(fn: Callable[..., Any], ranks: int, args: Sequence[Any]) -> list[Any]:
-    group = join()
-    if group.ranks != ranks:
-        raise ScheduleError(f"launch for {ranks} ranks, but there are {group.ranks} processes: start as many")
-    return group.gather(group.rank, "launch", fn(*args), _RESULTS)
-
-
 def _run_in_threads(fn: Callable[..., Any], args: Sequence[Any], group: VirtualGroup, streams: Sequence[Any]) -> list[Any]:
+    keep_device_guard()
     state, begin = get_rng_state(), record_event()
-    failed: list[_RankThread] = []
-    ends: list[Any] = []
+    results: list[Any] = [None] * group.ranks
+    failed: list[tuple[int, BaseException]] = []
+    events: list[Any] = []
+    ended = [threading.Event() for _ in range(group.ranks)]
 
-    def body(stream: Any) -> Any:
-        use_stream(stream)
-        wait_event(begin)
+    def run_rank(rank: int, stream: Any) -> None:
+        group.begin(rank)
+        set_group(group, rank)
         try:
-            return fn(*args)
+            if not group.parallel:
+                set_rng_state(state)
+            use_stream(stream)
+            wait_event(begin)
+            results[rank] = fn(*args)
+        except BaseException as error:
+            failed.append((rank, error))
+            group.fail(rank, error, fatal=True)
         finally:
-            ends.append(record_event())
+            events.append(record_event())
+            group.end(rank)
+            ended[rank].set()
 
-    threads = [_RankThread(group, rank, partial(body, stream), state, failed) for rank, stream in enumerate(streams)]
+    places = enumerate(streams)
+    threads = [threading.Thread(target=run_rank, args=place, name=f"rank {place[0]}", daemon=True) for place in places]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.ended.wait()  # not join(): if an interrupt comes while it waits, it takes the thread for ended
+        for end in ended:
+            end.wait()  # not join(): if an interrupt comes while it waits, it takes the thread for ended
     except BaseException as error:  # an interrupt: ranks stop at their next wait, and one that does not is left behind
         group.fail(None, error, fatal=True)
-        for thread in threads:
-            thread.ended.wait(_GRACE / group.ranks)
+        for end in ended:
+            end.wait(_GRACE / group.ranks)
         raise
     finally:
         set_rng_state(state)
     for thread in threads:
         thread.join()
-    for end in ends:
-        wait_event(end)
-    raise_first([(thread.rank, thread.error) for thread in failed if thread.error is not None], group.ranks)
-    return [thread.result for thread in threads]
-
-
-class _RankThread(threading.Thread):
-    """One rank's thread."""
-
-    def __init__(self, group: VirtualGroup, rank: int, body: Callable[[], Any], state: RngState, failed: list[_RankThread]) -> None:
-        super().__init__(name=f"rank {rank}", daemon=True)
-        self.group, self.rank, self.body, self.state, self.failed = group, rank, body, state, failed
-        self.ended = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        self.group.begin(self.rank)
-        set_group(self.group, self.rank)
-        try:
-            if not self.group.parallel:
-                set_rng_state(self.state)
-            self.result = self.body()
-        except BaseException as error:
-            self.error = error
-            self.failed.append(self)
-            self.group.fail(self.rank, error, fatal=True)
-        finally:
-            self.group.end(self.rank)
-            self.ended.set()
+    for event in events:
+        wait_event(event)
+    raise_first(failed, group.ranks)
+    return results

@@ -1,4 +1,4 @@
-"""The process of one rank, `python -m penstock.runtime.launch.worker`: calls the functions that `Workers` sends it."""
+"""The process of one rank: calls the functions that `Workers` sends it over a pipe."""
 
 from __future__ import annotations
 
@@ -8,14 +8,56 @@ import os
 import pickle
 import queue
 import signal
+import struct
 import sys
 import threading
+from dataclasses import dataclass
 from typing import IO, Any
 
-from penstock.runtime.launch.pipe_protocol import Start, Task, read_message, write_message
+_LENGTH = struct.Struct("<q")
+
+
+def write_message(stream: IO[bytes], data: bytes) -> None:
+    """Write one message: its length, then its bytes."""
+    stream.write(_LENGTH.pack(len(data)) + data)
+    stream.flush()
+
+
+def read_message(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end of the pipe."""
+    head = stream.read(_LENGTH.size)
+    if len(head) < _LENGTH.size:
+        return None
+    (size,) = _LENGTH.unpack(head)
+    data = stream.read(size)
+    return data if len(data) == size else None
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message: `sys.path`, the address of the store that connects the ranks, and the worker's rank."""
+
+    path: list[str]
+    host: str
+    port: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """A function to call on the first `ranks` ranks.
+
+    The call is pickled by itself, so that a worker that cannot unpickle it can still answer with the error.
+    """
+
+    name: str
+    ranks: int
+    call: bytes
+    seed: bytes
 
 
 def main() -> None:
+    """Serve the process that has started this one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process decides when to stop
     orders = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(int(sys.argv[1]), "wb")
@@ -40,7 +82,7 @@ def _listen(orders: IO[bytes], tasks: queue.Queue[bytes | None]) -> None:
 
 def serve(start: Start, tasks: queue.Queue[bytes | None], answers: IO[bytes]) -> None:
     """Run one task after the other, and answer each with its result or its error."""
-    from penstock.runtime.tensors.pickling import load_pickler
+    from penstock.runtime.tensors.boundary import load_pickler
     from penstock.runtime.transport.failures import PickledError
 
     stores: list[Any] = []
@@ -68,13 +110,15 @@ def run(start: Start, task: Task, stores: list[Any]) -> tuple[Any, bool]:
     import torch.distributed as dist
 
     from penstock.runtime.transport.current_group import leave_joined, set_group
+    from penstock.runtime.transport.failures import PrefixStore, TCPStore
     from penstock.runtime.transport.processes import CONNECT, Processes
-    from penstock.runtime.transport.store import PrefixStore, TCPStore
 
     while len(stores) < 2:
         stores.append(TCPStore(start.host, start.port, is_master=False, wait_for_workers=False))
     own_store, torch_store = (PrefixStore(task.name, store) for store in stores)
     dist.init_process_group("gloo", store=PrefixStore("torch", torch_store), rank=start.rank, world_size=task.ranks)
+    places = {"RANK": start.rank, "LOCAL_RANK": start.rank, "WORLD_SIZE": task.ranks, "LOCAL_WORLD_SIZE": task.ranks}
+    os.environ |= {name: str(value) for name, value in places.items()}  # as torchrun sets them, for libraries that look there
     group = Processes(own_store, start.rank, task.ranks, CONNECT)
     set_group(group, start.rank)
     try:
@@ -90,7 +134,3 @@ def run(start: Start, task: Task, stores: list[Any]) -> tuple[Any, bool]:
         leave_joined()
         group.close()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from penstock.errors import LostRankError, PipelineError, ScheduleError
-from penstock.runtime.launch.pipe_protocol import Start, Task, read_message, write_message
-from penstock.runtime.tensors.pickling import load_pickler
-from penstock.runtime.transport.failures import PickledError
-from penstock.runtime.transport.store import Notices, PrefixStore, TCPStore
+from penstock.runtime.launch.worker import Start, Task, read_message, write_message
+from penstock.runtime.tensors.boundary import load_pickler
+from penstock.runtime.transport.failures import Notices, PickledError, PrefixStore, TCPStore
 
 GRACE = 10.0
 """Seconds for the other ranks to end by themselves after one has failed."""
@@ -47,9 +46,11 @@ class Workers:
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
         answers, child_answers = os.pipe()
         threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // self.ranks))}
-        command = [sys.executable, "-m", "penstock.runtime.launch.worker", str(child_answers)]
+        command = [sys.executable, "-c", "from penstock.runtime.launch.worker import main; main()", str(child_answers)]
         with _block_interrupts():
-            environment = threads | dict(os.environ) | _python_path()
+            # A worker finds this package also when it runs from its source tree.
+            paths = filter(None, [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")])
+            environment = threads | dict(os.environ) | {"PYTHONPATH": os.pathsep.join(paths)}
             process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[child_answers], env=environment)
         os.close(child_answers)
         threading.Thread(target=self._listen, args=(rank, answers), daemon=True).start()
@@ -155,12 +156,6 @@ def _block_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _python_path() -> dict[str, str]:
-    """The environment variable with which a worker finds this package, also when it runs from its source tree."""
-    source = str(Path(__file__).resolve().parents[3])
-    return {"PYTHONPATH": os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH", "")]))}
 
 
 def raise_first(failed: Sequence[tuple[int, BaseException]], ranks: int) -> None:

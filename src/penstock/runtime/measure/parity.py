@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -19,15 +19,14 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError
 from penstock.ir.table import Table
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.batch.side_outputs import collect, unwrap_stage_output
+from penstock.runtime.batch.result import collect, unwrap_stage_output
 from penstock.runtime.batch.step_input import ABSENT, BatchSplitter, StepInput
 from penstock.runtime.device.rng import get_rng_state
-from penstock.runtime.measure.preserved_state import preserve_state
-from penstock.runtime.model.module_state import ModuleState, is_same_value
+from penstock.runtime.model.module_state import ModuleState, is_same_value, preserve_state
 from penstock.runtime.model.partition import Part, Partition
 from penstock.runtime.model.random_streams import draw_from, preserve_random_state
-from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.stage import Stage
+from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.parallel.data_parallel import DataParallel
 from penstock.runtime.tensors.boundary import copy_tensor
 from penstock.runtime.torch_internals import pytree
@@ -135,16 +134,22 @@ class ComparedPipeline(Protocol):
 
 
 @dataclass
-class _RankOutcome:
-    """What a step has computed and left behind on one rank."""
+class _Outcome:
+    """What a step has computed and left behind: on one rank, or in the reference."""
 
     numbers: dict[str, Tensor | None]
-    """The loss, and the gradients of the rank's parameters."""
+    """The loss, and the gradients by parameter."""
     layouts: dict[str, _Layout]
     states: dict[int, dict[str, Any]]
     """Buffers and attributes by stage."""
-    mismatches: list[str]
+    mismatches: list[str] = field(default_factory=list)
     """The names of other things that are not as they should be."""
+
+    @classmethod
+    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _Outcome:
+        grads = {name: parameter.grad for name, parameter in parameters}
+        numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
+        return cls(numbers, {name: _layout(grad) for name, grad in grads.items()}, {stage: _state(part) for stage, part in parts.items()})
 
 
 _Layout = tuple[int, ...] | str | None
@@ -166,53 +171,46 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
         raise ScheduleError("parity runs the whole model, but this pipeline was made of some of its stages only")
     if pipeline.data.scattered:
         raise ScheduleError("parity runs a copy of the whole model, but ranks hold only shards of some parameters: compare before sharding")
-    args, target = pipeline.batches.open(batch.args, batch.target)
+    args, target, _ = pipeline.batches.open(batch.args, batch.target)
     batch = replace(batch, args=args, target=target)
-    pieces = _split(pipeline.batches, batch, len(feed.args))
-    wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
-    with preserve_state([layer for stage in pipeline.stages for layer in _part(pipeline, stage).modules]):
+    pieces = _split(pipeline.batches, batch, feed.microbatches)
+    wrong = []
+    if feed.slices is None:  # slices are compared by what they compute
+        wrong = [f"microbatch {k}: structure" for k in range(len(feed.args)) if not _is_same_piece(feed, pieces, k)]
+    mine_parts = {stage: parts[stage] for stage in pipeline.stages}
+    with preserve_state([layer for part in mine_parts.values() for layer in part.modules]):
         pipeline.gather("kept", None)  # no rank changes a module that another has yet to capture
         pipeline.data.copy_buffers()
-        references = _reference_parts(pipeline, parts)
+        references = _reference_parts(pipeline, parts, mine_parts)
         again = _copy_parts(references)
         before = get_rng_state()
-        mine = _run_step(pipeline, run, feed)
+        mine = _run_step(pipeline, mine_parts, run, feed)
         after = get_rng_state()
-    loop = _Reference(pipeline, references, replace(pieces, scales=feed.scales, seed=feed.seed, first=feed.first))
+    loop = _Reference(pipeline, references, replace(pieces, scales=feed.microbatch_scales, seed=feed.seed, first=feed.first))
     if not _is_random_state_right(pipeline, loop, before, after):
         mine.mismatches.append(f"random state of rank {pipeline.rank}")
     mine.mismatches += wrong
     outcomes = pipeline.gather("parity", mine)
-    others = [*_layout_differences(outcomes, loop.layouts), *_state_differences(outcomes, loop.states)]
-    mismatches = dict.fromkeys(name for outcome in outcomes for name in outcome.mismatches)
-    others += [Difference(name, math.inf, math.inf) for name in mismatches]
+    others = [difference for outcome in outcomes for difference in _other_differences(outcome, loop.outcome)]
     numbers = [outcome.numbers for outcome in outcomes]
-    compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.numbers), others)
+    compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
     whole = _Reference(pipeline, again, _unsplit(pipeline.data.ranks, batch, feed))
-    return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.numbers)))
+    return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.outcome.numbers)))
 
 
 # The step ---------------------------------------------------------------------------------------------------------------
 
 
-def _part(pipeline: ComparedPipeline, stage: int) -> Part:
-    part = pipeline.partition.parts[stage]
-    assert part is not None
-    return part
-
-
-def _run_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor | None], feed: StepInput) -> _RankOutcome:
+def _run_step(
+    pipeline: ComparedPipeline, parts: Mapping[int, Part], run: Callable[[StepInput], Tensor | None], feed: StepInput
+) -> _Outcome:
     """Run a step without gradients from before, and collect what it leaves."""
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
     pipeline.gather("cleared", None)  # no rank adds to a gradient that another has yet to clear
-    loss = run(feed)
-    grads = {name: parameter.grad for name, parameter in pipeline.local_parameters()}
-    layouts = {name: _layout(grad) for name, grad in grads.items()}
-    states = {stage: _state(_part(pipeline, stage)) for stage in pipeline.stages}
-    outcome = _RankOutcome({"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}, layouts, states, [])
+    outcome = _Outcome.collect(run(feed), pipeline.local_parameters(), parts)
     pipeline.gather("noted", None)  # no rank restores a value that another has yet to collect
     return outcome
 
@@ -302,10 +300,10 @@ def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInpu
 # The reference ----------------------------------------------------------------------------------------------------------
 
 
-def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part]) -> list[Part]:
+def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Mapping[int, Part]) -> list[Part]:
     """Copies of all stages, with the state of the ranks that train them, and without recomputation."""
     copies = _copy_parts(parts)
-    held = {stage: (_plain(_part(pipeline, stage).module).state_dict(), _state(_part(pipeline, stage))) for stage in pipeline.stages}
+    held = {stage: (_plain(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
     for theirs in reversed(pipeline.gather("states", held)):  # a rank trains only its own stages
         for stage, (tensors, state) in theirs.items():
             copies[stage].module.load_state_dict(tensors)
@@ -331,7 +329,8 @@ def _copy_parts(parts: Sequence[Part]) -> list[Part]:
 def _detached_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Detach tensors that a forward has left in attributes, because torch does not copy tensors with a history."""
     parts = {id(part): part for module in modules for part in module.modules()}
-    attributes = [(vars(part), key, value) for part in parts.values() for key, value in vars(part).items() if _has_history(value)]
+    attributes = [(vars(part), *item) for part in parts.values() for item in vars(part).items()]
+    attributes = [(holder, key, value) for holder, key, value in attributes if isinstance(value, Tensor) and value.grad_fn is not None]
     for holder, key, value in attributes:
         holder[key] = value.detach()
     try:
@@ -339,10 +338,6 @@ def _detached_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     finally:
         for holder, key, value in attributes:
             holder[key] = value
-
-
-def _has_history(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 class _Reference:
@@ -357,10 +352,7 @@ class _Reference:
         with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = get_rng_state()
-        grads = {name: parameter.grad for part in parts for name, parameter in part.parameters}
-        self.layouts = {name: _layout(grad) for name, grad in grads.items()}
-        self.numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
-        self.states = {stage: _state(part) for stage, part in enumerate(parts)}
+        self.outcome = _Outcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
 
     def _run(self) -> Tensor | None:
         """Run all microbatches and return the loss."""
@@ -422,26 +414,16 @@ def _is_random_state_right(pipeline: ComparedPipeline, loop: _Reference, before:
 # Differences ------------------------------------------------------------------------------------------------------------
 
 
-def _layout_differences(outcomes: Sequence[_RankOutcome], expected: Mapping[str, _Layout]) -> list[Difference]:
-    layouts = [item for outcome in outcomes for item in outcome.layouts.items()]
-    names = dict.fromkeys(name for name, layout in layouts if layout is not None and expected.get(name) not in (None, layout))
-    return [Difference(f"{name} (strides)", math.inf, math.inf) for name in names]
-
-
-def _state_differences(outcomes: Sequence[_RankOutcome], expected: Mapping[int, Mapping[str, Any]]) -> list[Difference]:
-    """The worst difference of each buffer and attribute over the ranks that hold it."""
-    worst: dict[str, Difference] = {}
-    for outcome in outcomes:
-        for stage, state in outcome.states.items():
-            for name in {**state, **expected[stage]}:
-                _keep_worst(worst, _value_difference(name, state.get(name), expected[stage].get(name)))
-    return list(worst.values())
-
-
-def _keep_worst(worst: dict[str, Difference], difference: Difference | None) -> None:
-    """Note a difference unless a worse one of the same name is known."""
-    if difference is not None and (difference.name not in worst or worst[difference.name].relative < difference.relative):
-        worst[difference.name] = difference
+def _other_differences(outcome: _Outcome, expected: _Outcome) -> Iterator[Difference | None]:
+    """Yield how a rank differs from the loop in the layout of gradients, in buffers and attributes, and in its random state."""
+    for name, layout in outcome.layouts.items():
+        if layout is not None and expected.layouts.get(name) not in (None, layout):
+            yield Difference(f"{name} (strides)", math.inf, math.inf)
+    for stage, state in outcome.states.items():
+        for name in {**state, **expected.states[stage]}:
+            yield _value_difference(name, state.get(name), expected.states[stage].get(name))
+    for name in outcome.mismatches:
+        yield Difference(name, math.inf, math.inf)
 
 
 def _value_difference(name: str, actual: Any, expected: Any) -> Difference | None:
@@ -455,18 +437,16 @@ def _value_difference(name: str, actual: Any, expected: Any) -> Difference | Non
 
 
 def compare_numbers(
-    reference: str, actual: list[dict[str, Tensor | None]], expected: dict[str, Tensor | None], others: Sequence[Difference] = ()
+    reference: str, actual: list[dict[str, Tensor | None]], expected: dict[str, Tensor | None], others: Sequence[Difference | None] = ()
 ) -> Comparison:
-    """Compare the numbers of every rank with the reference's, keep the worst difference of each name, and add `others`."""
-    worst: dict[str, Difference] = {}
-    for rank in actual:
-        for name, value in rank.items():
-            _keep_worst(worst, _difference(name, value, expected.get(name)))
+    """Compare the numbers of every rank with the reference's, add `others`, and keep the worst difference of each name."""
+    differences = [_difference(name, value, expected.get(name)) for rank in actual for name, value in rank.items()]
     together = {name: value for rank in actual for name, value in rank.items()}
     norms = [_norm(values) for values in (together, {name: expected[name] for name in together if name in expected})]
-    _keep_worst(worst, _difference("norm", *norms))
-    differences = [*worst.values(), *others]
-    return Comparison(reference, not differences, sorted(differences, key=lambda d: -d.relative))
+    differences += [_difference("norm", *norms), *others]
+    ordered = sorted((difference for difference in differences if difference is not None), key=lambda difference: difference.relative)
+    worst = {difference.name: difference for difference in ordered}
+    return Comparison(reference, not worst, sorted(worst.values(), key=lambda difference: -difference.relative))
 
 
 def _norm(values: dict[str, Tensor | None]) -> Tensor | None:

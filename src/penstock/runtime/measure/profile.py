@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from penstock.errors import PlacementError, ScheduleError, WholeBackwardNeeded, nearest
-from penstock.planner.profile import Layer, Profile
+from penstock.errors import PlacementError, ScheduleError, nearest
+from penstock.planner.profile import Profile
 from penstock.runtime.batch import microbatch as mb
 from penstock.runtime.batch.loss import Loss
-from penstock.runtime.device.gpu import default_device_type, device_name, is_initialized
-from penstock.runtime.device.memory import PeakMemory
-from penstock.runtime.device.timing import Stopwatch
-from penstock.runtime.measure import memory
-from penstock.runtime.measure.preserved_state import preserve_state
-from penstock.runtime.model.hugging_face import HuggingFace, open_batch, recognise_model
+from penstock.runtime.batch.slices import SequenceCutter
+from penstock.runtime.device.gpu import default_device_type, device_name
+from penstock.runtime.measure.layer import MeasuredLayer, Optimizer, bytes_of
+from penstock.runtime.measure.slices import SliceMeter, SlicePlace, check_places, list_places
+from penstock.runtime.model.hugging_face import HuggingFace, adapt_cutter, open_batch, recognise_model
+from penstock.runtime.model.module_state import preserve_state
 from penstock.runtime.model.partition import Layers, partition
 from penstock.runtime.model.stage import Stage
-from penstock.runtime.split_backward.deferrable import run_backward
-from penstock.runtime.split_backward.deferral import Deferral
-from penstock.runtime.tensors.boundary import detach_as_leaves, detach_tree, find_differentiable
+from penstock.runtime.sequence.prefix import Prefixes
+from penstock.runtime.sequence.token_wise import check_sliceable
 from penstock.runtime.torch_internals import pytree
-
-Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 def profile(
@@ -43,6 +38,7 @@ def profile(
     device: str | torch.device | None = None,
     warmup: int = 3,
     repeats: int = 7,
+    slices: int | Sequence[SlicePlace] | None = None,
     latency: float = 0.0,
     bandwidth: float | None = None,
     progress: Callable[[str, int, int], None] | None = None,
@@ -54,7 +50,10 @@ def profile(
       `microbatch_sizes` measures other sizes too, by repeating its rows;
     - `loss_fn(output, target)` or `loss_fn(output)` counts as part of the last layer; without one, its backward starts from ones;
     - `optimizer`: the optimizer whose memory counts: adamw, adam, sgd or none, or a function that makes one from parameters;
-    - `device`: the device to move the model and the sample to; "auto" is a GPU if there is one.
+    - `device`: the device to move the model and the sample to; "auto" is a GPU if there is one;
+    - `slices`: measures slices of the sequence too, so that a plan may cut it: about how many slices a plan may take at most, or pairs of
+      a length and the tokens before it. The sequence is the second dimension of the sample. Layers that cannot run on slices have no
+      slice costs, and a model of transformers that cannot is refused.
 
     Each layer runs as a stage does: its backward is split by the same code, so that W is the work that can really be deferred. Times
     are medians of `repeats` rounds after `warmup`; on a GPU, of the GPU's own time. Memory counts the distinct storages that the
@@ -66,17 +65,41 @@ def profile(
     split, sample, loss_fn, target = _open_hugging_face(model, split, sample, loss_fn, target)
     named = _named_layers(model, split)
     args, target = _move(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
-    profiler = _Profiler(
-        named, Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer), warmup, repeats, progress
-    )
+    loss, make_optimizer = Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer)
     sizes = list(dict.fromkeys(microbatch_sizes or [count_rows(args)]))
     if min(sizes) < 1:
         raise ScheduleError(f"microbatch_sizes={sizes}: a microbatch has at least 1 row")
-    first, *others = (profiler.profile(size, _resize(args, size), _resize(target, size)) for size in sizes)
-    source = f"measured on {_device_name(args)} with torch {torch.__version__}, median of {repeats}"
-    return replace(
-        first, latency=latency, bandwidth=bandwidth, time_unit="s", size_unit="B", source=source, keeps_output=True, variants=others
-    )
+    meter = None if slices is None else _make_meter(model if isinstance(split, HuggingFace) else None, loss, args, slices)
+
+    def measure(size: int) -> Profile:
+        """Measure all layers for one microbatch size, in rounds over all of them, so that a disturbance affects one time of each."""
+        inputs, target_rows = _resize(args, size), _resize(target, size)
+        layers: list[MeasuredLayer] = []
+        input_bytes = float(bytes_of(inputs))
+        with preserve_state([module for _, module in named]), torch.enable_grad():
+            for _, module in named:
+                module.zero_grad(set_to_none=True)
+            for place, (name, module) in enumerate(named):
+                stage = Stage(place, module, unpack=place == 0)
+                layers.append(MeasuredLayer(name, stage, loss if place == len(named) - 1 else None, target_rows, inputs))
+                inputs = layers[-1].measure_memory(warmup, make_optimizer)
+            for done in range(repeats):
+                if progress is not None:
+                    progress(f"round {done + 1} of {repeats}, microbatches of {size}", done, repeats)
+                for layer in layers:
+                    layer.times.append(layer.time())
+            results = [layer.result() for layer in layers]
+            if meter is not None:
+                costs = meter.measure(layers, warmup, repeats)
+                results = [replace(result, slices=cost) for result, cost in zip(results, costs, strict=True)]
+        return Profile(results, microbatch=size, input=input_bytes)
+
+    first, *others = map(measure, sizes)
+    device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
+    source = f"measured on {device_name(device)} with torch {torch.__version__}, median of {repeats}"
+    tokens = None if meter is None else meter.tokens
+    units = replace(first, time_unit="s", size_unit="B", source=source, keeps_output=True, tokens=tokens)
+    return replace(units, latency=latency, bandwidth=bandwidth, variants=others)
 
 
 def count_rows(sample: Any) -> int:
@@ -85,6 +108,40 @@ def count_rows(sample: Any) -> int:
     if rows is None:
         raise ScheduleError("the sample has no tensor with a batch dimension: give at least one tensor")
     return rows
+
+
+def _make_meter(transformer: Any, loss: Loss | None, args: Any, slices: int | Sequence[SlicePlace]) -> SliceMeter:
+    """What measures slices; `transformer` is a model of transformers, which cuts its inputs by itself."""
+    shapes = [leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
+    if not shapes:
+        raise ScheduleError("slices= needs a sample with a sequence: a tensor whose second dimension is its tokens")
+    tokens = shapes[0][1]
+    places = list_places(tokens, slices) if isinstance(slices, int) else check_places(slices, tokens)
+
+    def make_cutter(lengths: list[int]) -> SequenceCutter:
+        cutter = SequenceCutter(len(lengths), loss or Loss(None, "mean"), lengths)
+        return cutter if transformer is None else adapt_cutter(cutter, transformer, own_loss=loss is not None)
+
+    def cut(inputs: Any, target: Any, lengths: list[int]) -> tuple[list[Any], list[Any]]:
+        parts = make_cutter(lengths).cut(inputs, {}, target, 1)
+        return list(parts.args), parts.targets or [None] * len(lengths)
+
+    def can_slice(layer: MeasuredLayer) -> bool:
+        try:
+            check_sliceable(layer.name, layer.stage.module)
+        except ScheduleError:
+            return False
+        return True
+
+    return SliceMeter(
+        places,
+        tokens,
+        cut,
+        make_memory=lambda lengths: Prefixes(len(lengths), lengths),
+        loss=None if loss is None else make_cutter([tokens]).loss,
+        can_slice=can_slice,
+        cut_input=lambda value, lengths: mb.split_batch(value, 1, lengths),
+    )
 
 
 def _resize(value: Any, size: int) -> Any:
@@ -103,7 +160,7 @@ def _open_hugging_face(model: Any, split: Any, sample: Any, loss_fn: Any, target
     own, loss, _ = recognise_model(model, split, loss_fn, None)
     if not isinstance(own, HuggingFace):
         return split, sample, loss_fn, target
-    args, labels = open_batch((sample,))
+    args, labels, _ = open_batch((sample,))
     target = labels if target is None else target
     return own, args, None if target is None and loss_fn is None else loss, target
 
@@ -151,171 +208,3 @@ def _move(device: str | torch.device | None, named: list[tuple[str, nn.Module]],
     for _, layer in named:
         layer.to(destination)
     return pytree.tree_map(lambda leaf: leaf.to(destination) if isinstance(leaf, Tensor) else leaf, value)
-
-
-def _device_name(args: Any) -> str:
-    device = next(leaf.device for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor))
-    return device_name(device)
-
-
-@dataclass
-class _Forward:
-    """One forward of a layer as a stage runs it, with everything that its backward needs."""
-
-    leaves: Any
-    output: Any
-    ends: list[Tensor]
-    deferral: Deferral
-
-    def ones(self) -> list[Tensor | None]:
-        """The gradients that the backward starts from."""
-        return [torch.ones_like(end) for end in self.ends]
-
-
-@dataclass
-class _Profiler:
-    """Measures all layers for one microbatch size after another."""
-
-    named: list[tuple[str, nn.Module]]
-    loss: Loss | None
-    optimizer: Optimizer | None
-    warmup: int
-    repeats: int
-    progress: Callable[[str, int, int], None] | None
-
-    def profile(self, size: int, args: tuple[Any, ...], target: Any) -> Profile:
-        """Measure all layers for one microbatch size, in rounds over all of them, so that a disturbance affects one time of each."""
-        layers: list[_MeasuredLayer] = []
-        inputs: Any = args
-        with preserve_state([module for _, module in self.named]), torch.enable_grad():
-            for _, module in self.named:
-                module.zero_grad(set_to_none=True)
-            for place, (name, module) in enumerate(self.named):
-                last = place == len(self.named) - 1
-                stage = Stage(place, module, unpack=place == 0)
-                layers.append(_MeasuredLayer(name, stage, self.loss if last else None, target, inputs))
-                inputs = layers[-1].measure_memory(self.warmup, self.optimizer)
-            for done in range(self.repeats):
-                if self.progress is not None:
-                    self.progress(f"round {done + 1} of {self.repeats}, microbatches of {size}", done, self.repeats)
-                for layer in layers:
-                    layer.times.append(layer.time())
-        return Profile([layer.result() for layer in layers], microbatch=size, input=float(memory.bytes_of(args)))
-
-
-@dataclass
-class _MeasuredLayer:
-    """One layer, and its times and sizes so far."""
-
-    name: str
-    stage: Stage
-    loss: Loss | None
-    target: Any
-    inputs: Any
-    times: list[tuple[float, float, float]] = field(default_factory=list)
-    sizes: dict[str, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Inspect the modules here, so that no timed run does."""
-        self._can_split = self.stage.splits
-        self._deferrable = self.stage.deferrable()
-
-    def measure_memory(self, warmup: int, optimizer: Optimizer | None) -> Any:
-        """Warm up and measure the sizes; returns the output, which is the input of the next layer."""
-        for _ in range(warmup):
-            self.time()
-        held, stash, output = self._held()
-        module = self.stage.module
-        sizes = {
-            "activation": held,
-            "weight_stash": stash,
-            "workspace": self._workspace(held),
-            "output": memory.bytes_of(output),
-            "parameters": sum(memory.module_sizes(module).values()),
-            "gradients": memory.bytes_of([p.grad for p in module.parameters()]),
-            "optimizer": memory.optimizer_bytes(module, optimizer),
-        }
-        self.sizes = {name: float(size) for name, size in sizes.items()}
-        return output
-
-    def result(self) -> Layer:
-        f, i, w = (statistics.median(column) for column in zip(*self.times, strict=True))
-        return Layer(name=self.name, f=f, i=i, w=w, **self.sizes)
-
-    @property
-    def _splits(self) -> bool:
-        return self._can_split and self.stage.whole is None
-
-    def _forward(self, leaves: Any, split: bool = True) -> _Forward:
-        """Run a forward; a layer whose backward turns out not to be splittable is measured with a whole one from then on."""
-        if split and self._splits:
-            try:
-                return self._run_forward(leaves, Deferral())
-            except WholeBackwardNeeded as need:
-                self.stage.whole = need.reason
-                leaves = detach_as_leaves(self.inputs)
-        return self._run_forward(leaves, None)
-
-    def _run_forward(self, leaves: Any, deferral: Deferral | None) -> _Forward:
-        with nullcontext() if deferral is None else self._deferrable.forward(deferral):
-            output = self.stage.run([leaves], {})
-            loss = None if self.loss is None else self.loss(output, None if self.target is None else [self.target], 0)
-        ends = find_differentiable(output if loss is None else loss)
-        return _Forward(leaves, output, ends, deferral or Deferral())
-
-    def _backward(self, run: _Forward, grads: list[Tensor | None]) -> None:
-        if not run.ends:
-            return
-        if self._splits:
-            self._deferrable.backward_input(run.deferral, run.ends, grads)
-        else:
-            run_backward(run.ends, grads)
-
-    def time(self) -> tuple[float, float, float]:
-        """The times of F, I and W, without making the input and the gradients of the output."""
-        leaves = detach_as_leaves(self.inputs)
-        watch = Stopwatch(self.inputs)
-        run = self._forward(leaves)
-        watch.mark()
-        grads = run.ones()
-        watch.mark()
-        self._backward(run, grads)
-        watch.mark()
-        self.stage.backward_weights(run.deferral)
-        watch.mark()
-        f, _, i, w = watch.seconds()
-        return f, i, w
-
-    def _workspace(self, held: int) -> int:
-        """The peak memory of F, I, W and B beyond what is held; 0 if the device does not count it."""
-        if not is_initialized():
-            return 0
-        peak = PeakMemory()
-        run = self._forward(detach_as_leaves(self.inputs))
-        grads = run.ones()
-        beyond = [peak.bytes() - held - (memory.bytes_of(run.output) if self.loss is None else 0)]
-        beyond += [_peak_of(lambda: self._backward(run, grads)), _peak_of(lambda: self.stage.backward_weights(run.deferral))]
-        whole = self._forward(detach_as_leaves(self.inputs), split=False)
-        whole_grads = whole.ones()
-        return max(0, *beyond, _peak_of(lambda: run_backward(whole.ends, whole_grads) if whole.ends else None))
-
-    def _held(self) -> tuple[int, int, Any]:
-        """The bytes held from F to I, those held from I to W, and the output."""
-        own = memory.module_sizes(self.stage.module)
-        with memory.watch_saved_tensors() as saved:
-            run = self._forward(detach_as_leaves(self.inputs))
-            held = {**saved, **memory.storage_sizes(run.leaves)}
-            if self.loss is None:  # the output counts as an input of the next layer, or as a message
-                output_sizes = memory.storage_sizes(run.output)
-                held = {key: size for key, size in held.items() if key not in output_sizes}
-            self._backward(run, run.ones())
-        stash = memory.storage_sizes([(record.grad, record.value, record.extra) for record in run.deferral.operators])
-        output = detach_tree(run.output)
-        self.stage.backward_weights(run.deferral)
-        return memory.bytes_without(held, own), memory.bytes_without(stash, own), output
-
-
-def _peak_of(work: Callable[[], None]) -> int:
-    peak = PeakMemory()
-    work()
-    return peak.bytes()

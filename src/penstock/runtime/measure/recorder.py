@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import platform
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock.ir.costs import Costs
 from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Floats
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
 from penstock.simulator.event_loops.flat import Flat
+from penstock.simulator.measured import measured_costs
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import Units
 
 if TYPE_CHECKING:
     from penstock.runtime.execution.executor import Executor
 
 ROUNDS = 9
 """How often clocks are compared; the quickest exchange is the most exact."""
-
-_TIMED = {Kind.F: "f", Kind.I: "i", Kind.W: "w", Kind.B: "b", Kind.UNSHARD: "unshard", Kind.REDUCE_GRAD: "reduce"}
-"""The kinds of actions that take time, and their names in `Costs`."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,8 @@ class StepTimes:
     received: dict[Route, list[tuple[int, int, int]]]
     """For each message, when it was sent (on the sender's clock), asked for, and there."""
     collectives: list[tuple[int, int, int]] = field(default_factory=list)
-    """For each all-gather and reduction: the index of the action that started it, its start, and when its end was noticed."""
+    """For each all-gather, reduction and copy to or from the host: the index of the action that started it, its start, and when its end
+    was noticed."""
 
     @classmethod
     def of(cls, executor: Executor) -> StepTimes:
@@ -51,7 +48,9 @@ class StepTimes:
             begun, ended = watch.times(watch.begun), watch.times(watch.ended)
             columns = {route: [watch.times(column) for column in zip(*times, strict=True)] for route, times in received.items()}
             received = {route: list(zip(*three, strict=True)) for route, three in columns.items()}
-        return cls(begun, ended, received, list(executor.data.collectives(actions, begun, ended)))
+        collectives = list(executor.data.collectives(actions, begun, ended))
+        collectives += [(at, begun[at], ended[at]) for at, action in enumerate(actions) if action.kind.is_copy]
+        return cls(begun, ended, received, collectives)
 
 
 def clock_offsets(group: Group, rank: int, deadline: float) -> list[int]:
@@ -96,8 +95,8 @@ def build_timeline(program: Program, ranks: Sequence[StepTimes], ahead: Sequence
         for at, begun, ended in times.collectives:
             node = int(program.rows.group_offsets[rank]) + at
             collective_start[node], collective_end[node] = ((time - ahead[rank] - zero) / 1e9 for time in (begun, ended))
-    costs = _costs(program, start, end, arrive - depart, collective_end - collective_start)
-    return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured")
+    costs = measured_costs(program, start, end, arrive - depart, collective_end - collective_start)
+    return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured", units=Units("s"))
 
 
 def _transfers(program: Program, ranks: Sequence[StepTimes], ahead: Sequence[int], zero: float) -> tuple[Floats, Floats]:
@@ -118,21 +117,3 @@ def _transfers(program: Program, ranks: Sequence[StepTimes], ahead: Sequence[int
         at = messages.channel == number
         depart[at], arrive[at] = sent / 1e9, np.where(waited, there, np.minimum(there, sent + quickest)) / 1e9
     return depart, arrive
-
-
-def _costs(program: Program, start: Floats, end: Floats, under_way: Floats, collective: Floats) -> Costs:
-    """The costs of the step: the median of each stage and kind, and the median message."""
-    taken: dict[Kind, list[list[float]]] = {kind: [[] for _ in range(program.stages)] for kind in _TIMED}
-    bounds = program.rows.group_offsets.tolist()
-    for rank, (low, _) in enumerate(pairwise(bounds)):
-        for node, action in enumerate(program[rank], start=low):
-            if action.kind in taken:
-                apart = action.kind in (Kind.UNSHARD, Kind.REDUCE_GRAD)
-                taken[action.kind][action.stage].append(float(collective[node] if apart else end[node] - start[node]))
-    measured: dict[str, Any] = {}
-    for kind, name in _TIMED.items():
-        if any(taken[kind]):
-            measured[name] = tuple(statistics.median(times) if times else 0.0 for times in taken[kind])
-    if "b" in measured and "i" not in measured:
-        measured["i"], measured["w"] = tuple(value / 2 for value in measured["b"]), tuple(value / 2 for value in measured["b"])
-    return Costs(**measured, latency=float(np.median(under_way)) if len(under_way) else 0.0)

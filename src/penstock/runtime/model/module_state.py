@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from penstock.runtime.batch.side_outputs import SideOutputs
-from penstock.runtime.model.random_streams import capture_random_state, set_random_state
+from penstock.runtime.batch.result import SideOutputs
+from penstock.runtime.model.random_streams import capture_random_state, preserve_random_state, set_random_state
 from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, to_local
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.torch_internals.modules import NormBase, has_forward_hooks, own_buffers
-from penstock.runtime.torch_internals.tensors import read_version
+from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module: parameters, buffers, submodules and hooks."""
@@ -35,6 +35,7 @@ _MISSING = object()
 _CONTAINERS = (list, tuple, set, dict, deque)
 
 
+@dataclass(eq=False)
 class ModuleState:
     """The state of a module and its submodules at one moment, to restore it or compare with it later.
 
@@ -43,9 +44,8 @@ class ModuleState:
     object is not noticed. Parameters are left out.
     """
 
-    def __init__(self, places: list[_Place], values: list[_Value]) -> None:
-        self._places = places
-        self._entries = values
+    _places: list[_Place]
+    _entries: list[_Value]
 
     @classmethod
     def capture(cls, module: nn.Module) -> ModuleState:
@@ -67,12 +67,9 @@ class ModuleState:
 
     def keep_changed(self, also: Collection[str] = ()) -> list[str]:
         """Drop everything that has not changed, except what has one of these dotted names; return the names of the rest."""
-        added = [_Value(place, key, _MISSING, None) for place, key in self._added()]
-        self._places, self._entries = [], [value for value in self._entries if self._is_kept(value, also)] + added
+        self._entries = [value for value in self._entries if value.name in also or value.differs()] + self._added()
+        self._places = []
         return self.names()
-
-    def _is_kept(self, value: _Value, also: Collection[str]) -> bool:
-        return value.place.name_of(value.key) in also or value.differs()
 
     def extend(self, other: ModuleState) -> None:
         """Add what another state has captured."""
@@ -80,7 +77,7 @@ class ModuleState:
 
     def names(self) -> list[str]:
         """Return the dotted names of everything that was captured."""
-        return [value.place.name_of(value.key) for value in self._entries]
+        return [value.name for value in self._entries]
 
     @contextmanager
     def stand_in(self) -> Iterator[None]:
@@ -103,12 +100,12 @@ class ModuleState:
 
         That is tensors, plain values and containers of them.
         """
-        contents = {value.place.name_of(value.key): value.contents() for value in self._entries}
+        contents = {value.name: value.contents() for value in self._entries}
         return {name: value for name, value in contents.items() if _is_plain(value)}
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Give the module copies of these values, by dotted name; attributes that it does not have are added."""
-        held = {value.place.name_of(value.key): value for value in self._entries}
+        held = {value.name: value for value in self._entries}
         attributes = {place.prefix: place.holder for place in self._places}
         for name, contents in values.items():
             value, (prefix, _, key) = held.get(name), name.rpartition(".")
@@ -119,9 +116,7 @@ class ModuleState:
 
     def restore(self) -> None:
         """Restore the contents of tensors and containers in place, and put back objects that were replaced."""
-        for place, key in self._added():
-            del place.holder[key]
-        for value in self._entries:
+        for value in self._added() + self._entries:
             value.restore()
 
     def changed(self, *, set_first: bool = True) -> list[str]:
@@ -129,17 +124,21 @@ class ModuleState:
 
         Without `set_first`, what was None or did not exist is left out, because a forward may set it once.
         """
-        differing = [
-            value.place.name_of(value.key) for value in self._entries if value.differs() and (set_first or value.value is not None)
-        ]
-        return differing + ([place.name_of(key) for place, key in self._added()] if set_first else [])
+        differing = [value.name for value in self._entries if value.differs() and (set_first or value.value is not None)]
+        return differing + [value.name for value in self._added() if set_first]
 
-    def _added(self) -> list[tuple[_Place, str]]:
-        """Return what did not exist when the state was captured."""
-        known = {(id(value.place.holder), value.key) for value in self._entries}
-        return [(place, key) for place in self._places for key, _ in place.entries() if (id(place.holder), key) not in known]
+    def _added(self) -> list[_Value]:
+        return _find_added(self._places, ((value.place, value.key) for value in self._entries))
 
 
+def _find_added(places: Iterable[_Place], known: Iterable[tuple[_Place, str]]) -> list[_Value]:
+    """Return everything that is not among the known, as values that did not exist before."""
+    before = {(id(place.holder), key) for place, key in known}
+    added = ((place, key) for place in places for key, _ in place.entries() if (id(place.holder), key) not in before)
+    return [_Value(place, key, _MISSING, None) for place, key in added]
+
+
+@dataclass(frozen=True)
 class ModuleVersions:
     """The identities of the objects in a module's state and the versions of its tensors: notices most changes at low cost.
 
@@ -147,8 +146,9 @@ class ModuleVersions:
     state and are not looked at.
     """
 
-    def __init__(self, entries: list[tuple[_Place, str, Any, int]], sizes: list[tuple[_Place, int]]) -> None:
-        self._entries, self._sizes = entries, sizes
+    _entries: list[tuple[_Place, str, Any, int]]
+    _sizes: list[tuple[_Place, int]]
+    _skip: Collection[str]
 
     @classmethod
     def capture(cls, module: nn.Module, skip: Collection[str] = ()) -> ModuleVersions:
@@ -156,7 +156,8 @@ class ModuleVersions:
         parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
         places = [_Place(prefix, holder) for prefix, part in parts for holder in (own_buffers(part), vars(part))]
         entries = [(place, key, value, _version(value)) for place in places for key, value in place.entries()]
-        return cls([entry for entry in entries if entry[0].name_of(entry[1]) not in skip], [(place, len(place.holder)) for place in places])
+        kept = [entry for entry in entries if entry[0].name_of(entry[1]) not in skip]
+        return cls(kept, [(place, len(place.holder)) for place in places], skip)
 
     def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
         """Return the earlier state of what was replaced or added, and the names of what was changed in place.
@@ -172,13 +173,8 @@ class ModuleVersions:
             if version != -1 and _version(value) != version:
                 in_place.append(place.name_of(key))
         if set_first and any(len(place.holder) != size for place, size in self._sizes):
-            known = {(id(place.holder), key) for place, key, _, _ in self._entries}
-            replaced += [
-                _Value(place, key, _MISSING, None)
-                for place, _ in self._sizes
-                for key, _ in place.entries()
-                if (id(place.holder), key) not in known
-            ]
+            added = _find_added((place for place, _ in self._sizes), ((place, key) for place, key, _, _ in self._entries))
+            replaced += [value for value in added if value.name not in self._skip]
         return ModuleState([], replaced), in_place
 
 
@@ -202,22 +198,6 @@ def _version(value: Any) -> int:
     if isinstance(value, Tensor):
         return -1 if value.is_inference() else read_version(value)
     return len(value) if isinstance(value, _CONTAINERS) else -1
-
-
-@dataclass(frozen=True)
-class TensorState:
-    """The contents of the tensors of a pytree at one moment, to restore them in place."""
-
-    tensors: list[tuple[Tensor, Tensor]]
-
-    @classmethod
-    def capture(cls, tree: Any) -> TensorState:
-        pairs = ((leaf, _copy_tensor(leaf)) for leaf in pytree.tree_leaves(tree))
-        return cls([(leaf, copy) for leaf, copy in pairs if copy is not None])
-
-    def restore(self) -> None:
-        for tensor, before in self.tensors:
-            _restore_tensor(tensor, before)
 
 
 @dataclass(frozen=True)
@@ -245,6 +225,10 @@ class _Value:
     key: str
     value: Any
     copy: Any
+
+    @property
+    def name(self) -> str:
+        return self.place.name_of(self.key)
 
     def restore(self) -> None:
         if isinstance(self.copy, _Contents):
@@ -408,7 +392,8 @@ class ForwardState:
     """The state before one forward: of modules, inputs, random streams and side outputs."""
 
     modules: list[ModuleState]
-    inputs: TensorState
+    inputs: list[tuple[Tensor, Tensor]]
+    """Each tensor with a copy of its contents."""
     random: dict[str, Any]
     side_outputs: SideOutputs
     side_before: SideOutputs
@@ -420,7 +405,8 @@ class ForwardState:
         states = [ModuleState.capture(module) for module in modules]
         versions = [(parameter, read_version(parameter)) for module in modules for parameter in module.parameters()]
         side_before = SideOutputs(list(side_outputs.losses), dict(side_outputs.metrics))
-        return cls(states, TensorState.capture(inputs), capture_random_state(), side_outputs, side_before, versions)
+        copies = [(leaf, copy) for leaf in pytree.tree_leaves(inputs) if (copy := _copy_tensor(leaf)) is not None]
+        return cls(states, copies, capture_random_state(), side_outputs, side_before, versions)
 
     @property
     def restorable(self) -> bool:
@@ -430,6 +416,26 @@ class ForwardState:
     def restore(self) -> None:
         for state in self.modules:
             state.restore()
-        self.inputs.restore()
+        for tensor, before in self.inputs:
+            _restore_tensor(tensor, before)
         set_random_state(self.random)
         self.side_outputs.losses, self.side_outputs.metrics = list(self.side_before.losses), dict(self.side_before.metrics)
+
+
+@contextmanager
+def preserve_state(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Restore gradients, buffers, attributes and torch's random state after the block, and parameters that gradient hooks may change."""
+    parameters = list({id(parameter): parameter for module in modules for parameter in module.parameters()}.values())
+    grads = [parameter.grad for parameter in parameters]
+    hooked = [(parameter, parameter.detach().clone()) for parameter in parameters if post_accumulate_hooks(parameter)]
+    states = [ModuleState.capture(module) for module in modules]
+    try:
+        with preserve_random_state():
+            yield
+    finally:
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for parameter, value in hooked:
+            parameter.data.copy_(value)
+        for state in states:
+            state.restore()

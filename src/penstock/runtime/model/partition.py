@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, pairwise
 from typing import Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from penstock.errors import PlacementError, nearest
+from penstock.runtime.sequence.token_wise import DECLARATION, check_sliceable
 from penstock.runtime.torch_internals.modules import own_children
 
 
@@ -130,26 +133,32 @@ def partition(model: Any, stages: int, split: Any = None) -> Partition:
     if isinstance(model, Mapping):
         return _from_map(model, stages)
     if isinstance(model, (list, tuple)) or (isinstance(model, nn.ModuleList) and split is None):
-        return _from_list(list(model), stages)
+        if len(model) != stages:
+            raise PlacementError(f"{len(model)} modules for {stages} stages: give one per stage")
+        return _from_map(dict(enumerate(model)), stages)
     if hasattr(split, "cut"):
         return split.cut(model, stages)  # type: ignore[no-any-return]
     if not isinstance(model, nn.Module):
         raise PlacementError(f"a model is a module, a list of modules or a map of modules by stage, got {type(model).__name__}")
     names, layers = _layers(model, split)
-    wanted = split.sizes if isinstance(split, Layers) else split
-    sizes = balance_layers([_weight(layer) for layer in layers], stages, type(model).__name__) if wanted is None else list(wanted)
-    if len(sizes) != stages or sum(sizes) != len(layers) or min(sizes) < 1:
-        raise PlacementError(
-            f"split {sizes} for {stages} stages of {len(layers)} layers: give each stage at least one and use every layer once"
-        )
-    parts = []
-    first = 0
-    for size in sizes:
-        chosen = range(first, first + size)
-        parts.append(_make_part([names[k] for k in chosen], [layers[k] for k in chosen]))
-        first += size
+    cuts = cut_units([[layer] for layer in layers], stages, split.sizes if isinstance(split, Layers) else split, model, unit="layer")
     _check_coverage(model, names, layers, split.unused if isinstance(split, Layers) else ())
-    return Partition(tuple(parts))
+    return Partition(tuple(_make_part([names[k] for k in chosen], [layers[k] for k in chosen]) for chosen in cuts))
+
+
+def cut_units(
+    units: Sequence[Sequence[nn.Module]], stages: int, sizes: Sequence[int] | None, model: Any, *, unit: str, more: str = ""
+) -> list[range]:
+    """Return the units of each stage: as many as `sizes` says, by default balanced by parameters. `unit` names one in errors."""
+    if sizes is None:  # a unit without parameters has some weight too
+        weights = [1 + sum(parameter.numel() for module in modules for parameter in module.parameters()) for modules in units]
+        sizes = balance_layers(weights, stages, type(model).__name__)
+    if len(sizes) != stages or sum(sizes) != len(units) or min(sizes) < 1:
+        raise PlacementError(
+            f"split {list(sizes)} for {stages} stages of {len(units)} {unit}s{more}: give each stage at least one and use every {unit} once"
+        )
+    ends = [0, *accumulate(sizes)]
+    return [range(start, end) for start, end in pairwise(ends)]
 
 
 def _check_materialised(model: Any) -> None:
@@ -192,34 +201,23 @@ def _make_part(names: Sequence[str], layers: Sequence[nn.Module], unpack: bool =
     return Part(layers[0] if len(layers) == 1 else LayerSequence(layers), tuple(names), tuple(layers), unpack)
 
 
-def _weight(layer: nn.Module) -> int:
-    """Return a layer's weight for balancing stages; one without parameters has some weight too."""
-    return sum(parameter.numel() for parameter in layer.parameters()) + 1
-
-
 def balance_layers(weights: Sequence[int], stages: int, what: str) -> list[int]:
     """Return the number of layers per stage that makes the largest sum of weights as small as possible."""
-    count = len(weights)
-    if count < stages:
-        raise PlacementError(f"{what} has {count} layers, too few for {stages} stages")
-    sums = [0]
-    for weight in weights:
-        sums.append(sums[-1] + weight)
-    # best[n], after k stages: the smallest possible largest sum of the first n layers in k stages, and where the last of them starts.
-    best = [(sums[n], 0) for n in range(count + 1)]
-    starts: list[list[int]] = []
-    for stage in range(2, stages + 1):
-        rows = [(0, 0)] * (count + 1)
-        for n in range(stage, count + 1):
-            rows[n] = min((max(best[j][0], sums[n] - sums[j]), j) for j in range(stage - 1, n))
-        best = rows
-        starts.append([start for _, start in rows])
-    sizes: list[int] = []
-    end = count
-    for row in reversed(starts):
-        sizes.append(end - row[end])
-        end = row[end]
-    return [end, *reversed(sizes)]
+    if len(weights) < stages:
+        raise PlacementError(f"{what} has {len(weights)} layers, too few for {stages} stages")
+    sums = [0, *accumulate(weights)]
+
+    @cache
+    def best(end: int, count: int) -> tuple[int, int]:
+        """The smallest possible largest sum of the first `end` layers in `count` stages, and where the last of them starts."""
+        if count == 1:
+            return sums[end], 0
+        return min((max(best(start, count - 1)[0], sums[end] - sums[start]), start) for start in range(count - 1, end))
+
+    ends = [len(weights)]
+    for count in range(stages, 0, -1):
+        ends.append(best(ends[-1], count)[1])
+    return [end - start for end, start in pairwise(ends)][::-1]
 
 
 def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.Module], unused: Sequence[str]) -> None:
@@ -242,17 +240,19 @@ def _check_coverage(model: nn.Module, names: Sequence[str], layers: Sequence[nn.
         )
 
 
-def _from_list(modules: list[nn.Module], stages: int) -> Partition:
-    if len(modules) != stages:
-        raise PlacementError(f"{len(modules)} modules for {stages} stages: give one per stage")
-    return _from_map(dict(enumerate(modules)), stages)
-
-
 def _from_map(modules: Mapping[int, nn.Module], stages: int) -> Partition:
     wrong = [stage for stage in modules if stage not in range(stages)]
     if wrong:
         raise PlacementError(f"stage {wrong[0]!r} in the map of modules: there are stages 0 to {stages - 1}")
     return Partition(tuple(_make_part([str(k)], [modules[k]], unpack=True) if k in modules else None for k in range(stages)))
+
+
+def check_slices(cut: Partition) -> None:
+    """Refuse stages that cannot run on slices of a sequence, as far as they are on this rank."""
+    for part in cut.parts:
+        for name, module in zip(part.layers, part.modules, strict=True) if part is not None else ():
+            if part is None or getattr(part.module, DECLARATION, False) is not True:
+                check_sliceable(name, module)
 
 
 def apply_plan_split(model: Any, plan: Any, split: Any) -> tuple[Any, Any]:

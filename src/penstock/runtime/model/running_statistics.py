@@ -22,8 +22,8 @@ from penstock.ir.action import Action
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.runtime.model.module_state import ModuleState, ModuleVersions
-from penstock.runtime.model.recompute import Recomputed
 from penstock.runtime.model.tied_parameters import Gather
+from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.torch_internals.modules import BatchNorm, InstanceNorm, NormBase, own_buffers
 
 _KNOWN = (BatchNorm.forward, SyncBatchNorm.forward, InstanceNorm.forward)
@@ -39,7 +39,6 @@ _Buffers = dict[str, list[Any]]
 class ForwardStatistics:
     """The statistics that one forward has written, starting from zero."""
 
-    microbatch: int
     mean: Tensor
     variance: Tensor
     count: Tensor | None
@@ -104,7 +103,7 @@ class RunningStatistics:
             self._checked.add(stage)
             for name, part in active.items():
                 mean, variance, count = zeros[name]
-                statistics = ForwardStatistics(microbatch, mean, variance, None if isinstance(part, InstanceNorm) else count)
+                statistics = ForwardStatistics(mean, variance, None if isinstance(part, InstanceNorm) else count)
                 self._written.setdefault((stage, name), {})[microbatch] = statistics
             return output
 
@@ -116,14 +115,14 @@ class RunningStatistics:
     def fold(self, gather: Gather) -> list[tuple[Tensor, Tensor]]:
         """Return each buffer with its value after the step, the same on all ranks."""
         mine, self._written = self._written, {}
-        by_layer: dict[LayerKey, list[ForwardStatistics]] = {}
+        by_layer: dict[LayerKey, dict[int, ForwardStatistics]] = {}
         for theirs in gather("running statistics", mine) if self.gathers else [mine]:
             for key, written in theirs.items():
-                by_layer.setdefault(key, []).extend(written.values())
+                by_layer.setdefault(key, {}).update(written)
         folded: list[tuple[Tensor, Tensor]] = []
         for (stage, name), forwards in by_layer.items():
             if stage in self._norms:
-                folded += _fold(self._norms[stage][name], sorted(forwards, key=lambda forward: forward.microbatch))
+                folded += _fold(self._norms[stage][name], [forwards[microbatch] for microbatch in sorted(forwards)])
         return folded
 
     def reset(self) -> None:

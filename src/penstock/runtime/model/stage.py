@@ -9,7 +9,7 @@ from torch import nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.model.random_streams import draws_by_layer
-from penstock.runtime.model.recompute import Recomputed
+from penstock.runtime.model.transforms import Recomputed
 from penstock.runtime.split_backward.deferrable import Deferrable
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.boundary import WatchedInputs, make_message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any
 
 from torch import Tensor, nn
@@ -83,11 +84,8 @@ class SharedParameters:
 
         self.place: dict[str, Place] = {name: places[name] for name in mine}
         """For each of this rank's parameters, the place of the first copy of it."""
-        self.copies: dict[Place, list[str]] = {}
+        self._copies = {name: place for name, place in self.place.items() if place in several}
         """This rank's parameters whose gradients are summed over ranks."""
-        for name in mine:
-            if places[name] in several:
-                self.copies.setdefault(places[name], []).append(name)
         self.owned = {name for name, parameter in mine.items() if owner[parameter.ident] == rank}
         """This rank's parameters that no earlier rank holds."""
         self.one_object = any(owner[parameter.ident] != holder for _, parameter, holder in held)
@@ -96,59 +94,44 @@ class SharedParameters:
         """Whether any rank has copies."""
         self.tied = {name for name in known if len(users[places[name]]) > 1}
         """The parameters known to this rank that several stages use."""
-        self._before: dict[Place, list[Tensor | None]] = {}
-        """The gradients that were accumulated before the step."""
-        self._postponed: dict[Place, list[Tensor | None]] = {}
+        self._before: dict[str, Tensor | None] = {}
+        """The gradients that were accumulated before the step, by name."""
+        self._postponed: dict[str, Tensor | None] = {}
         """This rank's gradients of steps that were not finalized."""
-        self._backup: dict[Place, list[Tensor | None]] | None = None
+        self._backup: dict[str, Tensor | None] | None = None
         """Copies of them, to be restored if the step fails; None between steps."""
         if self.one_object and parallel:
             raise ScheduleError("ranks that run in parallel cannot share parameters: build a model on each rank")
         if self.active:
-            self._start_equal(self._held(named.items()), gather)
+            _start_equal("copies", [(self._copies[name], to_local(p.detach())) for name, p in self._held(named.items()).items()], gather)
 
-    def _held(self, parameters: NamedParameters) -> dict[Place, list[nn.Parameter]]:
+    def _held(self, parameters: NamedParameters) -> dict[str, nn.Parameter]:
         """Return this rank's parameters whose gradients are summed over ranks, as they are now."""
-        named = dict(parameters) if self.copies else {}
-        return {place: [named[name] for name in names] for place, names in self.copies.items()}
-
-    @staticmethod
-    def _start_equal(mine: Mapping[Place, list[nn.Parameter]], gather: Gather) -> None:
-        """Give all copies the values of the first."""
-        everyone = gather("copies", {place: to_local(held[0].detach()) for place, held in mine.items()})
-        for place, held in mine.items():
-            first = next(theirs[place] for theirs in everyone if place in theirs)
-            for parameter in held:
-                own = to_local(parameter.detach())
-                if own.data_ptr() != first.data_ptr():
-                    own.copy_(first)
-        gather("copied", None)
+        return {name: parameter for name, parameter in parameters if name in self._copies} if self._copies else {}
 
     def ids(self, parameters: NamedParameters) -> set[int]:
         """Return the ids of this rank's parameters whose gradients are summed over ranks."""
-        return {id(parameter) for held in self._held(parameters).values() for parameter in held}
+        return set(map(id, self._held(parameters).values()))
 
     def begin(self, parameters: NamedParameters, gather: Gather) -> None:
         """Begin a step: set aside the gradients accumulated before, so that only those of steps that were not finalized are summed."""
         mine = self._held(parameters)
-        self._backup = {place: [None if grad is None else grad.clone() for grad in grads] for place, grads in self._postponed.items()}
-        self._before = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
+        self._backup = {name: None if grad is None else grad.clone() for name, grad in self._postponed.items()}
+        self._before = {name: parameter.grad for name, parameter in mine.items()}
         if self.one_object:
             gather("begin", None)  # no rank adds to a gradient that another has yet to set aside
-        for place, held in mine.items():
-            for parameter, grad in zip(held, self._postponed.pop(place, [None] * len(held)), strict=True):
-                parameter.grad = grad
+        for name, parameter in mine.items():
+            parameter.grad = self._postponed.pop(name, None)
 
     def postpone(self, parameters: NamedParameters, gather: Gather) -> None:
         """End a step that does not finalize its gradients: the next one goes on with this rank's, and sums them over ranks."""
         if not self.active:
             return
         mine = self._held(parameters)
-        self._postponed = {place: [parameter.grad for parameter in held] for place, held in mine.items()}
+        self._postponed = {name: parameter.grad for name, parameter in mine.items()}
         gather("postpone", None)  # no rank restores a gradient that another, which has the same object, has yet to keep
-        for place, held in mine.items():
-            for parameter, before in zip(held, self._before[place], strict=True):
-                parameter.grad = before
+        for name, parameter in mine.items():
+            parameter.grad = self._before[name]
         self._before = {}
 
     def settle(self) -> None:
@@ -168,70 +151,57 @@ class SharedParameters:
         if not self.active:
             return
         mine = self._held(parameters)
-        everyone = gather("sum", {place: self._terms(held, take_sum) for place, held in mine.items()})
-        sums = {place: _sum(term for theirs in everyone for term in theirs.get(place, ())) for place in mine}
-        gather("summed", None)  # no rank changes a gradient that another has yet to add
-        for place, held in mine.items():
-            for parameter, before in zip(held, self._before[place], strict=True):
-                total = sums[place]
-                if total is None:
-                    parameter.grad = before
-                    continue
-                if is_dtensor(parameter):
-                    grad: Tensor = from_local_like(parameter, total.to(parameter.dtype))
-                else:
-                    grad = round_gradient(total, parameter)
-                if before is not None:
-                    grad = add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
-                parameter.grad = grad
-        self._before = {}
-
-    def _terms(self, held: Sequence[nn.Parameter], take_sum: Callable[[nn.Parameter], Tensor | None]) -> list[_Term]:
-        """Return this rank's terms of a gradient. A sum that autograd has made belongs to the object, not to the rank."""
-        terms: dict[Hashable, Tensor] = {}
-        for parameter in held:
+        terms: dict[Place, list[_Term]] = {}
+        for name, parameter in mine.items():
             total = take_sum(parameter)
-            if total is not None:
-                terms[self._identify(parameter), self._rank] = to_local(redistribute_like(total, parameter))
-            elif parameter.grad is not None:
-                terms[self._identify(parameter)] = to_local(redistribute_like(parameter.grad, parameter))
-        return list(terms.items())
+            # A sum that autograd has made belongs to the object, not to the rank.
+            ident, grad = (self._identify(parameter), parameter.grad) if total is None else ((self._identify(parameter), self._rank), total)
+            if grad is not None:
+                terms.setdefault(self._copies[name], []).append((ident, to_local(redistribute_like(grad, parameter))))
+        everyone = gather("sum", terms)
+        sums = {place: _sum(term for theirs in everyone for term in theirs.get(place, ())) for place in {*self._copies.values()}}
+        gather("summed", None)  # no rank changes a gradient that another has yet to add
+        for name, parameter in mine.items():
+            before, total = self._before[name], sums[self._copies[name]]
+            if total is None:
+                parameter.grad = before
+                continue
+            grad = from_local_like(parameter, total.to(parameter.dtype)) if is_dtensor(parameter) else round_gradient(total, parameter)
+            if before is not None:
+                grad = add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
+            parameter.grad = grad
+        self._before = {}
 
 
 def start_buffers_equal(modules: Mapping[int, nn.Module], placement: Placement, gather: Gather) -> None:
     """Give the buffers of all copies of a stage the values of the first; `modules` are this rank's, by stage."""
     if len(placement.copies) == 1:
         return
-    mine = {
-        stage: {name: to_local(buffer) for name, buffer in module.named_buffers() if not is_lazy(buffer)}
-        for stage, module in modules.items()
-    }
-    everyone = gather("buffers", mine)
-    for stage, held in mine.items():
-        first = next(theirs[stage] for theirs in everyone if stage in theirs)
-        for name, buffer in held.items():
-            other = first.get(name, buffer)
-            if other.data_ptr() != buffer.data_ptr() and other.shape == buffer.shape:
-                buffer.copy_(other)
-    gather("buffers copied", None)
+    named = [((stage, name), buffer) for stage, module in modules.items() for name, buffer in module.named_buffers()]
+    _start_equal("buffers", [(key, to_local(buffer)) for key, buffer in named if not is_lazy(buffer)], gather)
+
+
+def _start_equal(name: str, held: Sequence[tuple[Hashable, Tensor]], gather: Gather) -> None:
+    """Give all copies of each tensor, which have the same key, the values of the first."""
+    everyone = gather(name, dict(reversed(held)))
+    for key, tensor in held:
+        first = next(theirs[key] for theirs in everyone if key in theirs)
+        if first.data_ptr() != tensor.data_ptr() and first.shape == tensor.shape:
+            tensor.copy_(first)
+    gather(f"{name} copied", None)
 
 
 def _sum(terms: Iterable[_Term]) -> Tensor | None:
     """Sum the terms, each identity once."""
-    seen: set[Hashable] = set()
-    total: Tensor | None = None
+    seen: dict[Hashable, Tensor] = {}
     for ident, grad in terms:
-        if ident not in seen:
-            total = grad if total is None else add_gradients(total, grad)
-        seen.add(ident)
-    return total
+        seen.setdefault(ident, grad)
+    return reduce(add_gradients, seen.values()) if seen else None
 
 
 def _find_places(known: Sequence[dict[str, Place]], ties: Ties) -> dict[str, Place]:
     """Return the place of each name; tied names have that of the first of them."""
-    places: dict[str, Place] = {}
-    for theirs in known:
-        places |= theirs
+    places = {name: place for theirs in known for name, place in theirs.items()}
     for group in ties:
         for name in group:
             if name not in places:

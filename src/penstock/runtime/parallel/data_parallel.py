@@ -7,9 +7,11 @@ buffers of the first data rank; after it they sum the loss.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +27,12 @@ from penstock.runtime.model.stage import Stage
 from penstock.runtime.model.tied_parameters import Gather
 from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
-from penstock.runtime.parallel.replicas import ReplicaGradients
-from penstock.runtime.tensors.dtensor import is_dtensor, to_local
+from penstock.runtime.tensors.dtensor import DTensorPacker, has_same_placements, is_dtensor, redistribute_like, to_local
+from penstock.runtime.tensors.layout import add_gradients, round_gradient
 from penstock.runtime.torch_internals.modules import NormBase, own_buffers
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 from penstock.runtime.transport.group import Operation, nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
-
-if TYPE_CHECKING:
-    from penstock.runtime.tensors.dtensor_messages import DTensorPacker
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
@@ -54,8 +53,7 @@ class DataParallel:
         self.group: ProcessSubgroup | None = None if mesh is None or mesh.data.ranks == 1 else mesh.data
         self.rank, self.ranks = (0, 1) if self.group is None else (self.group.rank, self.group.ranks)
         self.sharded = find_sharded_stages({index: stage.module for index, stage in stages.items()}, deadline)
-        self.replicas = ReplicaGradients(dtype) if self.group is not None or dtype is not None else None
-        self.dtype = dtype
+        self.dtype, self.replicas = dtype, ReplicaGradients(dtype)
         self._check(dtype)
         mine = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
         everyone = [mine] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", mine, deadline)
@@ -63,6 +61,8 @@ class DataParallel:
         """The pass that adds UNSHARD and RESHARD to programs, if any rank has sharded stages."""
         self.scattered = any(scattered for _, scattered in everyone)
         """Whether any rank holds only a part of a parameter."""
+        self.active = self.group is not None or dtype is not None or self.shard is not None
+        """Whether there is anything to do in a step; if not, `agree`, `begin`, `finish` and `settle` need not be called."""
         self._broken = False
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
@@ -121,14 +121,20 @@ class DataParallel:
         if self.group is None:
             step_input.normalise(step_input.total)
             return
-        mine = len(step_input.args), step_input.total, self.replicated.changed(), step_input.share.finalizes
-        counts, totals, changed, finalizes = zip(*self.group.gather(self.group.rank, name, mine, self.deadline), strict=True)
-        if len(set(counts)) > 1:
-            shown = ", ".join(f"{count} on {self.group.describe_rank(rank)}" for rank, count in enumerate(counts))
-            raise PipelineError(f"the data ranks run different numbers of microbatches: {shown}; give all the same count")
-        if len(set(finalizes)) > 1:
-            shown = ", ".join(f"{flag} on {self.group.describe_rank(rank)}" for rank, flag in enumerate(finalizes))
-            raise PipelineError(f"the data ranks give finalize_gradients different values: {shown}; give all the same")
+        share = step_input.share
+        mine = len(step_input.args), step_input.total, self.replicated.changed(), share.finalizes, step_input.items, share.schedule
+        gathered = self.group.gather(self.group.rank, name, mine, self.deadline)
+        counts, totals, changed, finalizes, items, schedules = zip(*gathered, strict=True)
+        order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
+        for values, what, advice in (
+            (counts, "run different numbers of microbatches", "give all the same count"),
+            (finalizes, "give finalize_gradients different values", "give all the same"),
+            (items, "divide their loss by different numbers of items", "give all the sum over all of them"),
+            ([name or "the own" for name in schedules], "run different schedules, but reduce their gradients in its order", order),
+        ):
+            if len(set(values)) > 1:
+                shown = ", ".join(f"{value} on {self.group.describe_rank(rank)}" for rank, value in enumerate(values))
+                raise PipelineError(f"the data ranks {what}: {shown}; {advice}")
         step_input.normalise(sum(totals))
         self._copy_buffers(changed)
 
@@ -146,19 +152,15 @@ class DataParallel:
     def begin(self, reduces: Sequence[int], *, finalizes: bool = True) -> None:
         """Begin a training step, whose program reduces these stages in this order; without `finalizes` nothing is reduced yet."""
         self._finalizes = finalizes
-        if self.replicas is not None:
-            self.replicas.begin(self._last_uses(reduces))
+        self.replicas.begin({} if self.group is None and self.dtype is None else self._last_uses(reduces))
 
     def _last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
         """Return the parameters that are summed with each stage: one that several stages have, with the last of them."""
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
-        postponed = self.replicas.is_postponed if self.replicas is not None else lambda parameter: False
         for index in reversed(reduces):
-            skip = seen | self._managed(index)
-            parameters[index] = [
-                p for p in self.stages[index].module.parameters() if (p.requires_grad or postponed(p)) and id(p) not in skip
-            ]
+            skip, own = seen | self._managed(index), self.stages[index].module.parameters()
+            parameters[index] = [p for p in own if (p.requires_grad or self.replicas.is_postponed(p)) and id(p) not in skip]
             seen |= {id(p) for p in parameters[index]}
         return parameters
 
@@ -166,23 +168,20 @@ class DataParallel:
     def finish(self, shared: Collection[int] = ()) -> None:
         """End a training step; `shared` are the ids of parameters that other ranks of the pipeline hold too."""
         self.finish_evaluation()
-        if self.replicas is not None:
-            self.replicas.finish(self.deadline, shared)
+        self.replicas.finish(self.deadline, shared)
 
     def postpone(self) -> None:
         """End a training step that does not finalize its gradients: they stay on this rank, and the next step goes on with them."""
         self.finish_evaluation()
-        if self.replicas is not None:
-            self.replicas.postpone()
+        self.replicas.postpone()
 
     def settle(self) -> None:
         """Note that a training step has succeeded on all ranks."""
-        if self.replicas is not None:
-            self.replicas.settle()
+        self.replicas.settle()
 
     def take_sum(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a shared parameter's gradient sum in `accumulate_dtype`, if there is one, and forget it."""
-        return None if self.replicas is None else self.replicas.take(parameter)
+        return self.replicas.take(parameter)
 
     def finish_evaluation(self) -> None:
         """End an evaluation step."""
@@ -192,8 +191,7 @@ class DataParallel:
     def reset(self) -> None:
         """Drop what is left of a step that has failed on some rank."""
         self._broken = self._broken or self.shard is not None
-        if self.replicas is not None:
-            self.replicas.reset()
+        self.replicas.reset()
         for sharded in self.sharded.values():
             sharded.reset()
 
@@ -216,11 +214,7 @@ class DataParallel:
     @property
     def packer(self) -> DTensorPacker | None:
         """Packs the `DTensor`s of messages; None without a mesh."""
-        if self.mesh is None:
-            return None
-        from penstock.runtime.tensors.dtensor_messages import DTensorPacker
-
-        return DTensorPacker(self.mesh.device_mesh)
+        return None if self.mesh is None else DTensorPacker(self.mesh.device_mesh)
 
     # Actions of the program -------------------------------------------------------------------------------------------
 
@@ -249,8 +243,7 @@ class DataParallel:
             if action.kind is Kind.UNSHARD and action.stage in gathers:
                 yield at, *next(gathers[action.stage])
             elif action.kind is Kind.REDUCE_GRAD and self._finalizes and (self.group is not None or action.stage in gathers):
-                summed = 0 if self.replicas is None else self.replicas.ended.get(action.stage, 0)
-                yield at, begun[at], max(ended[at], summed)
+                yield at, begun[at], max(ended[at], self.replicas.ended.get(action.stage, 0))
 
     def surrounds(self, stage: int) -> bool:
         """Whether `around` changes a stage's compute actions."""
@@ -263,21 +256,24 @@ class DataParallel:
             return self._around_sharded(kind, stage, sharded, operation)
         if self.dtype is None or kind not in _BACKWARD:
             return operation
-        replicas, module = self.replicas, self.stages[stage].module
-        assert replicas is not None
+        module, waits = self.stages[stage].module, kind is Kind.I
 
         def accumulate() -> None:
             operation()
             # Post-accumulate hooks run after the backward for the weights, and must see the gradient then.
-            waits = kind is Kind.I
-            replicas.accumulate([parameter for parameter in module.parameters() if not (waits and post_accumulate_hooks(parameter))])
+            self.replicas.accumulate([parameter for parameter in module.parameters() if not (waits and post_accumulate_hooks(parameter))])
 
         return accumulate
 
     def _around_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
         assert self.mesh is not None
-        refresh, watch, activity = self.stages[stage].refresh, self._watch(stage), self.mesh.whole.activity(self.mesh.whole.rank)
-        deferred = kind is Kind.W
+        refresh, activity = self.stages[stage].refresh, self.mesh.whole.activity(self.mesh.whole.rank)
+        deferred, awaited = kind is Kind.W, f"the parameters of stage {stage} from the other data ranks"
+
+        def watch() -> None:
+            """Raise if a rank has failed or the deadline has passed."""
+            assert self.group is not None
+            self.group.parent.check_wait(awaited, self.deadline)
 
         def compute() -> None:
             if sharded.pending:
@@ -290,34 +286,23 @@ class DataParallel:
 
         return compute
 
-    def _watch(self, stage: int) -> Callable[[], None]:
-        """Return a check to call while waiting for a stage's parameters: it raises if a rank has failed or the deadline has passed."""
-        awaited = f"the parameters of stage {stage} from the other data ranks"
-
-        def watch() -> None:
-            assert self.group is not None
-            self.group.parent.check_wait(awaited, self.deadline)
-
-        return watch
-
     @torch.no_grad()
     def _reduce(self, stage: int) -> None:
         """Sum a stage's gradients over the data ranks. They exchange first which gradients each has, with a deadline."""
         if not self._finalizes:
             return
-        group, replicas, sharded = self.group, self.replicas, self.sharded.get(stage)
-        mine = [] if replicas is None else replicas.present(stage), [] if sharded is None else sharded.present()
+        group, sharded = self.group, self.sharded.get(stage)
+        mine = self.replicas.present(stage), [] if sharded is None else sharded.present()
         everyone = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
         copies, shards = ([any(by_rank) for by_rank in zip(*theirs, strict=True)] for theirs in zip(*everyone, strict=True))
-        if group is not None and replicas is not None and any(copies):
-            replicas.reduce(stage, copies, self._connection)
+        if group is not None and any(copies):
+            self.replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
             sharded.reduce(shards)
 
     def _wait_reduction(self, stage: int) -> None:
         """Wait until the sum that `_reduce` began is there; without this the end of the step waits for it."""
-        if self.replicas is not None:
-            self.replicas.wait(stage, self.deadline)
+        self.replicas.wait(stage, self.deadline)
         if stage in self.sharded:
             self.sharded[stage].wait_reduction()
 
@@ -335,11 +320,9 @@ class ReplicatedTensors:
 
     def everything(self) -> list[Tensor]:
         """Return all parameters and buffers."""
-        tensors = self.buffers_of([True for _ in self._buffered()])
-        for index, module in self._modules.items():
-            managed = self._managed.get(index, set())
-            tensors += [parameter.detach() for parameter in module.parameters() if id(parameter) not in managed]
-        return tensors
+        buffers = [buffer for part in self._buffered() for buffer in part.buffers(recurse=False)]
+        named = ((self._managed.get(index, ()), p) for index, module in self._modules.items() for p in module.parameters())
+        return buffers + [parameter.detach() for managed, parameter in named if id(parameter) not in managed]
 
     def _buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""
@@ -356,7 +339,7 @@ class ReplicatedTensors:
 
     def buffers_of(self, wanted: Sequence[bool]) -> list[Tensor]:
         """Return the buffers of the wanted modules among those with buffers."""
-        return [buffer for part, want in zip(self._buffered(), wanted, strict=True) if want for buffer in part.buffers(recurse=False)]
+        return [buffer for part in compress(self._buffered(), wanted) for buffer in part.buffers(recurse=False)]
 
     @torch.no_grad()
     def broadcast(self, connection: Any, tensors: Sequence[Tensor]) -> None:
@@ -371,3 +354,156 @@ class ReplicatedTensors:
             for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
+
+
+class ReplicaGradients:
+    """The gradients, during one step, of a rank's parameters that are the same on every data rank.
+
+    `begin` sets aside what was accumulated in earlier steps, so that only this step's gradients are summed, once; `finish` adds the sums
+    to it. In between, `accumulate` is called after each backward, and `reduce` once per stage. A step that does not finalize its
+    gradients ends with `postpone` instead: the next one goes on with this rank's sums where this one has stopped.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        """The dtype in which the gradients of microbatches are summed; None for the parameters' own."""
+        self._of_stage: dict[int, list[nn.Parameter]] = {}
+        self._before: list[tuple[nn.Parameter, Tensor | None]] = []
+        self._sums: dict[int, Tensor] = {}
+        self._running: list[tuple[int, Any, list[tuple[nn.Parameter, Tensor]]]] = []
+        """The running all-reduces: the stage, the work, and each parameter's part of the sum."""
+        self._postponed: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] = {}
+        """The parameters with gradients of steps that were not finalized, by id: the gradient, and the sum in higher precision."""
+        self._backup: dict[int, tuple[nn.Parameter, Tensor | None, Tensor | None]] | None = None
+        """Copies of them, to be restored if the step fails; None between steps."""
+        self.ended: dict[int, int] = {}
+        """When each stage's all-reduce of the last step was seen to have ended."""
+
+    def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
+        """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
+        self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
+        self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
+        self._backup = {key: (parameter, _copy(grad), _copy(total)) for key, (parameter, grad, total) in self._postponed.items()}
+        for parameter, _ in self._before:
+            _, grad, total = self._postponed.pop(id(parameter), (parameter, None, None))
+            parameter.grad = grad
+            if total is not None:
+                self._sums[id(parameter)] = total
+
+    def is_postponed(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter has gradients of steps that were not finalized."""
+        return id(parameter) in self._postponed
+
+    def postpone(self) -> None:
+        """End a step that does not finalize its gradients: keep this rank's sums, and restore what was accumulated before."""
+        for parameter, before in self._before:
+            grad, total = parameter.grad, self._sums.get(id(parameter))
+            if grad is not None or total is not None:
+                self._postponed[id(parameter)] = parameter, grad, total
+            parameter.grad = before
+        self._before, self._sums = [], {}
+
+    def settle(self) -> None:
+        """Drop the copies, because the step has succeeded on all ranks."""
+        self._backup = None
+
+    def accumulate(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Move new gradients into the sums in higher precision."""
+        for parameter in parameters:
+            grad = parameter.grad
+            if grad is not None and self._sums_up(parameter):
+                total = self._sums.get(id(parameter))
+                if total is None:
+                    self._sums[id(parameter)] = grad.to(self.dtype)
+                elif total.is_sparse:
+                    self._sums[id(parameter)] = add_gradients(total, grad.to(self.dtype))
+                else:
+                    total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
+                parameter.grad = None
+
+    def _sums_up(self, parameter: nn.Parameter) -> bool:
+        return self.dtype is not None and parameter.dtype != self.dtype and parameter.is_floating_point()
+
+    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return this step's gradient so far."""
+        return self._sums.get(id(parameter), parameter.grad)
+
+    def present(self, stage: int) -> list[bool]:
+        """Return for each of a stage's parameters whether it has a gradient in this step."""
+        return [self._total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
+
+    def reduce(self, stage: int, wanted: Sequence[bool], connection: Any) -> None:
+        """Start to sum a stage's gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
+        buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        for parameter in compress(self._of_stage.get(stage, ()), wanted):
+            total = self._total(parameter)
+            if total is not None and total.is_sparse:
+                raise ScheduleError(
+                    f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
+                )
+            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
+            buckets.setdefault((dtype, parameter.device), []).append(parameter)
+        for (dtype, device), parameters in buckets.items():
+            shapes = [to_local(parameter.detach()).shape for parameter in parameters]
+            flat = torch.zeros(sum(shape.numel() for shape in shapes), dtype=dtype, device=device)
+            split = torch.split(flat, [shape.numel() for shape in shapes])
+            parts = [(parameter, part.view(shape)) for parameter, part, shape in zip(parameters, split, shapes, strict=True)]
+            for parameter, part in parts:
+                total = self._total(parameter)
+                if total is not None:
+                    part.copy_(to_local(redistribute_like(total, parameter)))
+            self._running.append((stage, connection.allreduce([flat]), parts))
+
+    def wait(self, stage: int, deadline: float) -> None:
+        """Wait for the all-reduces of one stage."""
+        running, self._running = self._running, []
+        for of, work, parts in running:
+            if of != stage:
+                self._running.append((of, work, parts))
+                continue
+            work.wait(timedelta(seconds=deadline))
+            self.ended[stage] = clock()
+            self._sums |= {id(parameter): part for parameter, part in parts}
+
+    def finish(self, deadline: float, shared: Collection[int] = ()) -> None:
+        """Wait for the all-reduces, round the sums, and add them to what was accumulated before.
+
+        The sums of `shared` parameters, given by their ids, are kept for `take`, because other ranks of the pipeline hold them too.
+        """
+        for stage in dict.fromkeys(stage for stage, _, _ in self._running):
+            self.wait(stage, deadline)
+        for parameter, before in self._before:
+            if id(parameter) in shared:
+                continue
+            grad, total = parameter.grad, self._sums.pop(id(parameter), None)
+            if total is not None and total.is_sparse:
+                grad = round_gradient(total, parameter)
+            elif total is not None:
+                grad = (
+                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
+                )
+                to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
+            parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
+        self._before, self._running = [], []
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the sum of a shared parameter's gradients in higher precision, and forget it.
+
+        None if the parameter's own gradient is the sum.
+        """
+        return self._sums.pop(id(parameter), None)
+
+    def reset(self) -> None:
+        """Drop the sums of a step that has failed, and restore those of the steps before it that were not finalized."""
+        self._of_stage, self._before, self._sums, self._running = {}, [], {}, []
+        self._postponed = self._postponed if self._backup is None else self._backup
+        self._backup = None
+
+
+def _copy(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.clone()
+
+
+def _add_to(before: Tensor, grad: Tensor) -> Tensor:
+    """Add a gradient, in place if both are dense."""
+    return add_gradients(before, grad) if before.is_sparse or grad.is_sparse else before.add_(grad)

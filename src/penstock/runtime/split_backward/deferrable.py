@@ -6,26 +6,16 @@ intercepted by the class of the parameters. Calls of autograd go through a wrapp
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from penstock.runtime.split_backward.deferral import (
-    Deferral,
-    Observation,
-    activate,
-    autograd_request,
-    check_request,
-    observe,
-    running_backwards,
-    set_tied_weights,
-)
+from penstock.runtime.split_backward.deferral import Deferral, Observation, activate, autograd_request, here, running_backwards
 from penstock.runtime.split_backward.operators import FUNCTIONAL, WATCHED
 from penstock.runtime.tensors.dtensor import is_dtensor
 from penstock.runtime.torch_internals.lookup import find_private
@@ -69,55 +59,37 @@ class Deferrable:
 
     def backward_input(self, deferral: Deferral, roots: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Compute the gradients of the inputs and of all that was not deferred; deferred operators get their outputs' gradients."""
-        deferral.backward = True
-        running_backwards.append(deferral)
-        try:
-            with _Recording(deferral, self.watched):  # for the forwards that checkpoints recompute
-                if self.hooked:
-                    with _HooksHeldBack(deferral):
-                        run_backward(roots, grads)
-                else:
-                    run_backward(roots, grads)
-        finally:
-            running_backwards.remove(deferral)
+        with self.backward(deferral):
+            run_backward(roots, grads)
 
     @contextmanager
     def observe(self, *, beside: bool = False) -> Iterator[Observation]:
         """A context for a forward that is not split, which notes whether it could be."""
-        observation = Observation(self.stand_ins, beside)
-        before = observe(observation)
-        _wrappers.enter()
+        before, here.observation = here.observation, Observation(self.stand_ins, beside)
         try:
-            yield observation
+            with _wrappers:
+                yield here.observation
         finally:
-            _wrappers.exit()
-            observe(before)
+            here.observation = before
 
-    @contextmanager
-    def backward(self, deferral: Deferral) -> Iterator[None]:
-        """A context in which other code runs a backward for the input."""
-        deferral.backward = True
-        running_backwards.append(deferral)
-        try:
-            with _Recording(deferral, self.watched), _HooksHeldBack(deferral):
-                yield
-        finally:
-            running_backwards.remove(deferral)
+    def backward(self, deferral: Deferral) -> _InputBackward:
+        """A context for a backward for the input; forwards that checkpoints recompute in it are recorded too."""
+        return _InputBackward(deferral, self.watched)
 
 
 @contextmanager
 def without_gradients_of(tied: Collection[int]) -> Iterator[None]:
     """A context that refuses to ask autograd for the gradients of these weights, given by their ids."""
-    before = set_tied_weights(tied)
-    _wrappers.enter()
+    before, here.tied = here.tied, tied
     try:
-        yield
+        with _wrappers:
+            yield
     finally:
-        _wrappers.exit()
-        set_tied_weights(before)
+        here.tied = before
 
 
 _engine = find_private("torch.autograd.Variable._execution_engine")
+_run_engine = find_private("torch.autograd._engine_run_backward")
 _DisabledTorchFunction = find_private("torch._C.DisableTorchFunctionSubclass")
 
 
@@ -142,15 +114,35 @@ class _Recording:
 
     def __enter__(self) -> None:
         self.before = activate(self.deferral)
-        _wrappers.enter()
+        _wrappers.__enter__()
         for parameter in self.watched:
             parameter.__class__ = _Watched
 
     def __exit__(self, *exc: object) -> None:
         for parameter in self.watched:
             parameter.__class__ = nn.Parameter
-        _wrappers.exit()
+        _wrappers.__exit__()
         activate(self.before)
+
+
+class _InputBackward(_Recording):
+    """A context for a backward for the input. A class, because a generator would cost as much as a small operator."""
+
+    __slots__ = ("hooks",)
+
+    def __enter__(self) -> None:
+        self.deferral.backward = True
+        running_backwards.append(self.deferral)
+        super().__enter__()
+        self.hooks = _hold_hooks_back(self.deferral) if self.deferral.hooked else None
+        if self.hooks is not None:
+            self.hooks.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.hooks is not None:
+            self.hooks.__exit__(None, None, None)
+        super().__exit__()
+        running_backwards.remove(self.deferral)
 
 
 class _Watched(nn.Parameter):
@@ -162,85 +154,52 @@ class _Watched(nn.Parameter):
             return WATCHED.get(func, func)(*args, **(kwargs or {}))
 
 
-class _HooksHeldBack:
+_one_at_a_time = threading.RLock()
+
+
+@contextmanager
+def _hold_hooks_back(deferral: Deferral) -> Iterator[None]:
     """A context without post-accumulate hooks: a gradient is complete only after the backward for the weights."""
 
-    _one_at_a_time = threading.RLock()
+    def note(parameter: nn.Parameter) -> None:
+        deferral.due[id(parameter)] = parameter
 
-    def __init__(self, deferral: Deferral) -> None:
-        self.deferral = deferral
-
-    def __enter__(self) -> None:
-        self._one_at_a_time.acquire()
-        held = [post_accumulate_hooks(p) for p in self.deferral.hooked.values()]
-        self.kept = [(hooks, dict(hooks)) for hooks in held]
-        for hooks, _ in self.kept:
+    with _one_at_a_time:
+        kept = [(hooks, dict(hooks)) for hooks in map(post_accumulate_hooks, deferral.hooked.values())]
+        for hooks, _ in kept:
             hooks.clear()
-            hooks[0] = self._note
-
-    def _note(self, parameter: nn.Parameter) -> None:
-        self.deferral.due[id(parameter)] = parameter
-
-    def __exit__(self, *exc: object) -> None:
-        for hooks, kept in self.kept:
-            hooks.clear()
-            hooks.update(kept)
-        self._one_at_a_time.release()
+            hooks[0] = note
+        try:
+            yield
+        finally:
+            for hooks, before in kept:
+                hooks.clear()
+                hooks.update(before)
 
 
-def _checked_engine(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function through which torch calls its autograd engine with a check."""
-
-    def run(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        check_request(inputs, create_graph)
-        with autograd_request(inputs):
-            return original(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
-
-    return run
-
-
-def _checked_call(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `torch.autograd.grad` or `backward` with a check, for versions of torch without that function."""
-    signature = inspect.signature(original)
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        named = signature.bind(*args, **kwargs).arguments
-        inputs = named.get("inputs")
-        several = isinstance(inputs, (list, tuple)) and not hasattr(inputs, "node")  # a GradientEdge is a tuple, too
-        asked = () if inputs is None else inputs if several else (inputs,)
-        check_request(asked, bool(named.get("create_graph", False)))
-        with autograd_request(asked):
-            return original(*args, **kwargs)
-
-    return run
-
-
-def wrap_autograd_calls(autograd: Any = torch.autograd) -> dict[str, tuple[Any, Any]]:
-    """Return the functions of `torch.autograd` that ask for gradients, each with its wrapper."""
-    engine = getattr(autograd, "_engine_run_backward", None)
-    if engine is not None:
-        return {"_engine_run_backward": (engine, _checked_engine(engine))}
-    return {name: (original, _checked_call(original)) for name in ("grad", "backward") for original in (getattr(autograd, name),)}
+def _run_checked(outputs: Any, grads: Any, retain_graph: Any, create_graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call the autograd engine as `torch.autograd.grad` and `backward` do, with a check."""
+    with autograd_request(inputs, create_graph):
+        return _run_engine(outputs, grads, retain_graph, create_graph, inputs, *args, **kwargs)
 
 
 class _Wrappers:
-    """Replaces torch's functions by wrappers while any thread records."""
+    """Replaces torch's functions by wrappers while any thread is in this context."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.users = 0
-        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), wrap_autograd_calls())]
+        self.lock, self.users = threading.Lock(), 0
+        places = [(vars(functional), FUNCTIONAL), (vars(torch.autograd), {"_engine_run_backward": (_run_engine, _run_checked)})]
         self.wrappers = [(place, {name: wrapper for name, (_, wrapper) in pairs.items()}) for place, pairs in places]
         self.originals = [(place, {name: original for name, (original, _) in pairs.items()}) for place, pairs in places]
 
-    def enter(self) -> None:
+    def __enter__(self) -> None:
         with self.lock:
             self.users += 1
             if self.users == 1:
                 for place, wrappers in self.wrappers:
                     place.update(wrappers)
 
-    def exit(self) -> None:
+    def __exit__(self, *exc: object) -> None:
         with self.lock:
             self.users -= 1
             if self.users == 0:
@@ -251,14 +210,6 @@ class _Wrappers:
 _wrappers = _Wrappers()
 
 
-@contextmanager
-def keep_wrappers(wanted: bool) -> Iterator[None]:
+def keep_wrappers(wanted: bool) -> AbstractContextManager[None]:
     """A context that keeps the wrappers installed, if `wanted`, so that recording in it need not install them each time."""
-    if not wanted:
-        yield
-        return
-    _wrappers.enter()
-    try:
-        yield
-    finally:
-        _wrappers.exit()
+    return _wrappers if wanted else nullcontext()

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import update_wrapper
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from penstock.runtime.tensors.layout import match_layout
 from penstock.runtime.torch_internals.lookup import find_private
 from penstock.runtime.torch_internals.tensors import find_base, read_version, set_only_hook
 
-T = TypeVar("T")
 Grads = tuple[Tensor | None, Tensor | None]
 ComputeGrads = Callable[[Tensor, Tensor, Any, Any, Any], Grads]
 """Computes the gradients of weight and bias from the output's gradient, the input, the weight and the bias (None for one whose gradient
@@ -46,10 +44,10 @@ class _ThreadState(threading.local):
     observation: Observation | None = None
     """Where its calls of autograd are noted."""
     tied: Collection[int] = ()
-    """The ids of weights that other stages use too."""
+    """The ids of weights that other stages use too, whose gradients autograd must not be asked for."""
 
 
-_here = _ThreadState()
+here = _ThreadState()
 running_backwards: list[Deferral] = []
 """The deferrals whose backward for the input is running: torch runs a device's backward on another thread."""
 
@@ -143,20 +141,6 @@ def has_saved_tensor_hooks() -> bool:
     return _saved_tensor_hooks(False) is not None
 
 
-def _without_grad(work: Callable[[Deferral, bool], T]) -> Callable[..., T]:
-    """Decorate with a cheaper `torch.no_grad()`, which takes as long as a small matrix product."""
-
-    def run(deferral: Deferral, fused: bool = False) -> T:
-        before = _is_grad_enabled()
-        _set_grad_enabled(False)
-        try:
-            return work(deferral, fused)
-        finally:
-            _set_grad_enabled(before)
-
-    return update_wrapper(run, work)
-
-
 class Deferral:
     """The deferred operators of one stage and microbatch."""
 
@@ -176,13 +160,20 @@ class Deferral:
         self.backward = False
         """Whether the backward for the input is running or has run."""
 
-    @_without_grad
     def run(self, fused: bool = False) -> list[nn.Parameter]:
         """Run the backward for the weights; return the parameters whose hooks are now due.
 
         `fused` adds the products of linear maps straight to the gradients. That saves one pass over them, and rounds differently: sums
         of some tens of terms in float32 are within 1e-6 of the largest gradient.
         """
+        before = _is_grad_enabled()
+        _set_grad_enabled(False)  # `torch.no_grad()` takes as long as a small matrix product
+        try:
+            return self._run(fused)
+        finally:
+            _set_grad_enabled(before)
+
+    def _run(self, fused: bool) -> list[nn.Parameter]:
         adder = GradientAdder()
         uses = _RepeatedUses(self.operators, adder.add)
         add = uses.add if uses.left else adder.add
@@ -353,38 +344,26 @@ def active_deferral(weight: Any) -> Deferral | None:
     """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None
-    if _here.deferral is None and running_backwards and _current_graph_task() != -1:
+    if here.deferral is None and running_backwards and _current_graph_task() != -1:
         return next((deferral for deferral in running_backwards if id(weight) in deferral.stand_ins), None)
-    return _here.deferral
+    return here.deferral
 
 
 def activate(deferral: Deferral | None) -> Deferral | None:
     """Set where this thread's operators are recorded from now on; return the previous deferral."""
-    before, _here.deferral = _here.deferral, deferral
+    before, here.deferral = here.deferral, deferral
     return before
 
 
-def observe(observation: Observation | None) -> Observation | None:
-    """Set where this thread's calls of autograd are noted from now on; return the previous observation."""
-    before, _here.observation = _here.observation, observation
-    return before
-
-
-def set_tied_weights(tied: Collection[int]) -> Collection[int]:
-    """Set the ids of weights whose gradients this thread must not ask autograd for; return the previous ones."""
-    before, _here.tied = _here.tied, tied
-    return before
-
-
-def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
+def _check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     """Check a call of autograd: inside a split forward, the graph has stand-ins in place of the weights."""
-    if _here.tied and any(id(_tensor_of(value)) in _here.tied for value in inputs):
+    if here.tied and any(id(_tensor_of(value)) in here.tied for value in inputs):
         raise ScheduleError(
             "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get only its "
             "own stage's part: ask for that of a weight that is not tied"
         )
-    deferral = _here.deferral
-    guarded = _here.observation if deferral is None or deferral.backward else deferral
+    deferral = here.deferral
+    guarded = here.observation if deferral is None or deferral.backward else deferral
     if guarded is None or _is_compiling() or _are_transforms_active():
         return
     if create_graph:
@@ -401,18 +380,21 @@ def check_request(inputs: Sequence[Any], create_graph: bool) -> None:
 
 
 @contextmanager
-def autograd_request(inputs: Sequence[Any]) -> Iterator[None]:
-    """A context for a call of autograd for the gradients of these inputs, or of all leaves if there are none.
+def autograd_request(inputs: Sequence[Any], create_graph: bool) -> Iterator[None]:
+    """A context for a call of autograd for the gradients of these inputs, or of all leaves if there are none, which is checked first.
 
     A forward that is recomputed inside a backward asks again for the gradients of its inputs. That is not part of the backward, so
     deferred operators take nothing from it. A call for all leaves is part of it, as from torch's reentrant checkpoint, and so is a call
     for weights, from a function that recomputes its own forward.
     """
-    deferral = _here.deferral
-    if deferral is None or not inputs or not deferral.backward or _current_graph_task() == -1:
-        yield
-        return
-    if any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs):
+    _check_request(inputs, create_graph)
+    deferral = here.deferral
+    if (
+        deferral is None
+        or not (inputs and deferral.backward)
+        or _current_graph_task() == -1
+        or any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs)
+    ):
         yield
         return
     deferral.backward = False

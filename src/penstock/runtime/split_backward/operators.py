@@ -33,8 +33,7 @@ from penstock.runtime.torch_internals.tensors import find_base, read_version, un
 
 _linear, _embedding, _embedding_bag, _bilinear = functional.linear, functional.embedding, functional.embedding_bag, functional.bilinear
 _layer_norm, _group_norm, _rms_norm = functional.layer_norm, functional.group_norm, functional.rms_norm
-_CONVOLUTIONS = {name: getattr(functional, name) for name in ("conv1d", "conv2d", "conv3d")}
-_TRANSPOSED = {name: getattr(functional, name) for name in ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")}
+_CONVOLUTIONS = {name: getattr(functional, name) for kind in ("conv", "conv_transpose") for name in (f"{kind}1d", f"{kind}2d", f"{kind}3d")}
 _aten = torch.ops.aten
 check_private(_aten, "_embedding_bag_backward", "_trilinear")
 _HAS_FUSED_RMS_NORM = hasattr(_aten, "_fused_rms_norm") and hasattr(_aten, "_fused_rms_norm_backward")
@@ -45,6 +44,13 @@ def _stand_in(weight: Any) -> tuple[Deferral | None, Tensor | None]:
     deferral = active_deferral(weight)
     stand_in = None if deferral is None else deferral.stand_ins.get(id(weight))
     return deferral, stand_in if type(stand_in) is Tensor else None
+
+
+def _stand_ins(weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:
+    """Return the active deferral, the weight's stand-in, the bias to apply, and the bias whose gradient is deferred."""
+    deferral, stand_in = _stand_in(weight)
+    bias_in = None if deferral is None or bias is None else deferral.stand_ins.get(id(bias))
+    return deferral, stand_in, bias if bias_in is None else bias_in, None if bias_in is None else bias
 
 
 def _saved_input(value: Tensor, out: Tensor) -> Tensor:
@@ -180,54 +186,27 @@ def _embedding_bag_grads(grad: Tensor, value: Tensor, weight: Any, bias: Any, ex
     return _aten._embedding_bag_backward(grad, value, *extra), None
 
 
-def _convolution(name: str) -> Callable[..., Tensor]:
-    original = _CONVOLUTIONS[name]
+def _convolution(original: Callable[..., Tensor], transposed: bool) -> Callable[..., Tensor]:
+    """Wrap a convolution. A transposed one has an output padding too, and another order of arguments."""
+    names = ("stride", "padding", "output_padding", "groups", "dilation") if transposed else ("stride", "padding", "dilation", "groups")
 
-    def convolution(  # noqa: PLR0917 - the operator's own signature
-        input: Tensor,  # noqa: A002
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        dilation: Any = 1,
-        groups: int = 1,
-    ) -> Tensor:
-        deferral, stand_in = _stand_in(weight)
-        if deferral is None or stand_in is None or isinstance(padding, str) or input.dim() != weight.dim():
-            plain: Tensor = original(input, weight, bias, stride, padding, dilation, groups)
-            return plain
-        bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
-        out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, dilation, groups)
-        sizes = [_per_dimension(size, weight.dim() - 2) for size in (stride, padding, dilation)]
-        wanted, none = None if bias_in is None else bias, [0] * (weight.dim() - 2)
-        extra = (stand_in, *sizes, False, none, groups)
-        return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _convolution_grads, extra=extra))
-
-    return convolution
-
-
-def _transposed_convolution(name: str) -> Callable[..., Tensor]:
-    original = _TRANSPOSED[name]
-
-    def convolution(  # noqa: PLR0917 - the operator's own signature
-        input: Tensor,  # noqa: A002
-        weight: Tensor,
-        bias: Tensor | None = None,
-        stride: Any = 1,
-        padding: Any = 0,
-        output_padding: Any = 0,
-        groups: int = 1,
-        dilation: Any = 1,
-    ) -> Tensor:
-        deferral, stand_in = _stand_in(weight)
-        if deferral is None or stand_in is None or input.dim() != weight.dim():
-            plain: Tensor = original(input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return plain
-        bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
-        out = original(input, stand_in, bias if bias_in is None else bias_in, stride, padding, output_padding, groups, dilation)
-        sizes = [_per_dimension(size, weight.dim() - 2) for size in (stride, padding, dilation, output_padding)]
-        wanted = None if bias_in is None else bias
-        extra = (stand_in, *sizes[:3], True, sizes[3], groups)
+    def convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **named: Any) -> Tensor:  # noqa: A002
+        options = {
+            "stride": 1,
+            "padding": 0,
+            "dilation": 1,
+            "output_padding": 0,
+            "groups": 1,
+            **dict(zip(names, args, strict=False)),
+            **named,
+        }
+        deferral, stand_in, added, wanted = _stand_ins(weight, bias)
+        if deferral is None or stand_in is None or isinstance(options["padding"], str) or input.dim() != weight.dim():
+            return original(input, weight, bias, *args, **named)
+        out = original(input, stand_in, added, *args, **named)
+        groups = options.pop("groups")
+        sizes = {name: _per_dimension(size, weight.dim() - 2) for name, size in options.items()}
+        extra = (stand_in, sizes["stride"], sizes["padding"], sizes["dilation"], transposed, sizes["output_padding"], groups)
         return attach(out, DeferredOperator(deferral, _saved_input(input, out), weight, wanted, _convolution_grads, extra=extra))
 
     return convolution
@@ -310,12 +289,11 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if len(args) != 3 or named:
             return original(*args, **named)
         bias, value, weight = args
-        deferral, stand_in = _stand_in(weight)
+        deferral, stand_in, added, wanted = _stand_ins(weight, bias)
         if deferral is None or stand_in is None or bias.dim() != 1 or id(value) in deferral.stand_ins:
             return original(bias, value, weight)
-        bias_in = deferral.stand_ins.get(id(bias))
-        out = original(bias if bias_in is None else bias_in, value, stand_in)
-        return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, None if bias_in is None else bias, _product_grads))
+        out = original(added, value, stand_in)
+        return attach(out, DeferredOperator(deferral, _saved_input(value, out), weight, wanted, _product_grads))
 
     return sum_product
 
@@ -324,17 +302,9 @@ def _sum_product(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _norm_stand_ins(input: Tensor, weight: Any, bias: Any) -> tuple[Deferral | None, Tensor | None, Any, Any]:  # noqa: A002
-    """Return the active deferral, the weight's stand-in, the bias to apply, and the bias whose gradient is deferred."""
-    deferral, stand_in = _stand_in(weight)
-    if deferral is None or stand_in is None or type(input) is not Tensor or not _pays(input):
-        return None, None, None, None
-    bias_in = None if bias is None else deferral.stand_ins.get(id(bias))
-    return deferral, stand_in, bias if bias_in is None else bias_in, None if bias_in is None else bias
-
-
-def _pays(input: Tensor) -> bool:  # noqa: A002
-    """Whether a normalisation's weight gradients are worth deferring."""
-    return input.numel() >= SMALLEST_NORM and not _is_autocast(input)
+    """Return `_stand_ins` for a normalisation whose weight gradients are worth deferring."""
+    pays = type(input) is Tensor and input.numel() >= SMALLEST_NORM and not _is_autocast(input)
+    return _stand_ins(weight, bias) if pays else (None, None, None, None)
 
 
 SMALLEST_NORM = 1 << 16
@@ -350,7 +320,7 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     deferral, stand_in, added, wanted = _norm_stand_ins(input, weight, bias)
-    if deferral is None:
+    if deferral is None or stand_in is None:
         return _layer_norm(input, normalized_shape, weight, bias, eps)
     out, mean, deviation = torch.native_layer_norm(input, normalized_shape, stand_in, added, eps)
     extra = normalized_shape, mean, deviation, stand_in, None if wanted is None else added
@@ -422,8 +392,7 @@ FUNCTIONAL: dict[str, tuple[Any, Any]] = {
     "layer_norm": (_layer_norm, layer_norm),
     "group_norm": (_group_norm, group_norm),
     "rms_norm": (_rms_norm, rms_norm),
-    **{name: (original, _convolution(name)) for name, original in _CONVOLUTIONS.items()},
-    **{name: (original, _transposed_convolution(name)) for name, original in _TRANSPOSED.items()},
+    **{name: (original, _convolution(original, "transpose" in name)) for name, original in _CONVOLUTIONS.items()},
 }
 """The operators of `torch.nn.functional`, each with its wrapper."""
 

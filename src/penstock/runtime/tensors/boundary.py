@@ -8,9 +8,11 @@ and an in-place change of a tensor whose memory another part of the model reads 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
+import pickle
 import sys
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -23,7 +25,6 @@ from torch import Tensor, nn
 from penstock.errors import ScheduleError
 from penstock.runtime.tensors.dtensor import is_async_collective, is_dtensor, wait_for_collective
 from penstock.runtime.tensors.layout import is_dense
-from penstock.runtime.tensors.pickling import load_pickler
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.torch_internals.tensors import read_version, unsafe_view
 
@@ -65,17 +66,11 @@ def _contents(value: Any) -> Iterator[Any]:
         slots = vars(kind).get("__slots__", ())
         yield from (getattr(value, name, None) for name in ((slots,) if isinstance(slots, str) else slots) if name != "__dict__")
     if isinstance(value, types.FunctionType):
-        yield from (cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell))
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield cell.cell_contents
     elif isinstance(value, types.MethodType):
         yield value.__self__
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018 - raises if the cell is empty
-    except ValueError:
-        return False
-    return True
 
 
 def is_array(value: Any) -> bool:
@@ -138,18 +133,32 @@ def _check_leaf(leaf: Any, who: str) -> None:
         )
 
 
-def _copy_by_pickle(values: list[Any], stage: int) -> list[Any]:
-    """Return plain values as another process would get them."""
+def load_pickler() -> Any:
+    """cloudpickle, which takes along functions and classes of a script or notebook; plain pickle if it is not installed."""
+    try:
+        import cloudpickle  # type: ignore[import-untyped]
+    except ImportError:
+        return pickle
+    return cloudpickle
+
+
+def _copy_by_pickle(leaves: list[Any], stage: int) -> None:
+    """Replace the plain values that can be changed by what another process would get."""
+    places = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and type(leaf) not in IMMUTABLE_TYPES]
+    if not places:
+        return
+    values, pickler = [leaves[place] for place in places], load_pickler()
     for value in values:
         _check_leaf(value, f"stage {stage}")
-    pickler = load_pickler()
     try:
-        return list(pickler.loads(pickler.dumps(values)))
+        copies = pickler.loads(pickler.dumps(values))
     except Exception as error:
         kinds = ", ".join(sorted({type(value).__name__ for value in values}))
         raise ScheduleError(
             f"stage {stage} returns objects that cannot be sent to another process ({kinds}: {error}): return tensors and plain values"
         ) from error
+    for place, copy in zip(places, copies, strict=True):
+        leaves[place] = copy
 
 
 # Messages -------------------------------------------------------------------------------------------------------------
@@ -186,10 +195,7 @@ def copy_for_reader(value: Any, stage: int) -> Any:
     if type(value) is Tensor:
         return detach_as_leaves(value)
     leaves, spec = pytree.tree_flatten(value)
-    others = [place for place, leaf in enumerate(leaves) if not isinstance(leaf, Tensor) and type(leaf) not in IMMUTABLE_TYPES]
-    if others:
-        for place, copy in zip(others, _copy_by_pickle([leaves[place] for place in others], stage), strict=True):
-            leaves[place] = copy
+    _copy_by_pickle(leaves, stage)
     return detach_as_leaves(pytree.tree_unflatten(leaves, spec))
 
 
@@ -218,36 +224,29 @@ def make_message(
     if type(value) is Tensor and value.requires_grad and not guarded and _is_plain(value):
         return value.detach().requires_grad_()
     leaves, spec = pytree.tree_flatten(value)
-    others = []
     for place, leaf in enumerate(leaves):
         if is_async_collective(leaf):
             leaves[place] = wait_for_collective(leaf.detach()).requires_grad_(leaf.requires_grad)
         elif isinstance(leaf, Tensor):
             check_tensor(leaf, mesh)
-        elif type(leaf) not in IMMUTABLE_TYPES:
-            others.append(place)
-    if others:
-        for place, copy in zip(others, _copy_by_pickle([leaves[place] for place in others], stage), strict=True):
-            leaves[place] = copy
+    _copy_by_pickle(leaves, stage)
     message = detach_as_leaves(pytree.tree_unflatten(leaves, spec))
-    reasons = (*_find_shared_memory(leaves), *_find_own_memory(leaves, stage, memory), *_find_guarded(leaves, guarded or {}))
+    reasons = (*_find_shared_memory(leaves), *_find_guarded_memory(leaves, stage, memory, guarded or {}))
     return GuardedMessage(message, reasons) if reasons else message
 
 
-def _find_own_memory(leaves: Sequence[Any], stage: int, memory: Callable[[], Mapping[int, str]]) -> Iterator[tuple[int, str]]:
-    """Find leaves in the memory of a parameter or buffer. torch itself refuses to change a leaf that requires a gradient."""
+def _find_guarded_memory(
+    leaves: Sequence[Any], stage: int, memory: Callable[[], Mapping[int, str]], guarded: Mapping[int, str]
+) -> Iterator[tuple[int, str]]:
+    """Find leaves in the memory of a parameter or buffer, or of an input that must not be changed."""
     for place, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and not leaf.requires_grad and type(leaf) is Tensor:
-            name = memory().get(leaf.untyped_storage().data_ptr())
-            if name is not None:
-                yield place, f"{name} of stage {stage}"
-
-
-def _find_guarded(leaves: Sequence[Any], guarded: Mapping[int, str]) -> Iterator[tuple[int, str]]:
-    """Find leaves in the memory of an input that must not be changed."""
-    for place, leaf in enumerate(leaves) if guarded else ():
-        if type(leaf) is Tensor and leaf.untyped_storage().data_ptr() in guarded:
-            yield place, guarded[leaf.untyped_storage().data_ptr()]
+        if type(leaf) is not Tensor:
+            continue
+        address = leaf.untyped_storage().data_ptr()
+        if not leaf.requires_grad and address in memory():  # torch itself refuses to change a leaf that requires a gradient
+            yield place, f"{memory()[address]} of stage {stage}"
+        if address in guarded:
+            yield place, guarded[address]
 
 
 def _find_shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:

@@ -1,34 +1,149 @@
-"""Measure and train the model of a training file, on one rank of a run."""
+"""The contract of a training file, a model with its data and how to optimise it; and measuring and training it on one rank of a run."""
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from penstock.errors import ScheduleError, nearest
+from penstock.errors import PenstockError, ScheduleError, ScriptError, nearest
 from penstock.planner.profile import Profile
 from penstock.runtime.checkpoint.checkpoints import Checkpoints
 from penstock.runtime.device.gpu import claim_gpu, default_device_type
-from penstock.runtime.measure.link import measure_link
+from penstock.runtime.measure.metrics import OnStep
 from penstock.runtime.measure.parity import Parity
 from penstock.runtime.measure.profile import profile
+from penstock.runtime.model.partition import Layers
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.torch_internals import pytree
 from penstock.runtime.train.data_order import DataOrder
-from penstock.runtime.train.training_file import TrainingFile
 from penstock.runtime.transport.current_group import get_group, rank
 from penstock.simulator.timeline import Timeline
+
+LEARNING_RATE = 1e-3
+"""The default optimizer's, AdamW."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What `build` returns."""
+
+    module: nn.Module
+    sample: Any
+    loss_fn: Callable[..., Any] | None = None
+    target: Any = None
+
+
+@dataclass(frozen=True)
+class TrainingFile:
+    """The names that a training file defines.
+
+    - `build()` returns `(layers, sample, loss_fn, target)`: a list of modules or an `nn.Sequential`, one microbatch, and the loss;
+    - `data()` returns the samples: `len(data)`, and `data[numbers]` with a tensor of indices gives `(inputs, target)`, as a
+      `TensorDataset` does; several inputs are a tuple;
+    - `optimizer(parameters)`, optional, defaults to AdamW; `scheduler(optimizer)`, optional, sets its learning rate;
+    - `split`, a `Layers`, if `build` returns a model that is not a list of layers.
+
+    Every rank runs the file, from the same seed. Errors of the user's functions are raised as `ScriptError`, with their place in the file.
+    """
+
+    source: str
+    build: Callable[[], Any]
+    data: Callable[[], Any] | None = None
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None = None
+    make_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    split: Layers | None = None
+
+    @classmethod
+    def of(cls, source: str, names: Mapping[str, Any], build: str = "build") -> TrainingFile:
+        """Take what is needed from the names of a module; `build` is the name of the function that builds the model."""
+        known = [name for name, value in names.items() if callable(value) and not name.startswith("_")]
+        functions = {name: names.get(name) for name in (build, "data", "optimizer", "scheduler")}
+        for name, value in functions.items():
+            if not callable(value) and (value is not None or name in (build, "data")):
+                problem = f"{source} has no function {name!r}" if value is None else f"{name!r} of {source} is not callable"
+                raise ScriptError(f"{problem}: a training file has build() and data(); {nearest(name, known)}")
+        split = names.get("split")
+        if split is not None and not isinstance(split, Layers):
+            raise ScriptError(f"'split' of {source} is a {type(split).__name__}: it must be a penstock.runtime.Layers")
+        return cls(source, names[build], names["data"], names.get("optimizer"), names.get("scheduler"), split)
+
+    def build_model(self, seed: int) -> BuiltModel:
+        """Build the model, the same on every rank."""
+        torch.manual_seed(seed)
+        with self._locate_errors("build()"):
+            built = self.build()
+        if not isinstance(built, tuple) or not 2 <= len(built) <= 4:
+            kind = f"a tuple of {len(built)}" if isinstance(built, tuple) else f"a {type(built).__name__}"
+            raise ScriptError(f"build() of {self.source} returned {kind}: return (layers, sample, loss_fn, target)")
+        return BuiltModel(self._as_module(built[0]), *built[1:])
+
+    def _as_module(self, layers: Any) -> nn.Module:
+        if isinstance(layers, (list, tuple, nn.ModuleList)) and all(isinstance(layer, nn.Module) for layer in layers) and layers:
+            return nn.Sequential(*layers)
+        if isinstance(layers, nn.Module):
+            return layers
+        kind = type(layers).__name__
+        raise ScriptError(f"build() of {self.source} returned a {kind} in place of a model: return a list of modules, or a module")
+
+    def load_data(self) -> Any:
+        """The samples."""
+        assert self.data is not None
+        with self._locate_errors("data()"):
+            samples = self.data()
+        if not hasattr(samples, "__len__") or not hasattr(samples, "__getitem__") or not len(samples):
+            kind = type(samples).__name__
+            raise ScriptError(f"data() of {self.source} returned {kind}: return an object with a length above 0 and data[numbers]")
+        return samples
+
+    def build_optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if self.make_optimizer is None:
+            return torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+        with self._locate_errors("optimizer(parameters)"):
+            return self.make_optimizer(parameters)
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        with self._locate_errors("scheduler(optimizer)"):
+            return None if self.make_scheduler is None else self.make_scheduler(optimizer)
+
+    def read_batch(self, data: Any, numbers: torch.Tensor) -> tuple[tuple[Any, ...], Any]:
+        """The inputs and the target of these samples."""
+        with self._locate_errors("data()[numbers]"):
+            batch = data[numbers]
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            kind = f"{len(batch)} parts" if isinstance(batch, (tuple, list)) else f"a {type(batch).__name__}"
+            raise ScriptError(f"data()[numbers] of {self.source} gave {kind}: give (inputs, target)")
+        inputs, target = batch
+        return (inputs if isinstance(inputs, tuple) else (inputs,)), target
+
+    @contextmanager
+    def _locate_errors(self, call: str) -> Iterator[None]:
+        """Raise errors of the file as a `ScriptError` that says where it failed."""
+        try:
+            yield
+        except PenstockError:
+            raise
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{last.filename}, line {last.lineno}"
+            raise ScriptError(f"{call} of {self.source} failed: {type(error).__name__}: {error} ({where})") from error
+
 
 LoadFile = Callable[[], TrainingFile]
 """Loads the training file; called on every rank."""
 _DEADLINE = 3600.0
 """Seconds that the other ranks wait for the first one to measure the model."""
+_ROUNDS = 15
+_SMALL, _LARGE = 64, 1 << 20
+"""Bytes of the messages that give the latency and the bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +162,8 @@ class TrainingOptions:
     check: bool = False
     """Whether to compare the first and the last step with the unpipelined model."""
     device: str = "cpu"
+    open_metrics: Callable[[], AbstractContextManager[OnStep | None]] = nullcontext
+    """Opens what gets the metrics of each step; called on every rank."""
 
     def own_device(self) -> torch.device:
         """This rank's device; for `cuda`, a GPU of its own on this machine."""
@@ -108,21 +225,22 @@ class TrainingResult:
 def train(load_file: LoadFile, plan: Any, options: TrainingOptions, report: OnProgress) -> TrainingResult | None:
     """Train on this rank, together with all others; returns the result on the first rank, which is also the one that reports."""
     is_first = rank() == 0
-    result = _TrainingRun(load_file(), plan, options, report if is_first else lambda progress: None).run()
+    with options.open_metrics() as on_step:
+        result = _TrainingRun(load_file(), plan, options, report if is_first else lambda progress: None, on_step).run()
     return result if is_first else None
 
 
 class _TrainingRun:
     """A training run on one rank."""
 
-    def __init__(self, file: TrainingFile, plan: Any, options: TrainingOptions, report: OnProgress) -> None:
+    def __init__(self, file: TrainingFile, plan: Any, options: TrainingOptions, report: OnProgress, on_step: OnStep | None) -> None:
         self.file, self.options, self.report = file, options, report
         self.device = options.own_device()
         self.data = file.load_data()
         model = file.build_model(options.seed)
         if options.check:
             model.module.to(self.device)
-        self.pipe = Pipeline(model.module, plan, loss_fn=model.loss_fn, split=file.split, seed=options.seed)
+        self.pipe = Pipeline(model.module, plan, loss_fn=model.loss_fn, split=file.split, seed=options.seed, on_step=on_step)
         for stage in self.pipe.stages.values():
             stage.module.to(self.device)
         self.optimizer = file.build_optimizer(self.pipe.parameters())
@@ -142,6 +260,7 @@ class _TrainingRun:
                 self._step(step)
                 if checkpoints is not None and (step % (self.options.every or steps) == 0 or step == steps):
                     checkpoints.save_async(self.pipe, self.optimizer, scheduler=self.scheduler, data=self.order, step=step)
+        self.pipe.flush_metrics()
         if checkpoints is not None and checkpoints.whole():
             self.result.saved = str(checkpoints.whole()[0].path)
         ordered = sorted(self.timelines, key=lambda timeline: timeline.makespan)
@@ -156,7 +275,8 @@ class _TrainingRun:
 
     def _step(self, step: int) -> None:
         options, result = self.options, self.result
-        inputs, target = self._to_device(self.file.read_batch(self.data, next(self.order)))
+        batch = self.file.read_batch(self.data, next(self.order))
+        inputs, target = pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, batch)
         if options.check and step in (result.resumed_at + 1, options.steps):
             self.report(TrainingProgress("comparing with the unpipelined model", step - 1))
             result.parity[step] = self.pipe.parity(*inputs, target=target)
@@ -173,9 +293,6 @@ class _TrainingRun:
         if self.pipe.record and step_result.timeline is not None:
             self.timelines.append(step_result.timeline)
         self.report(TrainingProgress("training", step, loss, result.seconds[-1]))
-
-    def _to_device(self, value: Any) -> Any:
-        return pytree.tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, Tensor) else leaf, value)
 
 
 # Measuring before the plan ----------------------------------------------------------------------------------------------
@@ -205,3 +322,23 @@ def _profile_layers(file: TrainingFile, options: TrainingOptions, sizes: Sequenc
         device=options.own_device(),
         progress=lambda activity, done, total: report(TrainingProgress(activity)),
     )
+
+
+def measure_link(rank: int) -> tuple[float, float | None]:
+    """The latency in seconds and the bandwidth in bytes per second, if it shows; ranks 0 and 1 call it together."""
+    small, large = (_time_one_way(rank, size) for size in (_SMALL, _LARGE))
+    return small, _LARGE / (large - small) if large > small else None
+
+
+def _time_one_way(rank: int, size: int) -> float:
+    """Half of the median round trip."""
+    message, times = torch.zeros(size, dtype=torch.uint8), []
+    for _ in range(_ROUNDS):
+        start = time.perf_counter()
+        for sender in (0, 1):
+            if sender == rank:
+                dist.send(message, 1 - rank)
+            else:
+                dist.recv(message, 1 - rank)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times) / 2

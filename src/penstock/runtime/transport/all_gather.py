@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock.runtime.device.timing import clock
-from penstock.runtime.tensors.pickling import load_pickler
+from penstock.runtime.tensors.boundary import load_pickler
 from penstock.runtime.transport.message_format import LENGTH, OVERFLOW, TRAILER, empty, trailer
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class AllGather:
                 raise group.report_failure(group.rank, text)
             values += more
             distance *= 2
-        return [loads(values[(place - other) % count]) for other in range(count)]
+        return [pickle.loads(values[(place - other) % count]) for other in range(count)]
 
     def _send(self, target: int, data: bytes, name: str) -> None:
         frame = empty(_FRAME)
@@ -72,14 +72,13 @@ class AllGather:
         try:
             while len(self._sends) > _SENDS:  # received long ago, because the other ranks have answered since
                 self._sends.popleft()[0].wait()
-            self._dispatch(frame, target, self.tag)
+            send, parts = self.group.connection.send, [frame]
             if not fits:
-                self._dispatch(torch.frombuffer(bytearray(data), dtype=torch.uint8), target, self.tag + 1)
+                parts.append(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            for place, part in enumerate(parts):
+                self._sends.append((send([part], target, self.tag + place), part))  # the work does not hold the memory
         except (RuntimeError, AttributeError, IndexError) as error:
             self.group.raise_lost(target, f"all ranks to reach {name!r}", error)
-
-    def _dispatch(self, frame: Tensor, target: int, tag: int) -> None:
-        self._sends.append((self.group.connection.send([frame], target, tag), frame))  # the work does not hold the memory
 
     def _receive(self, source: int, name: str, timeout: timedelta) -> bytes:
         activity, posted = self._activity, self._posted
@@ -135,7 +134,3 @@ def dumps(value: Any) -> bytes:
     except (pickle.PicklingError, AttributeError):  # a class of a script or notebook
         return bytes(load_pickler().dumps(value))
     return buffer.getvalue()
-
-
-def loads(data: bytes) -> Any:
-    return pickle.loads(data)

@@ -16,9 +16,9 @@ from torch.distributed.rendezvous import rendezvous
 from penstock.errors import PipelineError, ScheduleError, UnknownNameError, nearest
 from penstock.runtime.device.connections import default_backend
 from penstock.runtime.torch_internals.lookup import find_private
+from penstock.runtime.transport.failures import PrefixStore
 from penstock.runtime.transport.group import Group
 from penstock.runtime.transport.processes import CONNECT, TRANSPORTS, Processes
-from penstock.runtime.transport.store import PrefixStore
 from penstock.runtime.transport.threads import VirtualGroup
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,13 @@ def join(within: Any = None, transport: str = "auto") -> Processes:
     if transport not in TRANSPORTS:
         raise UnknownNameError(f"unknown transport {transport!r}; {nearest(transport, TRANSPORTS)}")
     initialise()
-    group = _process_group(within)
+    group: Any = dist.group.WORLD if within is None else within
+    if hasattr(group, "get_group"):
+        if group.ndim != 1:
+            raise ScheduleError(f"a device mesh of {group.ndim} dimensions: give the pipeline's own, mesh['pp'] say")
+        group = group.get_group()
+    if group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise PipelineError(f"process {dist.get_rank()} is not in the group that it was given for the pipeline")
     return _connect_once(f"{group.group_name}/{transport}", group.rank(), group.size(), transport)
 
 
@@ -112,18 +118,6 @@ def _connect_once(name: str, rank: int, ranks: int, transport: str) -> Processes
         )
         _joined[name] = Processes(store.clone(), rank, ranks, CONNECT, transport)
     return _joined[name]
-
-
-def _process_group(within: Any) -> Any:
-    if within is None:
-        return dist.group.WORLD
-    if hasattr(within, "get_group"):
-        if within.ndim != 1:
-            raise ScheduleError(f"a device mesh of {within.ndim} dimensions: give the pipeline's own, mesh['pp'] say")
-        return within.get_group()
-    if within == dist.GroupMember.NON_GROUP_MEMBER:
-        raise PipelineError(f"process {dist.get_rank()} is not in the group that it was given for the pipeline")
-    return within
 
 
 def refuse_threads() -> None:

@@ -8,6 +8,7 @@ through the control connection in every step. Receives are posted where the prog
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
@@ -16,13 +17,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from penstock.runtime.device.connections import abort_connection, connect_devices, probe_tensor
+from penstock.runtime.device.connections import abort_connection, connect_devices, probe_tensor, wait_for_send
 from penstock.runtime.device.timing import clock
 from penstock.runtime.tensors.boundary import detach_tree
+from penstock.runtime.transport.failures import PrefixStore
 from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
 from penstock.runtime.transport.group import EMPTY, Inbox, Operation, Outbox, Route
 from penstock.runtime.transport.message_format import Form, Leaf, Repeated
-from penstock.runtime.transport.store import PrefixStore
 
 if TYPE_CHECKING:
     from penstock.runtime.transport.processes import Processes
@@ -114,37 +115,53 @@ class FormAgreements:
         return self._by_program.setdefault(program, FormAgreement())
 
 
-class DirectOutbox(Outbox):
-    """Sends a value's tensors one after the other."""
+class _DirectEnd:
+    """What both ends of a channel know: the forms of its messages, and the framed channel that goes ahead of it."""
 
-    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
-        self.group, self.route = group, route
-        self.ahead = FramedOutbox(group, route, _UNLIMITED, program, deadline)
+    def __init__(self, group: Processes, route: Route, program: int, ahead: FramedOutbox | FramedInbox) -> None:
+        self.group, self.route, self.ahead = group, route, ahead
         self.agreement = group.forms.join(program)
         self.forms: list[Form] = []
         self.count = 0
-        self.sends_plain = False
-        """Whether this step sends plain values through the control connection."""
-        self.sends: dict[int, list[tuple[Any, Tensor]]] = {}
-        """The tensors of each message that is not retired, with their works."""
-        self._waits_for = f"{group.describe_rank(route[1])} to take {route[2]}"
+        self.has_plain = False
+        """Whether this step's plain values travel through the control connection."""
         group.ends.add(self)
 
     def begin(self) -> None:
-        self.count = 0
-        self.sends.clear()
-        learning = self.agreement.learning
-        self.sends_plain = not learning and any(form.has_plain for form in self.forms)
+        self.count, learning = 0, self.agreement.learning
+        self.has_plain = not learning and any(form.has_plain for form in self.forms)
         if learning:
             self.forms.clear()
-        if learning or self.sends_plain:
+        if learning or self.has_plain:
             self.ahead.begin()
+
+
+class DirectOutbox(_DirectEnd, Outbox):
+    """Sends a value's tensors one after the other."""
+
+    ahead: FramedOutbox
+
+    def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
+        super().__init__(group, route, program, FramedOutbox(group, route, _UNLIMITED, program, deadline))
+        self.slots, self.timeout = slots, timedelta(seconds=deadline)
+        self.activity = group.activity(route[0])
+        self.sends: dict[int, list[tuple[Any, Tensor]]] = {}
+        """The tensors of each message that may still be on its way, with their works."""
+        self._oldest = 0
+        """No message before this one is in `sends`."""
+        self._waits_for = f"{group.describe_rank(route[1])} to take {route[2]}"
+
+    def begin(self) -> None:
+        super().begin()
+        self.sends.clear()
+        self._oldest = 0
 
     def new_forms(self) -> list[tuple[int, Any]]:
         return list(enumerate(self.forms)) if self.agreement.learning else []
 
     def put(self, value: Any) -> None:
         number, self.count = self.count, self.count + 1
+        self._free_slots(number)
         if self.agreement.learning:
             self.forms.append(Form.of(value))
             self.ahead.put(self.forms[-1])
@@ -153,7 +170,7 @@ class DirectOutbox(Outbox):
             what, rank = self.route[2], self.route[0]
             text = f"{self.group.describe_rank(rank)} made {what} {number} of the form {Form.of(value)}, but earlier steps had {form}"
             raise self.group.report_failure(rank, f"{text}: on this device only a step whose inputs change may change them")
-        if self.sends_plain:
+        if self.has_plain:
             self.ahead.put(form.plain(value))
         try:
             connection, peer = self.group.device_connection(self.route, self.route[1])
@@ -165,36 +182,57 @@ class DirectOutbox(Outbox):
         except (RuntimeError, AttributeError) as error:
             self.group.raise_lost(self.route[1], self._waits_for, error)
 
+    def _free_slots(self, number: int) -> None:
+        """Let go of messages that have arrived, and wait for those whose slots this message needs."""
+        while self._oldest < number and all(work.is_completed() for work, _ in self.sends.get(self._oldest, ())):
+            self.sends.pop(self._oldest, None)
+            self._oldest += 1
+        if self.agreement.learning and self.group.rendezvous:
+            return  # a receive waits for its form where it is posted, which the proof of the slots does not know
+        while self._oldest <= number - max(1, self.slots):
+            self._wait_for_send(self._oldest)
+            self._oldest += 1
+
     def retire(self, number: int) -> None:
-        """Let this rank's stream wait for the sends, so that their memory can be used again after them."""
-        if self.agreement.learning and not self.group.rendezvous:
-            return  # the receive is posted only where the value is used
+        if not self.agreement.learning or self.group.rendezvous:  # else the receive is posted only where the value is used
+            self._wait_for_send(number)
+
+    def settle(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the step has succeeded: if a connection was lost since then, the next step fails
+            for number in tuple(self.sends):
+                for work, _ in self.sends.pop(number, ()):
+                    wait_for_send(work, self.timeout)
+
+    def _wait_for_send(self, number: int) -> None:
+        """Wait until a message has arrived, and let go of it."""
+        activity = self.activity
+        activity.since, activity.waits = clock(), self._waits_for
+        sends: Any = self.sends.pop(number, ())
+        work = None
         try:
-            for work, _ in self.sends.pop(number, ()):
-                work.wait()
+            for work, _ in sends:
+                wait_for_send(work, self.timeout)
         except RuntimeError as error:
+            sends = work = None  # the raised error keeps this frame, and the work would keep the connection open
             self.group.raise_lost(self.route[1], self._waits_for, error)
+        activity.waits = None
 
     def drop(self) -> None:
         self.sends.clear()
 
 
-class DirectInbox(Inbox):
+class DirectInbox(_DirectEnd, Inbox):
     """Posts receives where the program has them, and waits where the value is used."""
 
+    ahead: FramedInbox
+
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
-        super().__init__()
-        self.group, self.route = group, route
-        self.ahead = FramedInbox(group, route, program, deadline)
-        self.agreement = group.forms.join(program)
+        Inbox.__init__(self)
+        _DirectEnd.__init__(self, group, route, program, FramedInbox(group, route, program, deadline))
         self.timeout = timedelta(seconds=deadline)
         self.name = f"{route[2]} from {group.describe_rank(route[0])}"
         self.activity = group.activity(route[1])
         self.order: list[int] = []
-        self.forms: list[Form] = []
-        self.count = 0
-        self.receives_plain = False
-        group.ends.add(self)
 
     def expect(self, cell: int) -> Operation:
         self.order.append(cell)
@@ -203,14 +241,8 @@ class DirectInbox(Inbox):
         return self._post
 
     def begin(self) -> None:
+        super().begin()
         self.posted.clear()
-        self.count = 0
-        learning = self.agreement.learning
-        self.receives_plain = not learning and any(form.has_plain for form in self.forms)
-        if learning:
-            self.forms.clear()
-        if learning or self.receives_plain:
-            self.ahead.begin()
 
     def _post(self) -> None:
         """Receive the next message. If its form is not known yet, wait for that only when the queue needs the receive now."""
@@ -223,11 +255,13 @@ class DirectInbox(Inbox):
         """Each part of a message, with its work if it is a tensor."""
         if self.agreement.learning:
             self.forms.append(self.ahead.take(number))
-        parts = [_empty_like(leaf) if type(leaf) is Leaf else leaf for leaf in self.forms[number].leaves]
+        works: list[tuple[Any, Any]] = []
         try:
             connection, peer = self.group.device_connection(self.route, self.route[0])
-            leaves = zip(parts, self.forms[number].leaves, strict=True)
-            return [(connection.recv([part], peer, 0) if type(leaf) is Leaf else None, part) for part, leaf in leaves]
+            for leaf in self.forms[number].leaves:
+                part = torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device) if type(leaf) is Leaf else leaf
+                works.append((connection.recv([part], peer, 0) if type(leaf) is Leaf else None, part))
+            return works
         except (RuntimeError, AttributeError) as error:
             self.group.raise_lost(self.route[0], self.name, error)
 
@@ -242,20 +276,17 @@ class DirectInbox(Inbox):
                     if work is not None:
                         work.wait(self.timeout)
             except RuntimeError as error:
+                works, work = [], None  # the raised error keeps this frame, and the works would keep the connection open
                 self.group.raise_lost(self.route[0], self.name, error)
             activity.waits = None
             self.times[number] = asked, asked, clock()
             form = self.forms[number]
             parts = [_restore(part, leaf) for (_, part), leaf in zip(works, form.leaves, strict=True)]
-            if self.receives_plain:
+            if self.has_plain:
                 plain = iter(self.ahead.take(number))
                 parts = [part if type(leaf) in (Leaf, Repeated) else next(plain) for part, leaf in zip(parts, form.leaves, strict=True)]
             cells[self.order[number]] = form.join(parts)
         return cells[cell]
-
-
-def _empty_like(leaf: Leaf) -> Tensor:
-    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
 
 
 def _restore(part: Any, leaf: Any) -> Any:

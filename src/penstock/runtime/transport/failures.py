@@ -2,24 +2,32 @@
 
 The first rank that fails writes what happened. Every other rank adds what it was doing, when its watching thread sees the failure or
 its connection breaks. The first rank combines both into the report that every rank raises.
+
+A rank that has something to tell writes it under a key of its own kind, then posts a notice. The others look only for the next notice, and
+read the other keys when there is one. So a look takes the same number of requests for any number of ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.runtime.tensors.pickling import load_pickler
-from penstock.runtime.transport.store import Notices
+import torch.distributed as dist
 
+from penstock.runtime.tensors.boundary import load_pickler
+
+PrefixStore, TCPStore = dist.PrefixStore, dist.TCPStore  # type: ignore[attr-defined]
 _ANSWER = 1.5
 """Seconds for the other ranks to say what they were doing."""
 _PAUSE = 0.02
+_NAMED = 3
+"""How many ranks a headline names."""
 _LONGEST_PAUSE = 0.05
 """The longest pause in seconds between two looks for ranks that are late."""
 
@@ -69,6 +77,29 @@ class FailureReport:
     fatal: bool
 
 
+class Notices:
+    """The notices of one store, and how many of them this reader has seen. Each reader has an object of its own."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self._seen = 0
+
+    def post(self, text: str) -> None:
+        """Post a notice after the last one. The write is atomic: a process that dies here leaves no gap that would stop readers."""
+        number = self._seen + 1
+        with contextlib.suppress(Exception):  # the store may be gone
+            while bytes(self._store.compare_set(f"notice/{number}", "", text)) != text.encode():
+                number += 1
+
+    def have_come(self) -> bool:
+        """Whether there are new notices since the last call; one request if not."""
+        before = self._seen
+        with contextlib.suppress(Exception):
+            while self._store.check([f"notice/{self._seen + 1}"]):
+                self._seen += 1
+        return self._seen > before
+
+
 class FailureBoard:
     """What ranks write for each other about failures and returns, in one generation of connections.
 
@@ -91,9 +122,14 @@ class FailureBoard:
             self._posted_activity = True
             self._set(f"doing/{self.rank}", line.encode())
 
-    def post_failure(self, headline: str, cause: BaseException | None, line: str, *, fatal: bool = False) -> FailureReport:
-        """Tell all ranks of a failure; returns the report, which is of another rank's failure if that came first."""
-        failure = pickle.dumps((self.rank, headline, None if cause is None else PickledError.of(cause), fatal))
+    def post_failure(
+        self, headline: str, cause: BaseException | None, line: str, *, fatal: bool = False, late: bool = False
+    ) -> FailureReport:
+        """Tell all ranks of a failure; returns the report, which is of another rank's failure if that came first.
+
+        If this rank's wait was too long (`late`), the report's headline says which ranks hold it up.
+        """
+        failure = pickle.dumps((self.rank, headline, None if cause is None else PickledError.of(cause), fatal, late))
         first = failure
         with contextlib.suppress(Exception):
             first = self.store.compare_set("failure", "", failure)
@@ -103,16 +139,19 @@ class FailureBoard:
         return self._compose(failure) if first == failure else self.read_report()
 
     def _compose(self, failure: bytes) -> FailureReport:
-        _, headline, cause, fatal = pickle.loads(failure)
+        reporter, headline, cause, fatal, late = pickle.loads(failure)
         self._wait(f"doing/{rank}" for rank in range(self.ranks))
-        report = FailureReport("\n".join([headline, *self._activities()]), cause, fatal)
+        lines = self._activities()
+        if late:
+            headline += _describe_holdup(reporter, lines)
+        report = FailureReport(_join(headline, lines), cause, fatal)
         self._set("report", pickle.dumps(report))
         return report
 
-    def _activities(self) -> Iterable[str]:
-        for rank in range(self.ranks):
-            line = self._get(f"doing/{rank}")
-            yield f"  rank {rank} {'does not answer' if line is None else line.decode()}"
+    def _activities(self) -> list[str]:
+        """What each rank was doing, as its `Activity` describes it."""
+        lines = (self._get(f"doing/{rank}") for rank in range(self.ranks))
+        return ["does not answer" if line is None else line.decode() for line in lines]
 
     def read_report(self) -> FailureReport:
         """The report that all ranks raise. If the rank that failed first does not write it, it is composed here."""
@@ -125,7 +164,7 @@ class FailureBoard:
         if failure is not None:
             return self._compose(failure)
         headline = "a rank failed, and the store that connects the ranks is gone"
-        return FailureReport("\n".join([headline, *self._activities()]), None, True)
+        return FailureReport(_join(headline, self._activities()), None, True)
 
     def post_return(self, exchanges: int) -> None:
         """Tell the other ranks that this one has returned after so many exchanges, unless another has after as few."""
@@ -175,6 +214,26 @@ class FailureBoard:
         wanted, until = list(keys), time.monotonic() + seconds
         while time.monotonic() < until and not self._has(*wanted):
             time.sleep(_PAUSE)
+
+
+def _join(headline: str, lines: Sequence[str]) -> str:
+    return "\n".join([headline, *(f"  rank {rank} {line}" for rank, line in enumerate(lines))])
+
+
+def _describe_holdup(reporter: int, lines: Sequence[str]) -> str:
+    """The end of a headline: which ranks hold up the one that has waited too long. These are all ranks that wait for no other."""
+    busy = [
+        f"rank {rank}, which {line.partition(';')[0]}"
+        for rank, line in enumerate(lines)
+        if rank != reporter and not line.startswith("waits for ")
+    ]
+    more = [f"{len(busy) - _NAMED} more ranks"] if len(busy) > _NAMED else []
+    return f"; held up by {' and '.join(busy[:_NAMED] + more)}" if busy else ""
+
+
+def is_timeout(error: Exception) -> bool:
+    """Whether an error says that a wait was too long: gloo's wait has `timed out`, and NCCL's work ran so long `before timing out`."""
+    return re.search(r"tim(ed|ing) out|timeout", str(error), re.IGNORECASE) is not None
 
 
 def count_arrival(store: Any, place: str, rank: int, ranks: int) -> None:

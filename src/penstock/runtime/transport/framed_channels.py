@@ -47,20 +47,33 @@ def tag_of(what: str, program: int) -> int:
     return 4 + 4 * (program & 0xFFFFFF) + 2 * TAGS[what]
 
 
-class FramedOutbox(Outbox):
+class _FramedEnd:
+    """What both ends of a channel have: its tag, and the forms of its messages in the present generation of connections."""
+
+    def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
+        self.group, self.route, self.program = group, route, program
+        self.tag, self.timeout = tag_of(route[2], program), timedelta(seconds=deadline)
+        self.activity = group.activity(group.rank)
+        self.forms: list[Form] = []
+        self.generation = group.generation
+        self.count = 0
+
+    def begin(self) -> None:
+        self.count = 0
+        if self.generation != self.group.generation:
+            self.generation = self.group.generation
+            self.forms.clear()
+
+
+class FramedOutbox(_FramedEnd, Outbox):
     """Sends frames, and waits for each only once the receiver must have taken it."""
 
     def __init__(self, group: Processes, route: Route, slots: int, program: int, deadline: float) -> None:
-        self.group, self.route, self.slots, self.program = group, route, slots, program
-        self.target, self.tag = route[1], tag_of(route[2], program)
+        super().__init__(group, route, program, deadline)
+        self.target, self.slots = route[1], slots
         self._greeting = SendFrame(TRAILER)
         self._waits_for = f"{group.describe_rank(self.target)} to take {route[2]}"
-        self.activity = group.activity(route[0])
-        self.timeout = timedelta(seconds=deadline)
-        self.forms: list[Form] = []
         self._new: list[int] = []
-        self.generation = group.generation
-        self.count = 0
         self.sends: deque[tuple[int, Any, SendFrame | Tensor]] = deque()
         """Sends in progress: number, work, and the object that holds the memory, because the work does not."""
         self.free: dict[int, list[SendFrame]] = {}
@@ -68,12 +81,9 @@ class FramedOutbox(Outbox):
         group.ends.add(self, self.sends)
 
     def begin(self) -> None:
-        if self.generation != self.group.generation:
-            self.generation = self.group.generation
-            self.forms.clear()
+        super().begin()
         while self.sends:  # all received, because the step that they belong to is over
             self._wait_for_oldest()
-        self.count = 0
         self._new.clear()
         self._greeting.words[PROGRAM] = self.program
         self._dispatch(0, self._greeting.buffers, TAGS[self.route[2]], self._greeting)
@@ -88,7 +98,7 @@ class FramedOutbox(Outbox):
         elif (form := forms[number]).fits(value):
             frame = self._take_frame(form.size)
             form.pack(value, frame.address)
-            self._send(number, frame, 0)
+            self._send(number, frame)
         else:
             self._put_new(number, form.size, value)
 
@@ -116,12 +126,7 @@ class FramedOutbox(Outbox):
         free = self.free.get(size)
         return free.pop() if free else SendFrame(size)
 
-    def _keep(self, frame: SendFrame) -> None:
-        if frame.size not in self.free and len(self.free) >= SIZES:
-            self.free.clear()
-        self.free.setdefault(frame.size, []).append(frame)
-
-    def _send(self, number: int, frame: SendFrame, overflow: int) -> None:
+    def _send(self, number: int, frame: SendFrame, overflow: int = 0) -> None:
         words = frame.words
         words[NUMBER], words[SENT], words[OVERFLOW] = number, clock(), overflow
         self._dispatch(number, frame.buffers, self.tag, frame)
@@ -142,7 +147,9 @@ class FramedOutbox(Outbox):
             work = held = None  # the raised error keeps this frame, and the work would keep the connection open
             self.group.raise_lost(self.target, self._waits_for, error)
         if isinstance(held, SendFrame) and held.size <= REUSED and held is not self._greeting:
-            self._keep(held)
+            if held.size not in self.free and len(self.free) >= SIZES:
+                self.free.clear()
+            self.free.setdefault(held.size, []).append(held)
         activity.waits = None
         activity.began = clock()  # the time before was spent waiting
 
@@ -150,23 +157,18 @@ class FramedOutbox(Outbox):
         self.sends.clear()
 
 
-class FramedInbox(Inbox):
+class FramedInbox(_FramedEnd, Inbox):
     """Receives frames in the order in which they were sent."""
 
     posted: deque[tuple[Any, Tensor]]
 
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
-        super().__init__()
-        self.group, self.route, self.program = group, route, program
-        self.source, self.tag = route[0], tag_of(route[2], program)
-        self.timeout = timedelta(seconds=deadline)
+        Inbox.__init__(self)
+        _FramedEnd.__init__(self, group, route, program, deadline)
+        self.source = route[0]
         self.name = f"{route[2]} from {group.describe_rank(self.source)}"
-        self.activity = group.activity(route[1])
         self.order: list[int] = []
         """The cell of each message of a step."""
-        self.forms: list[Form] = []
-        self.generation = group.generation
-        self.count = 0
         self.ahead = 0
         """How many receives are posted ahead."""
         self._in_turn = False
@@ -184,11 +186,8 @@ class FramedInbox(Inbox):
         self._in_turn = True
 
     def begin(self) -> None:
-        if self.generation != self.group.generation:
-            self.generation = self.group.generation
-            self.forms.clear()
+        super().begin()
         self.posted.clear()
-        self.count = 0
         largest = max((form.size for form in self.forms), default=TRAILER)
         self.ahead = min(AHEAD, max(2, AHEAD_BYTES // largest))
         self._post(empty(TRAILER), TAGS[self.route[2]])
@@ -198,11 +197,8 @@ class FramedInbox(Inbox):
     def _post_through(self, number: int) -> None:
         """Post the receives up to this message."""
         while self._next <= number:
-            self._post(self._frame(self._next), self.tag)
+            self._post(self.forms[self._next].frame() if self._next < len(self.forms) else empty(TRAILER), self.tag)
             self._next += 1
-
-    def _frame(self, number: int) -> Tensor:
-        return self.forms[number].frame() if number < len(self.forms) else empty(TRAILER)
 
     def _post(self, frame: Tensor, tag: int) -> None:
         try:
@@ -218,12 +214,14 @@ class FramedInbox(Inbox):
 
     def take(self, number: int) -> Any:
         """The next message, whose number this is."""
+        asked = clock()
         if not number:
-            self._check_program()
+            greeting = self._wait_for_frame(asked)  # says which program the sender runs
+            if trailer(greeting)[PROGRAM] != self.program:
+                raise self.group.report_failure(self.route[1], describe_other_program(self.group, self.source, self.route[1]))
         if number + self.ahead < len(self.order):
             self._post_through(number + self.ahead)
         self.count = number + 1
-        asked = clock()
         frame = self._wait_for_frame(asked)
         words = trailer(frame)
         assert words[NUMBER] == number, "messages of a channel are taken in the order in which they were sent"
@@ -241,12 +239,6 @@ class FramedInbox(Inbox):
             self.group.raise_lost(self.source, self.name, error)
         activity.waits = None
         return frame
-
-    def _check_program(self) -> None:
-        """Read the greeting that begins a step, which says which program the sender runs."""
-        frame = self._wait_for_frame(clock())
-        if trailer(frame)[PROGRAM] != self.program:
-            raise self.group.report_failure(self.route[1], describe_other_program(self.group, self.source, self.route[1]))
 
     def _learn(self, number: int, size: int) -> Any:
         """Receive a value of a new form, which follows in a message of its own."""

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 from penstock.errors import PipelineError
-from penstock.runtime.transport.activity import Activity
+from penstock.ir.action import Action
+from penstock.ir.kind import Kind
+from penstock.runtime.device.timing import ActionTimer, clock
 
 Route = tuple[int, int, str]
 """Source rank, target rank, and the kind of traffic: `activations` or `gradients`."""
 Operation = Callable[[], None]
+_SHOWN = 3
+"""How many completed actions a report shows."""
 
 
 class _Empty:
@@ -37,8 +41,9 @@ class Outbox(ABC):
     `begin` on all its outboxes before those of its inboxes, and before the first action runs; then `put` once per message, in the
     order of the program, which is the order in which the other end expects them. All of this happens on the rank's own thread.
 
-    There is no call for the end of a step. A step that fails is simply left: the next `begin` starts afresh, and nothing of the failed
-    step may reach the receiver, because the group has emptied its channels or replaced its connections by then.
+    If the group is `direct`, `settle` ends a step that has succeeded on all ranks. A step that fails is simply left: the next `begin`
+    starts afresh, and nothing of the failed step may reach the receiver, because the group has emptied its channels or replaced its
+    connections by then.
     """
 
     @abstractmethod
@@ -50,7 +55,8 @@ class Outbox(ABC):
         The value's tensors must stay as they are until the receiver has taken them: a channel may send them without a copy.
         """
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+    @abstractmethod
+    def begin(self) -> None:
         """Begin a step: the next `put` is the step's first message."""
 
     def retire(self, number: int) -> None:  # noqa: B027 - most own what they send
@@ -60,6 +66,9 @@ class Outbox(ABC):
         receive in turn (`Inbox.post_in_turn`). A channel that sends copies, or keeps the messages itself, has nothing to wait for. If
         another rank fails meanwhile, or the deadline passes, raises the report that all ranks raise.
         """
+
+    def settle(self) -> None:  # noqa: B027
+        """Let go of all messages of a step that is over, on groups that are `direct`: the receiver has taken them. Does not raise."""
 
     def new_forms(self) -> list[tuple[int, Any]]:
         """The messages of the last step whose form (tree, shapes, types) was new: their numbers in the step, and the forms."""
@@ -77,8 +86,8 @@ class Inbox(ABC):
 
     An executor asks its group for one inbox per route when it is built. While building, it calls `expect` once per receive action of
     the route, in program order, and keeps the operation that this returns as the action itself. In each step it calls `begin`, runs
-    those operations where the program has them, and calls `pull` when a compute action needs a message. When the step is over, or
-    has failed, it calls `clear`. All of this happens on the rank's own thread.
+    those operations where the program has them, and calls `pull` when a compute action needs a message. All of this happens on the rank's
+    own thread.
 
     Cells are the executor's list of values. A message is delivered into the cell that its receive was declared for; a cell that
     holds `EMPTY` has not got its message yet.
@@ -91,7 +100,7 @@ class Inbox(ABC):
         Nanoseconds, or events of streams if the ranks are threads on a GPU.
         """
         self.posted: deque[Any] = deque()
-        """The receives that are posted and not yet pulled, in order."""
+        """The receives that are posted and not yet pulled, in order. The executor empties it when a step ends, also by a failure."""
 
     @abstractmethod
     def expect(self, cell: int) -> Operation:
@@ -112,20 +121,62 @@ class Inbox(ABC):
         The sender waits for its sends, so a receive must not be put off until its message is used. Called once, before the first `expect`.
         """
 
-    def begin(self) -> None:  # noqa: B027 - most have nothing to do
+    @abstractmethod
+    def begin(self) -> None:
         """Begin a step: the next message is the step's first. May post receives ahead of their turn."""
-
-    def clear(self) -> None:
-        """End a step, whether it has succeeded or failed: expect no more of its messages."""
-        self.posted.clear()
 
     def drop(self) -> None:
         """Let go of all receives in progress, so that the connection can close; like `Outbox.drop`."""
         self.posted.clear()
 
-    def pending(self) -> int:
-        """The number of receives that are posted and not yet pulled."""
-        return len(self.posted)
+
+class Activity:
+    """Where a rank is in its program. The executor writes the fields; a report may read them from another thread."""
+
+    __slots__ = ("actions", "at", "began", "over", "running", "since", "waits", "watch")
+
+    def __init__(self) -> None:
+        self.actions: Sequence[Action] = ()
+        self.at = 0
+        self.running = False
+        self.over = False
+        """Whether the rank's function has returned."""
+        self.began = clock()
+        """When the present action began."""
+        self.waits: str | None = None
+        """What the rank waits for, and from which rank."""
+        self.since = clock()
+        """When the present wait began."""
+        self.watch: ActionTimer | None = None
+        """Times the actions of a step that is recorded on a GPU."""
+
+    def stop(self) -> None:
+        """End a step that has failed."""
+        self.running, self.waits = False, None
+
+    def describe(self) -> str:
+        """One line: what the rank does or waits for, since when, and its last actions."""
+        now, at, waits = clock(), self.at, self.waits
+        if self.over:
+            return "has returned"
+        if not self.running or at >= len(self.actions):
+            return "is between steps" if waits is None else f"waits for {waits} since {_seconds(now - self.since)}"
+        action = self.actions[at]
+        done = ", ".join(map(str, self.actions[max(0, at - _SHOWN) : at])) or "nothing"
+        if waits is None:
+            return f"runs {action} since {_seconds(now - self.began)}; done before: {done}"
+        return f"waits for {waits}, for {action}, since {_seconds(now - self.since)}; done before: {done}"
+
+
+def _seconds(nanoseconds: int) -> str:
+    return f"{max(0, nanoseconds) / 1e9:.1f} s"
+
+
+def describe_action(action: Action) -> str:
+    """An action with its stage, kind and microbatch spelled out, for an error message."""
+    names = {Kind.F: "forward", Kind.B: "backward", Kind.I: "backward for the input", Kind.W: "backward for the weights"}
+    what = names.get(action.kind)
+    return str(action) if what is None else f"{action} (stage {action.stage}, {what} of microbatch {action.microbatch})"
 
 
 class Group(ABC):

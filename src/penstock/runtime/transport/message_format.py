@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ScheduleError
-from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, check_tensor, explain_registration
+from penstock.runtime.tensors.boundary import IMMUTABLE_TYPES, check_tensor, explain_registration, load_pickler
 from penstock.runtime.tensors.layout import is_dense
-from penstock.runtime.tensors.pickling import load_pickler
 from penstock.runtime.torch_internals import pytree
 
 _ALIGN = 64
@@ -255,11 +254,7 @@ def _after(length: int) -> int:
 
 
 def _contiguous(shape: torch.Size) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+    return torch.empty(shape, device="meta").stride()
 
 
 def _first_places(parts: Sequence[Any]) -> list[int]:

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any, NoReturn
 
 import torch.distributed as dist
@@ -20,13 +21,20 @@ import torch.distributed as dist
 from penstock.errors import PipelineError
 from penstock.runtime.device.connections import can_use_nccl, device_id
 from penstock.runtime.device.timing import clock
-from penstock.runtime.transport.activity import Activity
 from penstock.runtime.transport.all_gather import CONTROL_TAG, AllGather
 from penstock.runtime.transport.direct_channels import DeviceConnections, DirectInbox, DirectOutbox, FormAgreements
-from penstock.runtime.transport.failures import FailureBoard, FailureReport, count_arrival, describe_error, lengthen_pause
+from penstock.runtime.transport.failures import (
+    FailureBoard,
+    FailureReport,
+    Notices,
+    PrefixStore,
+    count_arrival,
+    describe_error,
+    is_timeout,
+    lengthen_pause,
+)
 from penstock.runtime.transport.framed_channels import FramedInbox, FramedOutbox
-from penstock.runtime.transport.group import Group, Inbox, Outbox, Route
-from penstock.runtime.transport.store import Notices, PrefixStore
+from penstock.runtime.transport.group import Activity, Group, Inbox, Outbox, Route
 
 TRANSPORTS = ("auto", "framed", "direct", "edges")
 CONNECT = 120.0
@@ -100,17 +108,10 @@ class Processes(Group):
         if self.transport == "auto":
             devices = self.all_gather.run("devices", device_id(), deadline)
             self.transport = "direct" if can_use_nccl(devices) else "framed"
+        self.direct, self.rendezvous = self.transport != "framed", self.transport == "direct"
         if self.direct:
             self._devices = DeviceConnections(store, self.rank, self.ranks, deadline, edges=self.transport == "edges")
             self._devices.open(self._routes)
-
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        return self.transport != "framed"
-
-    @property
-    def rendezvous(self) -> bool:  # type: ignore[override]
-        return self.transport == "direct"
 
     def _meet(self, store: Any, deadline: float) -> None:
         """Wait until all ranks have arrived. Raises if one never will, or the deadline passes."""
@@ -210,11 +211,15 @@ class Processes(Group):
 
     def raise_lost(self, peer: int, what: str, error: Exception) -> NoReturn:
         """A message could not be sent or received: raise the known failure, or report this one."""
-        timed_out = "timed out" in str(error).lower()
-        if isinstance(error, RuntimeError) and not self._learn_why(0.0 if timed_out else _EXPLAIN):
-            waited = (clock() - self._activity.since) / 1e9
-            text = f"waited {waited:.1f} s for {what}" if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
-            raise self.report_failure(self.rank, f"rank {self.rank} {text}", error)
+        timed_out = is_timeout(error)
+        until = time.monotonic() + (0.0 if timed_out else _EXPLAIN)
+        # Gloo closes a connection before the rank at its end can say why.
+        while isinstance(error, RuntimeError) and not self.board.has_failure():
+            if time.monotonic() >= until:
+                waited = f"waited {(clock() - self._activity.since) / 1e9:.1f} s for {what}"
+                text = waited if timed_out else f"lost the connection to rank {peer} while it waited for {what}"
+                raise self._report(f"rank {self.rank} {text}", error, late=timed_out)
+            time.sleep(_PAUSE)
         self._disconnect()
         self._raise()
 
@@ -227,15 +232,6 @@ class Processes(Group):
             self.raise_lost(self.rank, what, AttributeError("the connection was closed"))
         if clock() - activity.since > deadline * 1e9:
             self.raise_lost(self.rank, what, RuntimeError("timed out"))
-
-    def _learn_why(self, seconds: float) -> bool:
-        """Whether another rank reports a failure in time: gloo closes a connection before the rank at its end can say why."""
-        until = time.monotonic() + seconds
-        while not self.board.has_failure():
-            if time.monotonic() >= until:
-                return False
-            time.sleep(_PAUSE)
-        return True
 
     def _raise(self) -> NoReturn:
         self._raised = True
@@ -250,7 +246,10 @@ class Processes(Group):
         return error
 
     def report_failure(self, rank: int, headline: str, cause: BaseException | None = None) -> PipelineError:
-        self._failure = self.board.post_failure(headline, cause, self._activity.describe())
+        return self._report(headline, cause)
+
+    def _report(self, headline: str, cause: BaseException | None, *, late: bool = False) -> PipelineError:
+        self._failure = self.board.post_failure(headline, cause, self._activity.describe(), late=late)
         self._raised = True
         self._disconnect()
         is_first = self._failure.text.startswith(headline)
@@ -277,7 +276,7 @@ class Processes(Group):
     # Messages ---------------------------------------------------------------------------------------------------------
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return DirectOutbox(self, route, program, deadline) if self.direct else FramedOutbox(self, route, slots, program, deadline)
+        return (DirectOutbox if self.direct else FramedOutbox)(self, route, slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
         return (DirectInbox if self.direct else FramedInbox)(self, route, program, deadline)
@@ -295,7 +294,7 @@ class Processes(Group):
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
-            self.forms.agree(program, (self.generation, inputs), lambda changed: self.gather(self.rank, "inputs", changed, deadline))
+            self.forms.agree(program, (self.generation, inputs), partial(self.gather, self.rank, "inputs", deadline=deadline))
 
     def device_connection(self, route: Route, peer: int) -> tuple[Any, int]:
         """The connection that carries a route's tensors, and the peer's rank on it."""

@@ -7,6 +7,7 @@ from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,10 @@ from torch import Tensor
 
 from penstock.errors import PipelineError
 from penstock.runtime.device.connections import abort_connection, connect_devices
-from penstock.runtime.transport.activity import Activity
 from penstock.runtime.transport.all_gather import AllGather
-from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route
+from penstock.runtime.transport.failures import PrefixStore
+from penstock.runtime.transport.group import EMPTY, Activity, Group, Inbox, Operation, Outbox, Route
 from penstock.runtime.transport.processes import Processes
-from penstock.runtime.transport.store import PrefixStore
 
 _TAGS = 1 << 27
 """Above the tags of programs. Two processes can be in several subgroups together, so each subgroup has a tag of its own."""
@@ -50,6 +50,7 @@ class Subgroup(Group):
     def __init__(self, parent: Group, rank: int, members: Sequence[int]) -> None:
         self.parent, self.members = parent, tuple(members)
         self.rank, self.ranks, self.parallel = self.members.index(rank), len(self.members), parent.parallel
+        self.direct, self.rendezvous, self.shares_memory = parent.direct, parent.rendezvous, parent.shares_memory
 
     @abstractmethod
     def connect_collectives(self, deadline: float) -> Any:
@@ -104,21 +105,13 @@ class ProcessSubgroup(Subgroup):
         parent.ends.add(self._all_gather)
         parent.ends.add(self)
 
-    @property
-    def direct(self) -> bool:  # type: ignore[override]
-        return self.parent.direct
-
-    @property
-    def rendezvous(self) -> bool:  # type: ignore[override]
-        return self.parent.rendezvous
-
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         self.parent.open(map(self._parent_route, routes), deadline)
 
     def agree(self, program: int, inputs: Any, deadline: float) -> None:
         if self.direct:
             known = self.parent.generation, inputs
-            self.parent.forms.agree(program, known, lambda changed: self.gather(self.rank, "inputs", changed, deadline))
+            self.parent.forms.agree(program, known, partial(self.gather, self.rank, "inputs", deadline=deadline))
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
@@ -149,8 +142,6 @@ class ProcessSubgroup(Subgroup):
 
 class ThreadSubgroup(Subgroup):
     """Some of the virtual ranks of a launch."""
-
-    shares_memory = True
 
     def __init__(self, parent: Group, rank: int, members: Sequence[int]) -> None:
         super().__init__(parent, rank, members)

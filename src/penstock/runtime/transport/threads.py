@@ -12,14 +12,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from penstock.errors import PipelineError
 from penstock.runtime.device.rng import get_rng_state, set_rng_state
 from penstock.runtime.device.streams import record_event, record_use, wait_event
 from penstock.runtime.device.timing import clock
-from penstock.runtime.transport.activity import Activity
-from penstock.runtime.transport.group import EMPTY, Group, Inbox, Operation, Outbox, Route, describe_other_program
+from penstock.runtime.transport.group import EMPTY, Activity, Group, Inbox, Operation, Outbox, Route, describe_other_program
 
 
 @dataclass
@@ -37,11 +36,6 @@ class ThreadChannel:
         return len(self.messages) - len(self.posted) < slots
 
 
-class _Waiting(NamedTuple):
-    ready: Callable[[], bool]
-    what: str
-
-
 @dataclass
 class _Failure:
     """The first failure. Every rank raises it once. The group works again when all have, unless it is fatal."""
@@ -53,12 +47,10 @@ class _Failure:
 
 @dataclass
 class _Gathering:
-    """One all-gather: the name and the value of each rank, and how many ranks have read them."""
+    """One all-gather, and how many ranks have read it."""
 
-    names: dict[int, str] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
-    events: dict[int, Any] = field(default_factory=dict)
-    """The event in each rank's stream after which its value is there."""
+    entries: dict[int, tuple[str, Any, Any]] = field(default_factory=dict)
+    """Each rank's name for it, its value, and the event in its stream after which the value is there."""
     read: int = 0
 
 
@@ -76,7 +68,8 @@ class VirtualGroup(Group):
         self._gathered = [0] * ranks
         self._gates = [threading.Semaphore(0) for _ in range(ranks)]
         self._change = threading.Condition(threading.RLock())
-        self._waiting: dict[int, _Waiting] = {}
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        """For each rank that waits, whether it can go on."""
         self._ended: set[int] = set()
         self._activities = [Activity() for _ in range(ranks)]
         self._pipelines = [0] * ranks
@@ -107,7 +100,7 @@ class VirtualGroup(Group):
         activity = self._activities[rank]
         with self._change:
             activity.since, activity.waits = clock(), what
-            self._waiting[rank] = _Waiting(ready, what)
+            self._waiting[rank] = ready
             if self.parallel:
                 self._check_deadlock()
         try:
@@ -140,8 +133,8 @@ class VirtualGroup(Group):
             self._gates[next_rank].release()
 
     def _can_go_on(self, rank: int) -> bool:
-        waits = self._waiting.get(rank)
-        return self.failure is not None or waits is None or waits.ready()
+        ready = self._waiting.get(rank)
+        return self.failure is not None or ready is None or ready()
 
     def _check_deadlock(self) -> None:
         alive = [rank for rank in range(self.ranks) if rank not in self._ended]
@@ -246,12 +239,19 @@ class VirtualGroup(Group):
             number = self._gathered[rank]
             self._gathered[rank] += 1
             gathering = self._gatherings.setdefault(number, _Gathering())
-            gathering.names[rank], gathering.values[rank], gathering.events[rank] = name, value, record_event()
+            gathering.entries[rank] = name, value, record_event()
             self._change.notify_all()
-        self._check_names(rank, name, gathering)
-        self.wait(rank, lambda: len(gathering.values) == self.ranks, f"all ranks to reach {name!r}", deadline)
-        values = [gathering.values[other] for other in range(self.ranks)]
-        for event in gathering.events.values():
+        for other, (their_name, _, _) in list(gathering.entries.items()):
+            if their_name != name:
+                error = PipelineError(
+                    f"rank {rank} is at {name!r}, but rank {other} at {their_name!r}: every rank must make the same calls in the same order"
+                )
+                self.fail(rank, error)
+                self._leaving.add(rank)
+                raise error
+        self.wait(rank, lambda: len(gathering.entries) == self.ranks, f"all ranks to reach {name!r}", deadline)
+        values = [gathering.entries[other][1] for other in range(self.ranks)]
+        for _, _, event in gathering.entries.values():
             wait_event(event)
         record_use(values)
         with self._change:
@@ -260,21 +260,14 @@ class VirtualGroup(Group):
                 del self._gatherings[number]
         return values
 
-    def _check_names(self, rank: int, name: str, gathering: _Gathering) -> None:
-        for other, their_name in list(gathering.names.items()):
-            if their_name != name:
-                error = PipelineError(
-                    f"rank {rank} is at {name!r}, but rank {other} at {their_name!r}: every rank must make the same calls in the same order"
-                )
-                self.fail(rank, error)
-                self._leaving.add(rank)
-                raise error
-
 
 class _Outbox(Outbox):
     def __init__(self, group: VirtualGroup, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program, self.deadline = group, route, slots, program, deadline
         self.channel = group.channel(route)
+
+    def begin(self) -> None:
+        """Return at once: the channel is empty between steps."""
 
     def put(self, value: Any) -> None:
         channel, slots = self.channel, self.slots

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.errors import FileFormatError, WeightsError
-from penstock.ir.formats.reading import read_json
+from penstock.ir.formats.reading import check_fields, parse_json, read_json
 from penstock.runtime.torch_internals.modules import non_persistent_buffers, own_buffers
 from penstock.runtime.weights.source import OwnedTensors, put
 
@@ -37,6 +36,7 @@ _TYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
+_ENTRY: dict[str, tuple[type, ...]] = {"dtype": (str,), "shape": (list,), "data_offsets": (list,)}
 _LENGTH = 8
 INDEX = "model.safetensors.index.json"
 
@@ -60,22 +60,22 @@ class SafetensorsFile:
         length = int.from_bytes(self._data[:_LENGTH], "little")
         if _LENGTH + length > len(self._data):
             raise FileFormatError(str(self.path), f"a header of {length} bytes in a file of {len(self._data)}")
-        try:
-            header: dict[str, dict[str, Any]] = json.loads(self._data[_LENGTH : _LENGTH + length])
-            header.pop("__metadata__", None)
-            for name, entry in header.items():
-                self._check(name, entry, len(self._data) - _LENGTH - length)
-        except FileFormatError:
-            raise
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileFormatError(str(self.path), f"the header cannot be read ({type(error).__name__}: {error})") from error
-        return header
+        header = parse_json(self._data[_LENGTH : _LENGTH + length], str(self.path), "JSON header")
+        check_fields(header, {}, error=partial(FileFormatError, str(self.path)))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            self._check(name, entry, len(self._data) - _LENGTH - length)
+        return header  # type: ignore[no-any-return]
 
-    def _check(self, name: str, entry: dict[str, Any], size: int) -> None:
-        (begin, end), dtype, shape = entry["data_offsets"], entry["dtype"], entry["shape"]
+    def _check(self, name: str, entry: Any, size: int) -> None:
+        check_fields(entry, _ENTRY, error=lambda reason: FileFormatError(str(self.path), f"of {name}, {reason}"))
+        dtype, shape, place = (entry[key] for key in _ENTRY)
         if dtype not in _TYPES:
             raise FileFormatError(str(self.path), f"{name} has the unknown type {dtype!r}")
-        if not 0 <= begin <= end <= size or end - begin != math.prod(shape) * _TYPES[dtype].itemsize:
+        if len(place) != 2 or any(type(number) is not int or number < 0 for number in (*shape, *place)):
+            raise FileFormatError(str(self.path), f"{name} has the shape {shape} and the place {place}, which are not whole numbers")
+        begin, end = place
+        if not begin <= end <= size or end - begin != math.prod(shape) * _TYPES[dtype].itemsize:
             raise FileFormatError(str(self.path), f"{name} of shape {shape} and type {dtype} has bytes {begin} to {end} of {size}")
 
     def read(self, name: str) -> Tensor:
@@ -133,12 +133,11 @@ class Safetensors:
 
 
 def _read_index(folder: Path) -> dict[str, SafetensorsFile]:
-    index = read_json(folder / INDEX)
-    try:
-        files = {file: SafetensorsFile(folder / file) for file in index["weight_map"].values()}
-        return {name: files[file] for name, file in index["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise FileFormatError(str(folder / INDEX), f"no map of weights ({type(error).__name__}: {error})") from error
+    error = partial(FileFormatError, str(folder / INDEX))
+    weights = check_fields(read_json(folder / INDEX), {"weight_map": (dict,)}, error=error)["weight_map"]
+    check_fields(weights, dict.fromkeys(weights, (str,)), error=error)
+    files = {file: SafetensorsFile(folder / file) for file in weights.values()}
+    return {name: files[file] for name, file in weights.items()}
 
 
 def _non_persistent(owned: OwnedTensors) -> set[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,10 +15,10 @@ from penstock.errors import UsageError
 from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.rows import Floats
-from penstock.simulator.comparison.lateness import Delay, Lateness
+from penstock.simulator.comparison.lateness import Delay, Lateness, totals
 from penstock.simulator.comparison.matching import Match, match
-from penstock.simulator.comparison.scaling import scaled
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import SECONDS
 
 TOLERANCE = 0.01
 """Share of the predicted makespan: an action that is less late than this counts as predicted."""
@@ -86,19 +87,39 @@ class Parting:
         return self.end.difference
 
 
-def differences(predicted: Timeline, measured: Timeline, *, scale: float | str = 1.0, tolerance: float = TOLERANCE) -> Differences:
+def differences(predicted: Timeline, measured: Timeline, *, scale: float | str | None = None, tolerance: float = TOLERANCE) -> Differences:
     """Lay a measured timeline over its prediction; both may also be simulated.
 
-    The predicted times are multiplied by `scale`, if the prediction is in another unit; `auto` is the scale at which the median
-    action takes as long as predicted. Timelines of other work are refused with a `UsageError` that says how they differ.
+    The predicted times are multiplied by `scale`; `auto` is the scale at which the median action takes as long as predicted. By
+    default the scale follows from the units of both. If those are not known and the times are far apart, and for timelines of other
+    work, a `UsageError` says so.
     """
     if not 0 <= tolerance < math.inf:
         raise UsageError(f"a tolerance of {tolerance}: it is a share of the predicted makespan, like 0.01")
     pair = match(predicted, measured)
-    factor = median_ratio(pair) if scale == AUTO else scale
+    factor = median_ratio(pair) if scale == AUTO else _scale_between(pair) if scale is None else scale
     if isinstance(factor, str) or not 0 < factor < math.inf:
         raise UsageError(f"a scale of {scale!r}: predicted times are multiplied by it: give a number above 0, or {AUTO!r}")
-    return Differences(replace(pair, predicted=scaled(predicted, factor).waits), factor, tolerance)
+    return Differences(replace(pair, predicted=predicted.scaled(factor).waits), factor, tolerance)
+
+
+def _scale_between(pair: Match) -> float:
+    """What one unit of the predicted times is in the measured ones; 1 if it is not known and the times are alike."""
+    one, other = pair.predicted.timeline, pair.measured.timeline
+    seconds = [SECONDS.get(timeline.units.time_unit) for timeline in (one, other)]
+    if seconds[0] is not None and seconds[1] is not None:
+        return seconds[0] / seconds[1]
+    ratio = median_ratio(pair)
+    if one.source != other.source and not _is_alike(ratio):
+        raise UsageError(
+            f"the unit of the predicted times is not known, and the median action takes {ratio:.4g} times as long as predicted: "
+            f"predict with costs in the unit of the measured times, give the factor as scale= (--scale), or let {AUTO!r} find it"
+        )
+    return 1.0
+
+
+def _is_alike(ratio: float) -> bool:
+    return 1 / OTHER_UNIT < ratio < OTHER_UNIT
 
 
 def median_ratio(pair: Match) -> float:
@@ -189,7 +210,7 @@ class Differences:
     def unlike(self) -> float | None:
         """The scale that the median action asks for, if it is so far from 1 that the units must differ; else None."""
         ratio = median_ratio(self.match)
-        return None if 1 / OTHER_UNIT < ratio < OTHER_UNIT else ratio
+        return None if _is_alike(ratio) else ratio
 
     @property
     def allowed(self) -> float:
@@ -242,3 +263,84 @@ def _works(timeline: Timeline) -> Iterable[Work]:
         else:
             works[-1].append((stage, kind))
     return map(tuple, works)
+
+
+# As plain data --------------------------------------------------------------------------------------------------------
+
+
+def encode(differences: Differences) -> dict[str, Any]:
+    """Everything, each action of each rank included, as plain data."""
+    return {
+        "scale": differences.scale,
+        "tolerance": differences.tolerance,
+        "other_unit": differences.unlike,
+        "other_order": _order(differences),
+        "makespan": _both(differences.makespan),
+        "bubble": _both(differences.bubble),
+        "communication": _both(differences.communication),
+        "idle_by_cause": {cause: _both(idle) for cause, idle in differences.idle_by_cause.items()},
+        "ranks": [{"busy": _both(busy), "idle": _both(idle)} for busy, idle in zip(differences.busy, differences.idle, strict=True)],
+        "stages": list(_stages(differences)),
+        "channels": list(_channels(differences)),
+        "first": None if differences.first is None else _parting(differences.first),
+        "delays": [{"what": t.what, "name": t.name, "count": len(t.delays), "added": t.added} for t in totals(differences.way)],
+        "path": [_delay(delay) for delay in differences.way],
+        "actions": list(_actions(differences)),
+    }
+
+
+def _both(both: Both) -> dict[str, float | None]:
+    return {"predicted": both.predicted, "measured": both.measured, "ratio": both.ratio}
+
+
+def _order(differences: Differences) -> dict[str, Any] | None:
+    if differences.match.other_order is None:
+        return None
+    rank, predicted, measured = differences.match.other_order
+    return {"rank": rank, "predicted": str(predicted), "measured": str(measured)}
+
+
+def _stages(differences: Differences) -> Iterator[dict[str, Any]]:
+    for lengths in differences.lengths:
+        parts = [{"stage": stage, "kind": kind.name} for stage, kind in lengths.work]
+        yield {"parts": parts, "count": lengths.count, "mean": _both(lengths.mean)}
+
+
+def _channels(differences: Differences) -> Iterator[dict[str, Any]]:
+    for channel in differences.channels:
+        ends = {"source": channel.source, "target": channel.target, "kind": channel.kind.name}
+        yield {**ends, "count": channel.count, "held": _both(channel.held), "travel": _both(channel.travel)}
+
+
+def _parting(parting: Parting) -> dict[str, Any]:
+    where = {"rank": parting.rank, "action": str(parting.action), "end": _both(parting.end), "late": parting.late}
+    return {**where, "path": [_delay(delay) for delay in parting.way]}
+
+
+def _delay(delay: Delay) -> dict[str, Any]:
+    action = None if delay.action is None else str(delay.action)
+    who = {"what": delay.what, "rank": delay.rank, "action": action, "source": delay.source}
+    return {**who, "predicted": delay.predicted, "measured": delay.measured, "added": delay.added}
+
+
+def _actions(differences: Differences) -> Iterator[dict[str, Any]]:
+    """Each computation: its times, the computation that it waited for, and the parts of its lateness."""
+    pair, lateness = differences.match, differences.lateness
+    names = [str(action) for row in differences.measured.table for action in row if action.is_compute]
+    columns = {
+        "predicted_start": pair.predicted.start[pair.action],
+        "predicted_end": pair.predicted.end[pair.action],
+        "start": pair.measured.start,
+        "end": pair.measured.end,
+        "late": lateness.late,
+        "inherited": np.append(lateness.late, 0.0)[lateness.cause],
+        "message": lateness.transit,
+        "between": lateness.between,
+        "slack": lateness.slack,
+        "own": lateness.own,
+    }
+    rank, cause = pair.measured.rank.tolist(), lateness.cause.tolist()
+    values = zip(*(column.tolist() for column in columns.values()), strict=True)
+    for place, row in enumerate(values):
+        waited_for = None if cause[place] < 0 else {"rank": rank[cause[place]], "action": names[cause[place]]}
+        yield {"rank": rank[place], "action": names[place], **dict(zip(columns, row, strict=True)), "waited_for": waited_for}

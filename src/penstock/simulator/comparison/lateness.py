@@ -8,8 +8,8 @@ over the measured critical path, and nothing of it is left over.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -53,43 +53,34 @@ class Delay:
         return Kind.SEND_F if self.action.kind is Kind.F else Kind.SEND_B
 
 
-@dataclass(frozen=True, eq=False)
 class Lateness:
     """One value per computation of `match.measured`:
     `late[k] = late[cause[k]] + transit[k] + between[k] - slack[k] + own[k]`, without `late[cause[k]]` if the cause is -1."""
 
-    match: Match
-
-    @cached_property
-    def late(self) -> Floats:
+    def __init__(self, match: Match) -> None:
+        self.match = match
+        predicted, measured, action = match.predicted, match.measured, match.action
+        by_message = measured.by_message
+        predicted_end = predicted.end[action]
+        self.late: Floats = measured.end - predicted_end
         """By how much it ends late."""
-        return self.match.measured.end - self._predicted_end
-
-    @cached_property
-    def cause(self) -> Ints:
+        self.cause: Ints = np.where(by_message, np.append(measured.maker, -1)[measured.message], measured.before)
         """The computation that it waited for: the one before it on its rank, or the one that made its message; -1 for nothing."""
-        measured = self.match.measured
-        return np.where(measured.by_message, np.append(measured.maker, -1)[measured.message], measured.before)
-
-    @cached_property
-    def own(self) -> Floats:
+        self._lengths = (predicted.end - predicted.start)[action], measured.end - measured.start
+        self.own: Floats = self._lengths[1] - self._lengths[0]
         """By how much longer it takes itself."""
-        return self._measured_length - self._predicted_length
-
-    @cached_property
-    def transit(self) -> Floats:
+        predicted_arrival = np.append(predicted.timeline.arrive, 0.0)[np.append(match.message, -1)[measured.message]]
+        cause_ends = np.append(predicted_end, 0.0)[self.cause], np.append(measured.end, 0.0)[self.cause]
+        arrivals = predicted_arrival, measured.arrival
+        self._transits = tuple(np.where(by_message, arrival - end, 0.0) for arrival, end in zip(arrivals, cause_ends, strict=True))
+        self.transit: Floats = self._transits[1] - self._transits[0]
         """By how much longer its message is under way; 0 where it did not wait for one."""
-        return self._transits[1] - self._transits[0]
-
-    @cached_property
-    def between(self) -> Floats:
+        began = np.where(by_message, measured.arrival, measured.free)
+        self._hesitations = (predicted.start - predicted.ready)[action], measured.start - began
+        self.between: Floats = self._hesitations[1] - self._hesitations[0]
         """By how much longer it is until it starts, once what it waited for is there."""
-        return self._hesitations[1] - self._hesitations[0]
-
-    @cached_property
-    def slack(self) -> Floats:
+        self.slack: Floats = predicted.ready[action] - cause_ends[0] - self._transits[0]
         """How long the prediction has it wait for something else; below 0 only if ranks compute in another order."""
-        return self._predicted_ready - self._predicted_cause_end - self._transits[0]
 
     def chain(self, place: int) -> list[Delay]:
         """Everything on the way to the end of a computation, in order; the delays add up to its lateness."""
@@ -112,7 +103,8 @@ class Lateness:
         delays: list[Delay] = []
         if last >= 0 and self.match.measured.rank[last] == rank:
             delays = self.chain(last)
-            ends = float(self._predicted_end[last]), float(self.match.measured.end[last])
+            end = float(self.match.measured.end[last])
+            ends = end - float(self.late[last]), end
         delays.append(Delay(AFTER, rank, None, finished[0] - step[0] - ends[0], finished[1] - step[1] - ends[1]))
         delays.append(Delay(OPTIMIZER, rank, None, *step))
         delays.append(Delay(SLACK, rank, None, predicted.makespan - finished[0], 0.0))
@@ -127,54 +119,64 @@ class Lateness:
             message = int(measured.message[place])
             messages, rows = measured.timeline.messages, measured.timeline.table.rows
             maker, source = rows.part_at(int(messages.maker[message])), int(messages.source[message])
-            delays.append(Delay(MESSAGE, rank, maker, *self._at(self._transits, place), source))
+            delays.append(Delay(MESSAGE, rank, maker, *_at(self._transits, place), source))
         delays.append(Delay(SLACK, rank, action, float(self.slack[place]), 0.0))
-        delays.append(Delay(BETWEEN, rank, action, *self._at(self._hesitations, place)))
-        delays.append(Delay(ACTION, rank, action, *self._at((self._predicted_length, self._measured_length), place)))
+        delays.append(Delay(BETWEEN, rank, action, *_at(self._hesitations, place)))
+        delays.append(Delay(ACTION, rank, action, *_at(self._lengths, place)))
         return [delay for delay in delays if delay.predicted or delay.measured]
 
-    @staticmethod
-    def _at(pair: tuple[Floats, Floats], place: int) -> tuple[float, float]:
-        return float(pair[0][place]), float(pair[1][place])
 
-    # Times of both, one value for each computation of `measured` -------------------------------------------------------
+def _at(pair: Sequence[Floats], place: int) -> tuple[float, float]:
+    return float(pair[0][place]), float(pair[1][place])
 
-    @cached_property
-    def _predicted_end(self) -> Floats:
-        return self.match.predicted.end[self.match.action]
 
-    @cached_property
-    def _predicted_ready(self) -> Floats:
-        return self.match.predicted.ready[self.match.action]
+@dataclass(frozen=True)
+class Total:
+    """The sum of several delays of one sort: computations of a stage and kind, messages between two ranks, or pauses of a rank."""
 
-    @cached_property
-    def _predicted_length(self) -> Floats:
-        predicted = self.match.predicted
-        return (predicted.end - predicted.start)[self.match.action]
+    what: str
+    name: str
+    delays: list[Delay]
 
-    @cached_property
-    def _measured_length(self) -> Floats:
-        return self.match.measured.end - self.match.measured.start
+    @property
+    def added(self) -> float:
+        return sum(delay.added for delay in self.delays)
 
-    @cached_property
-    def _predicted_cause_end(self) -> Floats:
-        return np.append(self._predicted_end, 0.0)[self.cause]
 
-    @cached_property
-    def _transits(self) -> tuple[Floats, Floats]:
-        """From the end of what it waited for to the arrival of its message."""
-        match, measured = self.match, self.match.measured
-        message = measured.message
-        predicted_arrival = np.append(match.predicted.timeline.arrive, 0.0)[np.append(match.message, -1)[message]]
-        measured_cause_end = np.append(measured.end, 0.0)[self.cause]
-        return (
-            np.where(measured.by_message, predicted_arrival - self._predicted_cause_end, 0.0),
-            np.where(measured.by_message, measured.arrival - measured_cause_end, 0.0),
-        )
+def totals(delays: Iterable[Delay]) -> list[Total]:
+    """Sum up delays. The largest sums come first, and slack, which nothing causes, comes last."""
+    by_name: dict[tuple[str, str], list[Delay]] = {}
+    for delay in delays:
+        by_name.setdefault((delay.what, name_of(delay)), []).append(delay)
+    sums = [Total(what, name, group) for (what, name), group in by_name.items()]
+    return sorted(sums, key=lambda total: (total.what == SLACK, -abs(total.added)))
 
-    @cached_property
-    def _hesitations(self) -> tuple[Floats, Floats]:
-        """From when all was there to the start: as predicted, and as measured from what it waited for."""
-        match, measured = self.match, self.match.measured
-        began = np.where(measured.by_message, measured.arrival, measured.free)
-        return (match.predicted.start - match.predicted.ready)[match.action], measured.start - began
+
+def name_of(delay: Delay) -> str:
+    """The name under which a delay is counted."""
+    if delay.what == ACTION and delay.action is not None:
+        return work_name((part.stage, part.kind) for part in delay.action.parts)
+    if delay.what == MESSAGE:
+        return channel_name(delay.source, delay.rank, delay.way)
+    return {
+        BETWEEN: f"rank {delay.rank} between actions",
+        AFTER: f"rank {delay.rank} after its last action",
+        OPTIMIZER: f"the optimizer's step of rank {delay.rank}",
+        SLACK: "slack in the prediction",
+    }[delay.what]
+
+
+def work_name(work: Iterable[tuple[int, Kind]]) -> str:
+    """
+    >>> work_name([(3, Kind.F), (0, Kind.B)])
+    'stage 3 F & stage 0 B'
+    """
+    return " & ".join(f"stage {stage} {kind.name}" for stage, kind in work)
+
+
+def channel_name(source: int | None, target: int, kind: Kind | None) -> str:
+    """
+    >>> channel_name(0, 1, Kind.SEND_F)
+    'activations from rank 0 to 1'
+    """
+    return f"{'activations' if kind is Kind.SEND_F else 'gradients'} from rank {source} to {target}"

@@ -11,7 +11,7 @@ from penstock.errors import UsageError
 from penstock.ir import codes
 from penstock.ir.action import Action
 from penstock.ir.kind import COMPUTE
-from penstock.ir.rows import Ints, Rows
+from penstock.ir.rows import Ints
 from penstock.simulator.timeline import Timeline
 from penstock.simulator.waits import WaitCauses
 
@@ -42,21 +42,21 @@ class Match:
 def match(predicted: Timeline, measured: Timeline) -> Match:
     """The pairs; a `UsageError` says why there are none if these are not timelines of the same work."""
     _check_shapes(predicted, measured)
-    one, other = _Sorted(predicted), _Sorted(measured)
-    if not (np.array_equal(one.entry_codes, other.entry_codes) and np.array_equal(one.entry_ranks, other.entry_ranks)):
+    one, other = _Sorted.of(predicted), _Sorted.of(measured)
+    if not np.array_equal(one.computations, other.computations):
         raise UsageError(f"they do not compute the same: {_first_difference(predicted, measured)}")
     waits = predicted.waits, measured.waits
     action = np.empty(len(waits[1].node), dtype=np.int64)
     action[waits[1].place[other.groups]] = waits[0].place[one.groups]
     message = np.empty(measured.num_messages, dtype=np.int64)
-    if predicted.num_messages != measured.num_messages or not np.array_equal(one.message_keys, other.message_keys):
+    if not np.array_equal(one.messages, other.messages):
         raise UsageError("they do not send the same: their stages are joined in other ways, or stand on other ranks")
     message[other.message_order] = one.message_order
     return Match(*waits, action, message)
 
 
 def _check_shapes(one: Timeline, other: Timeline) -> None:
-    for what in ("ranks", "stages", "microbatches"):
+    for what in ("ranks", "stages", "microbatches", "slices"):
         counts = getattr(one.table, what), getattr(other.table, what)
         if counts[0] != counts[1]:
             raise UsageError(f"one has {counts[0]} {what} and the other {counts[1]}")
@@ -66,48 +66,26 @@ def _check_shapes(one: Timeline, other: Timeline) -> None:
 class _Sorted:
     """A timeline's computations and messages in an order that does not depend on when they ran."""
 
-    timeline: Timeline
+    computations: Ints
+    """The code and the rank of each part, by rank and by the first part of the action."""
+    groups: Ints
+    messages: Ints
+    """The actions that make and use each message, and its ranks."""
+    message_order: Ints
 
-    @property
-    def rows(self) -> Rows:
-        return self.timeline.table.rows
-
-    @cached_property
-    def entries(self) -> Ints:
-        """By rank and by the first part of the action."""
-        rows = self.rows
-        entries = np.flatnonzero(rows.is_kind(*COMPUTE))
-        head = rows.codes[rows.group_starts[entries]] & ~codes.JOIN
-        return entries[np.lexsort((entries, head, rows.rank[entries]))]
-
-    @property
-    def entry_codes(self) -> Ints:
-        return self.rows.codes[self.entries]
-
-    @property
-    def entry_ranks(self) -> Ints:
-        return self.rows.rank[self.entries]
-
-    @property
-    def groups(self) -> Ints:
-        return self.rows.group[self.entries[self.rows.heads[self.entries]]]
-
-    @cached_property
-    def message_order(self) -> Ints:
-        made, used = self._ends
-        return np.lexsort((used, made))
-
-    @property
-    def message_keys(self) -> Ints:
-        made, used = self._ends
-        messages, order = self.timeline.messages, self.message_order
-        return np.stack((made, used, messages.source, messages.target))[:, order]
-
-    @property
-    def _ends(self) -> tuple[Ints, Ints]:
-        """The actions that make and use each message."""
-        messages, plain = self.timeline.messages, self.rows.codes & ~codes.JOIN
-        return plain[messages.maker], plain[messages.after]
+    @classmethod
+    def of(cls, timeline: Timeline) -> _Sorted:
+        rows, messages = timeline.table.rows, timeline.messages
+        entries, plain = np.flatnonzero(rows.is_kind(*COMPUTE)), rows.codes & ~codes.JOIN
+        entries = entries[np.lexsort((entries, plain[rows.group_starts[entries]], rows.rank[entries]))]
+        made, used = plain[messages.maker], plain[messages.after]
+        order = np.lexsort((used, made))
+        return cls(
+            np.stack((rows.codes[entries], rows.rank[entries])),
+            rows.group[entries[rows.heads[entries]]],
+            np.stack((made, used, messages.source, messages.target))[:, order],
+            order,
+        )
 
 
 def _first_difference(predicted: Timeline, measured: Timeline) -> str:

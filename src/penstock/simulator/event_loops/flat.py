@@ -9,9 +9,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.ir.costs import Costs
-from penstock.ir.kind import COMPUTE, SEND_WAITS, Kind
+from penstock.ir.dependencies import find_releases
+from penstock.ir.kind import COMPUTE, COPIES, SEND_WAITS, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Floats, Ints
+from penstock.ir.rows import Flags, Floats, Ints, first_of
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
@@ -40,8 +41,18 @@ class Flat:
         names = tuple((k // 2 // len(rows), k // 2 % len(rows), Kind.SEND_B if k % 2 else Kind.SEND_F) for k in keys.tolist())
         return Messages(before, after, maker, backward, source, target, index, names)
 
-    def graph(self, contention: str = "independent") -> Graph:
-        """The structure with its links: one per channel, per direction of a pair, per direction of a rank, or per rank."""
+    def graph(self, contention: str = "independent", host_link_shared: int = 1) -> Graph:
+        """The structure with its links: one per channel, per direction of a pair, per direction of a rank, or per rank.
+
+        Each direction of a link to the host is a lane; `host_link_shared` is how many ranks share one.
+        """
+        graph = self._link(contention)
+        if host_link_shared == 1 or not self._copies.any():
+            return graph
+        lane, count = self._lanes(host_link_shared)
+        return graph._replace(collective=lane, num_lanes=count, shares_lanes=True)
+
+    def _link(self, contention: str) -> Graph:
         messages, ranks = self.messages, self.table.ranks
         if contention == "independent":
             return self._independent
@@ -68,6 +79,7 @@ class Flat:
         gather_at, gather = self._gathers()
         receive, received = self._receives()
         slot, retire = self._slots(), self._retires()
+        lane, num_lanes = self._lanes(1)
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
             bounds=_small(rows.group_offsets),
@@ -78,7 +90,7 @@ class Flat:
             gather_at=gather_at,
             gather=_small(gather),
             retire=_small(retire),
-            collective=rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD)[rows.heads].astype(np.int8),
+            collective=lane,
             received=_small(received),
             sender=_small(sender),
             user=_small(user),
@@ -89,14 +101,37 @@ class Flat:
             num_links=0,
             any_slots=bool((slot >= 0).any()),
             any_retires=bool((retire >= 0).any()),
+            num_lanes=num_lanes,
+            shares_lanes=False,
         )
 
+    @cached_property
+    def _copies(self) -> Flags:
+        """Whether each entry is an OFFLOAD or a RELOAD."""
+        return self.table.rows.is_kind(*COPIES)
+
+    def _lanes(self, host_link_shared: int) -> tuple[Small, int]:
+        """The lane of what each node starts: one per rank for collectives, then one per link to the host out and one back."""
+        rows, ranks = self.table.rows, self.table.ranks
+        links = -(-ranks // host_link_shared)
+        lane = np.where(rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD), rows.rank, -1)
+        if not self._copies.any():
+            return _small(lane[rows.heads]), ranks
+        back = rows.kind == Kind.RELOAD
+        lane = np.where(self._copies, ranks + back * links + rows.rank // host_link_shared, lane)
+        return _small(lane[rows.heads]), ranks + 2 * links
+
     def _gathers(self) -> tuple[Small, Ints]:
-        """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction."""
+        """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction.
+
+        For each backward of a moved activation, its RELOAD; and for each OFFLOAD, the action that waits for its copy.
+        """
         rows, local = self.table.rows, self.table.links.local
         use, unshard = self._unshards()
-        waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after]
-        user, maker = np.concatenate((use, local.after[waited])), np.concatenate((unshard, local.before[waited]))
+        waited = rows.is_kind(Kind.WAIT_REDUCE_GRAD)[local.after] | rows.is_kind(Kind.RELOAD)[local.before]
+        released = find_releases(rows)
+        user = np.concatenate((use, local.after[waited], released.after))
+        maker = np.concatenate((unshard, local.before[waited], released.before))
         order = np.argsort(user, kind="stable")
         return _starts(rows.group[user[order]], self.num_nodes), rows.group[maker[order]]
 
@@ -117,26 +152,19 @@ class Flat:
     def _receives(self) -> tuple[Ints, Ints]:
         """Each message's receive node, and each node's received message; -1 if there is none."""
         rows, messages = self.table.rows, self.messages
-        receive = np.full(len(messages.before), -1, dtype=np.int64)
-        received = np.full(self.num_nodes, -1, dtype=np.int64)
-        if self.table.lowered:
-            of_send = np.full(len(rows.codes), -1, dtype=np.int64)
-            sent, taken = self.table.links.messages
-            of_send[sent] = taken
-            receive = rows.group[of_send[messages.before]]
-            received[receive] = np.arange(len(receive))
-        return receive, received
+        if not self.table.lowered:
+            return np.full(len(messages.before), -1), np.full(self.num_nodes, -1)
+        receive = rows.group[first_of(*self.table.links.messages, len(rows.codes))[messages.before]]
+        return receive, first_of(receive, np.arange(len(receive)), self.num_nodes)
 
     def _retires(self) -> Ints:
         """For each node that is a WAIT_SEND, the message of its send; -1 for other nodes."""
         rows, local, messages = self.table.rows, self.table.links.local, self.messages
-        retire = np.full(self.num_nodes, -1, dtype=np.int64)
         waited = rows.is_kind(*SEND_WAITS)[local.after]
-        if waited.any():
-            message_of = np.full(len(rows.codes), -1, dtype=np.int64)
-            message_of[messages.before] = np.arange(len(messages.before))
-            retire[rows.group[local.after[waited]]] = message_of[local.before[waited]]
-        return retire
+        if not waited.any():
+            return np.full(self.num_nodes, -1)
+        message_of = first_of(messages.before, np.arange(len(messages.before)), len(rows.codes))
+        return first_of(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
 
     def _slots(self) -> Ints:
         """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""
@@ -158,7 +186,7 @@ class Flat:
     def durations(self, costs: Costs) -> Durations:
         """How long every node, message and collective takes."""
         table, rows = self.table, self.table.rows
-        costs.check(table.stages, table.microbatches)
+        costs.check(table.stages, table.units)
         taken = np.zeros(len(rows.codes))
         for kind, name in ((Kind.F, "f"), (Kind.B, "b"), (Kind.I, "i"), (Kind.W, "w")):
             self._fill(taken, rows.is_kind(kind), costs, name)
@@ -170,6 +198,10 @@ class Flat:
         for kind, name in ((Kind.UNSHARD, "unshard"), (Kind.REDUCE_GRAD, "reduce")):
             of_kind = rows.is_kind(kind)
             collective[of_kind] = np.array(costs.per_stage(name, table.stages))[rows.stage[of_kind]]
+        if self._copies.any():
+            self._fill(collective, self._copies, costs, "activation")
+            rate = np.inf if costs.host_bandwidth is None else costs.host_bandwidth
+            collective[self._copies] = costs.host_latency + collective[self._copies] / rate
         return Durations(node, self._travel(costs), collective[heads])
 
     def _fill(self, taken: Floats, of_kind: NDArray[np.bool_], costs: Costs, name: str) -> None:
@@ -178,7 +210,7 @@ class Flat:
         if isinstance(value, float):
             taken[of_kind] = value
         else:
-            taken[of_kind] = costs.table(name, table.stages, table.microbatches)[rows.stage[of_kind], rows.microbatch[of_kind]]
+            taken[of_kind] = costs.table(name, table.stages, table.units)[rows.stage[of_kind], rows.microbatch[of_kind]]
 
     def _travel(self, costs: Costs) -> Floats:
         if costs.bandwidth is None:
@@ -191,7 +223,7 @@ class Flat:
         lower = np.where(messages.backward, rows.stage[messages.after], rows.stage[messages.before])
         if isinstance(costs.output, float):
             return np.full(len(lower), costs.output)
-        return costs.table("output", self.table.stages, self.table.microbatches)[lower, rows.microbatch[messages.before]]
+        return costs.table("output", self.table.stages, self.table.units)[lower, rows.microbatch[messages.before]]
 
 
 @dataclass(frozen=True)

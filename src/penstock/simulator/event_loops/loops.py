@@ -2,12 +2,24 @@
 
 A node is one action of one rank. A rank runs its nodes in order: each begins when the one before has ended, what it waits for
 has arrived, its parameters are gathered and, for a send, a slot is free. A wait for a send begins when the message is there and its
-receive is posted. What it sends leaves when it ends and the link is free.
+receive is posted. What it sends leaves when it ends and the link is free. A copy to the host or back starts when its node has ended and
+the lane is free; the nodes that need it wait for its end.
+
+`run` compiles the loops by numba, cached on disk, if numba is installed; otherwise they run in plain Python.
 """
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.errors import MissingExtraError, ScheduleError
 
 # Lists in the plain loop, arrays in the compiled one.
 Column = Any
@@ -30,7 +42,7 @@ class Graph(NamedTuple):
     retire: Column
     """The message that the node waits to be taken, -1 for none."""
     collective: Column
-    """Whether the node starts a collective on its rank's collective lane."""
+    """The lane on which the node starts a collective or a copy to or from the host, -1 for other nodes."""
     received: Column
     """The message that the node receives, -1 for other nodes."""
     sender: Column
@@ -48,6 +60,10 @@ class Graph(NamedTuple):
     """Whether any message waits for a slot."""
     any_retires: bool
     """Whether any node waits for a message of its own to be taken."""
+    num_lanes: int
+    """One per rank for collectives, then one per link to the host and direction."""
+    shares_lanes: bool
+    """Whether several ranks start copies on one lane."""
 
 
 class Durations(NamedTuple):
@@ -72,7 +88,7 @@ class Times(NamedTuple):
 def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls would cost more than its lines do
     graph: Graph, takes: Durations, times: Times, at: Column, now: Column, stack: Column, queued: Column, free: Column, lane: Column
 ) -> None:
-    """Links that are one channel each: a rank runs on as far as it can, in any order of ranks, with the same result."""
+    """No link or lane is shared: a rank runs on as far as it can, in any order of ranks, with the same result."""
     bounds, rank_of, need_at, need, send_at = graph.bounds, graph.rank, graph.need_at, graph.need, graph.send_at
     gather_at, gather, collective, received = graph.gather_at, graph.gather, graph.collective, graph.received
     sender, user, receive, slot, link = graph.sender, graph.user, graph.receive, graph.slot, graph.link
@@ -152,11 +168,12 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                     queued[other] = 1
                     stack[top] = other
                     top += 1
-            if collective[node]:
-                begin = clock if clock > lane[rank] else lane[rank]
+            if collective[node] >= 0:
+                way = collective[node]
+                begin = clock if clock > lane[way] else lane[way]
                 collective_start[node] = begin
-                lane[rank] = begin + collect[node]
-                collective_end[node] = lane[rank]
+                lane[way] = begin + collect[node]
+                collective_end[node] = lane[way]
             node += 1
         at[rank] = node
         now[rank] = clock
@@ -175,7 +192,7 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
     last_on: Column,
     held_by: Column,
 ) -> None:
-    """Links that several channels share: first come, first served, and lower ranks first at the same time.
+    """Links that several channels share, lanes that several ranks share: first come, first served, and lower ranks first at the same time.
 
     `heap` holds the ranks that have something to do, the earliest first; `state` is 1 while a rank's node is running,
     0 when it is to try the node it is at, and 2 when it waits for another rank. `last_on` is the last message of each link;
@@ -192,11 +209,12 @@ def run_shared(  # noqa: PLR0912, PLR0915, PLR0917
         clock = now[rank]
         node = at[rank]
         if state[rank] == 1:
-            if collective[node]:
-                begin = clock if clock > lane[rank] else lane[rank]
+            if collective[node] >= 0:
+                way = collective[node]
+                begin = clock if clock > lane[way] else lane[way]
                 times.collective_start[node] = begin
-                lane[rank] = begin + takes.collective[node]
-                times.collective_end[node] = lane[rank]
+                lane[way] = begin + takes.collective[node]
+                times.collective_end[node] = lane[way]
             at[rank] = node + 1
             for message in range(send_at[node], send_at[node + 1]):
                 begin = clock
@@ -293,3 +311,77 @@ def _pop(heap: Column, now: Column, size: int) -> int:
             return size
         heap[place], heap[below] = heap[below], heap[place]
         place = below
+
+
+# Running the loops -----------------------------------------------------------------------------------------------------
+
+
+class Outcome(NamedTuple):
+    """When everything happened; `reached` is the node that each rank came to, its end if nothing hangs."""
+
+    times: Times
+    reached: NDArray[np.int32]
+    held_by: NDArray[np.int32]
+
+
+def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> Outcome:
+    """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled if numba is installed."""
+    compiled = compiled_loops() if _wants_compiled(engine) else None
+    shared = contention != "independent" or graph.shares_lanes
+    if compiled is not None:
+        return _call(compiled[shared], graph, takes, shared)
+    columns: list[Any] = [column.tolist() if isinstance(column, np.ndarray) else column for column in graph]
+    as_lists = Graph(*columns)
+    return _call((run_independent, run_shared)[shared], as_lists, Durations(*(c.tolist() for c in takes)), shared, plain=True)
+
+
+def _wants_compiled(engine: str) -> bool:
+    if engine not in ("auto", "plain", "compiled"):
+        raise ScheduleError(f"engine must be auto, plain or compiled, got {engine!r}")
+    installed = importlib.util.find_spec("numba") is not None
+    if engine == "compiled" and not installed:
+        raise MissingExtraError("the compiled engine", "numba", "fast")
+    return installed and engine != "plain"
+
+
+def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: bool, plain: bool = False) -> Outcome:
+    ranks, nodes, messages = len(graph.bounds) - 1, len(graph.rank), len(graph.sender)
+    give: Callable[[Any], Any] = (lambda array: array.tolist()) if plain else (lambda array: array)
+    times = Times(*(give(np.full(count, -1.0)) for count in (nodes, nodes, messages, messages, nodes, nodes)))
+    at = give(np.array(graph.bounds[:-1], dtype=np.int32))
+    now, free, lane = (give(np.zeros(count)) for count in (ranks, graph.num_links, graph.num_lanes))
+    held_by = give(np.full(messages if shared else 0, -1, dtype=np.int32))
+    if shared:
+        heap, state = give(np.arange(ranks, dtype=np.int32)), give(np.zeros(ranks, dtype=np.int8))
+        last_on = give(np.full(graph.num_links, -1, dtype=np.int32))
+        loop(graph, takes, times, at, now, heap, state, free, lane, last_on, held_by)
+    else:
+        stack, queued = give(np.arange(ranks, dtype=np.int32)[::-1].copy()), give(np.ones(ranks, dtype=np.int8))
+        loop(graph, takes, times, at, now, stack, queued, free, lane)
+    return Outcome(
+        Times(*(np.asarray(column, dtype=np.float64) for column in times)),
+        np.asarray(at, dtype=np.int32),
+        np.asarray(held_by, dtype=np.int32),
+    )
+
+
+Loop = Callable[..., Any]
+
+
+@cache
+def compiled_loops() -> tuple[Loop, Loop]:
+    """`run_independent` and `run_shared`, compiled; needs numba."""
+    before = _compile(_before)
+    push, pop = (_compile(helper, _before=before) for helper in (_push, _pop))
+    return _compile(run_independent), _compile(run_shared, _push=push, _pop=pop)
+
+
+def _compile(function: Loop, **helpers: Loop) -> Loop:
+    """The function compiled, with compiled helpers in place of the plain ones that it calls."""
+    import numba
+
+    assert isinstance(function, FunctionType)
+    twin = FunctionType(function.__code__, {**globals(), **helpers}, function.__name__)
+    twin.__module__ = __name__
+    compiled: Loop = numba.njit(cache=True, nogil=True)(twin)
+    return compiled

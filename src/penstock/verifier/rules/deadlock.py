@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock.ir import codes
-from penstock.ir.action import unpack_code
 from penstock.ir.dependencies import Needs
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Ints
 from penstock.ir.steps import Walk, walk
-from penstock.verifier.context import Context
+from penstock.verifier.context import Context, ordinal, position_in
 from penstock.verifier.finding import Finding, Severity
-from penstock.verifier.rules.rendezvous import disagreements
 from penstock.verifier.rules.waits import Waits, waits
 
 _LINKS_SHOWN = 8
@@ -85,10 +84,15 @@ class _Stuck:
     def _awaited(self, wait: int) -> int:
         return int(self.context.rows.rank[self.waits.before[wait]])
 
+    def ends(self, wait: int) -> tuple[int, int, int, int]:
+        """Rank and step of the action that waits and of the one that it waits for."""
+        rows, after, before = self.context.rows, self.waits.after[wait], self.waits.before[wait]
+        return int(rows.rank[after]), int(rows.step[after]), int(rows.rank[before]), int(rows.step[before])
+
     def describe(self, wait: int) -> str:
         """`rank 0 waits in step 5 (0B0) for 1SEND_B0, which is step 7 of rank 1`."""
         context, entry, before = self.context, int(self.waits.after[wait]), int(self.waits.before[wait])
-        what = context.name(before) if before >= 0 else _never_name(int(self.waits.never[wait]))
+        what = context.name(before) if before >= 0 else _never_name(context, int(self.waits.never[wait]))
         what = f"the slot that {what} frees" if self.waits.slot[wait] else what
         where = f"which is {context.place(before)}" if before >= 0 else "which nobody runs"
         rows = context.rows
@@ -100,7 +104,8 @@ def _cycle(context: Context, stuck: _Stuck, chain: list[int]) -> Finding:
     if len(chain) > _LINKS_SHOWN:
         links.insert(-1, f"and so on over {len(chain) - _LINKS_SHOWN} more ranks")
     message = f"{len(chain)} ranks wait for each other in a cycle: {'; '.join(links)}" if len(chain) > 1 else links[0]
-    return context.finding("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
+    finding = context.finding("deadlock", int(stuck.waits.after[chain[0]]), message, _way_out(context, stuck, chain), Severity.HANG)
+    return replace(finding, cycle=tuple(stuck.ends(wait) for wait in chain))
 
 
 def _way_out(context: Context, stuck: _Stuck, chain: list[int]) -> str:
@@ -127,11 +132,91 @@ def _dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
     """As severe as the missing work, which `complete` reports first."""
     code = int(stuck.waits.never[wait])
     rank = context.placement.rank_of(codes.stage_of(code), codes.microbatch_of(code))
-    return context.finding("deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_never_name(code)} on rank {rank}")
+    return context.finding(
+        "deadlock", int(stuck.waits.after[wait]), stuck.describe(wait), f"Run {_never_name(context, code)} on rank {rank}"
+    )
 
 
-def _never_name(code: int) -> str:
+def _never_name(context: Context, code: int) -> str:
     """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
     if codes.kind_of(code) == Kind.I:
-        return f"{unpack_code(code)} (or {codes.stage_of(code)}B{codes.microbatch_of(code)})"
-    return str(unpack_code(code))
+        return f"{context.rows.action_for(code)} (or {context.name_of(Kind.B, codes.stage_of(code), codes.microbatch_of(code))})"
+    return str(context.rows.action_for(code))
+
+
+class _Queues(NamedTuple):
+    """One side's communication entries, sorted by pair of ranks, and the place of each in its queue."""
+
+    entries: Ints
+    pair: Ints
+    place: Ints
+
+    @classmethod
+    def of_side(cls, context: Context, lower: bool) -> _Queues:
+        """The queues of the lower or of the higher rank of every pair."""
+        rank, away, ranks = context.rows.rank, context.away, context.table.ranks
+        entries = np.flatnonzero((context.channel >= 0) & ((rank < away) == lower))
+        pair = np.minimum(rank, away)[entries] * ranks + np.maximum(rank, away)[entries]
+        order = np.argsort(pair, kind="stable")
+        return cls(entries[order], pair[order], position_in(pair[order]))
+
+    def partner(self, other: _Queues) -> Ints:
+        """For each entry, the one at the same place of the other side's queue, -1 behind its end."""
+        if not len(other.entries):
+            return np.full(len(self.entries), -1, dtype=np.int64)
+        begin, end = (np.searchsorted(other.pair, self.pair, side=side) for side in ("left", "right"))
+        at = begin + self.place
+        return np.where(at < end, other.entries[np.minimum(at, len(other.entries) - 1)], -1)
+
+
+def disagreements(context: Context) -> Iterator[Finding]:
+    """For each pair of ranks, the first exchange that is not the same message on both; nothing behind it ever completes."""
+    lower, upper = (_Queues.of_side(context, side) for side in (True, False))
+    parts = []
+    for mine, other, swapped in ((lower, upper, False), (upper, lower, True)):
+        partner = mine.partner(other)
+        unlike = np.flatnonzero(_message(context, mine.entries) != _message(context, partner))
+        one, two = (partner, mine.entries) if swapped else (mine.entries, partner)
+        parts.append(np.stack([mine.pair[unlike], mine.place[unlike], one[unlike], two[unlike]]))
+    wrong = np.concatenate(parts, axis=1)
+    wrong = wrong[:, np.lexsort((wrong[1], wrong[0]))]
+    first = np.append(True, wrong[0, 1:] != wrong[0, :-1])[: wrong.shape[1]]
+    waiting = _first_waiting(context, wrong) if wrong.shape[1] else {}
+    for pair, place, one, two in wrong[:, first].T.tolist():
+        yield _disagreement(context, pair, place, (one, two), waiting.get(pair, -1))
+
+
+def _message(context: Context, entries: Ints) -> Ints:
+    """Which message an entry is an end of, the same number for both ends; -1 for no entry."""
+    backward = context.rows.is_kind(Kind.SEND_B, Kind.RECV_B)[entries]
+    return np.where(entries < 0, -1, context.message[entries] * 2 + backward)
+
+
+def _first_waiting(context: Context, wrong: Ints) -> dict[int, int]:
+    """For each pair, the first action that waits for a message which never completes."""
+    pair = np.full(len(context.rows.codes), -1, dtype=np.int64)
+    for ends in wrong[2:]:
+        pair[ends[ends >= 0]] = wrong[0][ends >= 0]
+    sent, after = context.table.links.data
+    lost = np.flatnonzero(pair[sent] >= 0)
+    lost = lost[np.argsort(context.rows.step[after[lost]], kind="stable")][::-1]
+    return dict(zip(pair[sent[lost]].tolist(), after[lost].tolist(), strict=True))
+
+
+def _disagreement(context: Context, pair: int, place: int, ends: tuple[int, int], waiting: int) -> Finding:
+    ranks = divmod(pair, context.table.ranks)
+    runs = [
+        f"rank {rank} runs {context.name(entry)} (step {int(context.rows.step[entry])})" if entry >= 0 else f"rank {rank} has no more"
+        for rank, entry in zip(ranks, ends, strict=True)
+    ]
+    so = f", so rank {int(context.rows.rank[waiting])} waits forever in {_step(context, waiting)}" if waiting >= 0 else ""
+    message = (
+        f"rank {ranks[0]} and rank {ranks[1]} disagree about their {ordinal(place + 1)} exchange: {', '.join(runs)}; "
+        f"neither it nor anything behind it completes{so}"
+    )
+    remedy = "Place sends and receives at the same moment (receive placement `paired`), or run on independent channels"
+    return context.finding("deadlock", next(entry for entry in ends if entry >= 0), message, remedy, Severity.HANG)
+
+
+def _step(context: Context, entry: int) -> str:
+    return f"step {int(context.rows.step[entry])} ({context.rows.action_at(entry)})"

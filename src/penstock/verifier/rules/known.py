@@ -25,9 +25,9 @@ def known(context: Context) -> Iterator[Finding]:
 def _counts(context: Context) -> Iterator[Finding]:
     rows, table = context.rows, context.table
     for entry in np.flatnonzero(~context.inside).tolist():
-        stage, microbatch = int(rows.stage[entry]), int(rows.microbatch[entry])
+        stage, unit = int(rows.stage[entry]), int(rows.microbatch[entry])
         wrong = [f"stage {stage} of 0..{table.stages - 1}"] if stage >= table.stages else []
-        wrong += [f"microbatch {microbatch} of 0..{table.microbatches - 1}"] if microbatch >= table.microbatches else []
+        wrong += [f"{context.unit_name(unit)} of {context.units_name}"] if unit >= table.units else []
         message = f"{context.name(entry)} names {' and '.join(wrong)}, which does not exist"
         yield context.finding("known", entry, message, "Remove it, or raise the count that the table was made with")
 
@@ -70,7 +70,7 @@ def malformed(table: Table) -> Iterator[Finding]:
     last = np.zeros(len(rows.codes), dtype=np.bool_)
     last[rows.offsets[1:][np.diff(rows.offsets) > 0] - 1] = True
     followed = np.append(compute[1:], False) & ~last
-    unreadable = (rows.codes >> 61 != 0) | (rows.kind == Kind.OVERLAP_F_B) | (rows.kind > Kind.WAIT_REDUCE_GRAD)
+    unreadable = (rows.codes >= 2 * codes.JOIN) | (rows.codes < 0) | (rows.kind == Kind.OVERLAP_F_B) | (rows.kind > max(Kind))
     unreadable |= (rows.peer >= 0) & ~rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS)
     for flags, what in (
         (unreadable, "is not the code of an action"),

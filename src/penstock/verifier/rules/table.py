@@ -12,6 +12,7 @@ from penstock.verifier.rules.deadlock import deadlock
 from penstock.verifier.rules.known import known
 from penstock.verifier.rules.matching import matching
 from penstock.verifier.rules.memory import memory
+from penstock.verifier.rules.offload import has_copies, host_memory, offload
 from penstock.verifier.rules.order import order
 from penstock.verifier.rules.placed import placed
 from penstock.verifier.rules.reduction import is_reduced, reduction
@@ -38,6 +39,7 @@ RULES = (
     Rule("deadlock", deadlock, "no rank waits forever"),
     Rule("sharding", sharding, "parameters are unsharded when used", is_sharded),
     Rule("reduction", reduction, "gradients are reduced once, after the last weight gradient", is_reduced),
+    Rule("offload", offload, "every activation that is moved to the host comes back once, before its backward", has_copies),
     Rule(
         "outstanding",
         outstanding,
@@ -45,4 +47,5 @@ RULES = (
         lambda context: context.max_outstanding_sends is not None,
     ),
     Rule("memory", memory, "no rank holds more than its limit", lambda context: context.limits is not None),
+    Rule("host memory", host_memory, "no rank has more on the host than its limit", lambda context: context.host_limits is not None),
 )

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.ir import codes
 from penstock.ir.dependencies import message_code
-from penstock.ir.kind import SEND_WAITS, SENDS, Kind
+from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.program import Buffers
 from penstock.ir.rows import Flags, Ints, first_of
 from penstock.verifier.context import Context, position_in
@@ -89,11 +89,7 @@ def _receives(context: Context) -> Ints:
 
 def _receive_codes(context: Context, sends: Ints) -> Ints:
     """The code of the receive that belongs to each send."""
-    rows, ends = context.rows, context.edges[context.edge[sends]]
+    rows, (low, high) = context.rows, context.graph.edge_table[context.edge[sends]].T
     forward = rows.kind[sends] == Kind.SEND_F
-    microbatch = rows.microbatch[sends]
-    return np.where(
-        forward,
-        message_code(Kind.RECV_F, ends[:, 1], ends[:, 0], microbatch),
-        message_code(Kind.RECV_B, ends[:, 0], ends[:, 1], microbatch),
-    )
+    stage, other = np.where(forward, high, low), np.where(forward, low, high)
+    return message_code(np.where(forward, *RECEIVES), stage, other, rows.microbatch[sends])

@@ -1,32 +1,130 @@
 """One stage of a model: the model's own forward, with empty slots in place of the layers of other stages.
 
 So masks, positions and rotary tables are made as the model makes them, from the few inputs that they depend on, which are sent along
-with the hidden states.
+with the hidden states. The load-balancing loss of a mixture of experts is a product of two means over all layers, so it is not a sum
+over stages: its two sums, with one number per expert each, are sent along too, and added up in the order of the layers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from penstock.errors import ScheduleError
-from penstock.runtime.batch.side_outputs import add_loss
-from penstock.runtime.model.hugging_face.router_loss import RouterLoss, RouterSums
+from penstock.errors import PlacementError, ScheduleError
+from penstock.runtime.batch.result import add_loss
+from penstock.runtime.model.hugging_face.slices import DOCUMENTS, LAST_POSITION, POSITIONS, SliceInputs, depends_on_length
 from penstock.runtime.model.hugging_face.structure import ModelStructure, RunOrder, check_layerdrop, copy_with, modules_on_path
-from penstock.runtime.model.random_streams import draw_from
+from penstock.runtime.model.random_streams import draw_from, preserve_random_state
+from penstock.runtime.sequence.prefix import Slice, current_slice, prefix_of
 from penstock.runtime.torch_internals.modules import CHILDREN
 
 _HIDDEN, _ROUTERS = "hidden_states", "router_sums"
 _TOKENS = ("input_ids", "inputs_embeds")
 _PLAIN = (bool, int, float, str)
+RouterSums = tuple[Tensor, Tensor, Any]
+"""How often each expert was chosen, the sums of their probabilities, and the number of tokens times layers."""
+
+
+@dataclass(frozen=True)
+class RouterLoss:
+    """The load-balancing loss of a model's routers."""
+
+    experts: int
+    chosen: int
+    coefficient: float
+    router: type[nn.Module]
+    index: int
+    """Where the logits are in a router's output, if that is a tuple."""
+
+    @contextmanager
+    def watch(self, parts: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+        """Collect the logits of the routers that run inside, in their order."""
+        logits: list[Tensor] = []
+
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            logits.append(output[self.index] if isinstance(output, tuple) else output)
+
+        routers = [module for part in parts for module in part.modules() if isinstance(module, self.router)]
+        handles = [router.register_forward_hook(note) for router in routers]
+        try:
+            yield logits
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def add(self, sums: RouterSums | None, logits: Sequence[Tensor], mask: Tensor | None) -> RouterSums | None:
+        """Add the logits of further layers to the sums."""
+        for layer in logits:
+            probabilities = functional.softmax(layer, dim=-1)
+            _, chosen = torch.topk(probabilities, self.chosen, dim=-1)
+            flat = None if mask is None else mask.reshape(-1).to(device=layer.device, dtype=torch.float32)
+            zeros = torch.zeros(self.experts, dtype=torch.float32, device=layer.device)
+            counts, weights, rows = sums or (zeros, zeros, 0.0)
+            probabilities = probabilities.float()
+            if flat is None:
+                more = torch.bincount(chosen.reshape(-1), minlength=self.experts).float()
+                sums = counts + more, weights + probabilities.sum(dim=0), rows + len(probabilities)
+            else:
+                more = zeros.scatter_add(0, chosen.reshape(-1), flat.repeat_interleave(self.chosen))
+                sums = counts + more, weights + (probabilities * flat.unsqueeze(-1)).sum(dim=0), rows + flat.sum()
+        return sums
+
+    def compute(self, sums: RouterSums | None) -> Tensor | None:
+        """Compute the side loss of one microbatch."""
+        if sums is None:
+            return None
+        counts, weights, rows = sums
+        return self.coefficient * (torch.sum(counts / rows * (weights / rows).unsqueeze(0)) * self.experts)
+
+
+def find_router_loss(structure: ModelStructure) -> RouterLoss | None:
+    """Return the model's load-balancing loss, or None if it has none; refuse a loss that is computed in another way."""
+    model: Any = structure.model
+    own = getattr(sys.modules.get(type(model).__module__), "load_balancing_loss_func", None)
+    wanted = getattr(structure.config, "output_router_logits", False)
+    if not wanted or (own is None and not hasattr(structure.config, "router_aux_loss_coef")):
+        return None
+    recorder = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    router, index = getattr(recorder, "target_class", None), getattr(recorder, "index", 0)
+    names = ("num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+    experts, chosen, coefficient = (getattr(model, name, getattr(structure.config, name, None)) for name in names)
+    if own is not None and router is not None and experts is not None and chosen is not None and coefficient is not None:
+        loss = RouterLoss(experts, chosen, coefficient, router, index)
+        if _agrees(loss, own):
+            return loss
+    raise PlacementError(
+        f"{type(model).__name__} balances its routers in a way of its own: set config.output_router_logits = False to train without, "
+        "or give a list with one module per stage"
+    )
+
+
+def _agrees(loss: RouterLoss, own: Any) -> bool:
+    """Whether the model's own function computes the same, on two layers of random logits with and without a mask."""
+    with torch.no_grad(), preserve_random_state():
+        logits = tuple(torch.randn(6, loss.experts) for _ in range(2))
+        for mask in (None, torch.tensor([[1, 1, 0], [1, 1, 1]])):
+            mine = loss.compute(loss.add(loss.add(None, logits[:1], mask), logits[1:], mask))
+            try:
+                expected = loss.coefficient * own(logits, loss.experts, loss.chosen, mask)
+            except Exception:  # it takes other arguments
+                return False
+            if not isinstance(expected, Tensor) or mine is None or not torch.allclose(mine, expected):
+                return False
+    return True
 
 
 class HuggingFaceStage(nn.Module):
     """A contiguous run of a model's units: unit 0 is all before the layers, then one unit per layer, and the last is all after them."""
+
+    sliceable = True
+    """Its layers reach earlier slices through a cache; models that cannot are refused by `slices.check_model`."""
 
     def __init__(self, structure: ModelStructure, order: RunOrder, units: range, router_loss: RouterLoss | None) -> None:
         super().__init__()
@@ -42,6 +140,7 @@ class HuggingFaceStage(nn.Module):
         self._own = (whole if self.last else whole.get_submodule(structure.base),)
         self._path = tuple(modules_on_path(whole, structure.layers))
         self._options = structure.options
+        self._config = structure.config
 
     def _make_slots(self, structure: ModelStructure, order: RunOrder, units: range) -> dict[str, nn.Module]:
         """Return the slots of the forward, by path, with this stage's own modules in them."""
@@ -58,6 +157,9 @@ class HuggingFaceStage(nn.Module):
         for path in order.head:
             original = structure.around[path]
             replaced[path] = LayerSlot(original, state, original, path) if self.first else EmptySlot(original, state)
+        for path in order.tables:
+            if depends_on_length(structure.around[path]):
+                replaced[path] = TableSlot(structure.around[path], state)
         after = []
         for path in order.tail:
             original, again = structure.around[path], path in replaced
@@ -77,17 +179,24 @@ class HuggingFaceStage(nn.Module):
         hidden, carried, sums = self._read_inputs(args, kwargs)
         self._begin(hidden)
         model, state, mask = self._own[0], self.state, carried.get("attention_mask")
-        inputs = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
+        inputs: dict[str, Any] = {"inputs_embeds": hidden.detach()} if not self.first and hidden is not None else {}
         inputs |= {name: carried.pop(name) for name in _TOKENS if name in carried}
+        options, of_slice = self._options, {}
+        if (part := current_slice()) is not None:
+            tokens = next(value for value in inputs.values() if value is not None)
+            state.slice = SliceInputs.take(carried, tokens, self._config._attn_implementation)
+            of_slice = {name: carried.pop(name) for name in (DOCUMENTS, LAST_POSITION) if name in carried}
+            options = {**options, "past_key_values": state.slice.cache}
+            mask = mask[:, -tokens.shape[1] :] if isinstance(mask, Tensor) else mask
         try:
             with self._watch_routers() as logits:
-                out = model(**inputs, **{**carried, **self._options})
+                out = model(**inputs, **{**carried, **options})
             output = out.logits if self.last else state.output
         finally:
-            state.input = state.output = state.seed = None
+            state.input = state.output = state.seed = state.slice = None
         if self.router_loss is not None:
             sums = self.router_loss.add(sums, logits, mask)
-        return self._make_output(output, carried, sums)
+        return self._make_output(output, carried | of_slice, sums, part)
 
     def _watch_routers(self) -> AbstractContextManager[list[Tensor]]:
         nothing: list[Tensor] = []
@@ -117,12 +226,14 @@ class HuggingFaceStage(nn.Module):
             raise ScheduleError("output_router_logits as an input: set it in the model's config before making the pipeline")
         return inputs.pop(_HIDDEN, None), inputs, inputs.pop(_ROUTERS, None)
 
-    def _make_output(self, output: Any, carried: dict[str, Any], sums: RouterSums | None) -> Any:
+    def _make_output(self, output: Any, carried: dict[str, Any], sums: RouterSums | None, part: Slice | None) -> Any:
         """Return the logits, or the hidden states with the inputs that later stages need."""
         if self.last:
+            if self.router_loss is not None and part is not None and sums is not None:
+                sums = _sum_slices(sums)
             loss = None if self.router_loss is None else self.router_loss.compute(sums)
-            if loss is not None:
-                add_loss(loss)
+            if loss is not None and (part is None or part.last):
+                add_loss(loss if part is None else loss / part.share)
             return output
         if output is None:
             raise ScheduleError(f"the forward of the model never came past {self.names[-1]}")
@@ -130,6 +241,14 @@ class HuggingFaceStage(nn.Module):
         if sums is not None:
             more[_ROUTERS] = sums
         return {_HIDDEN: output, **more} if more else output
+
+
+def _sum_slices(sums: RouterSums) -> RouterSums:
+    """Add the sums of earlier slices of the microbatch: its routers are balanced over all of its tokens, in its last slice."""
+    counts, weights, rows = sums
+    rows = torch.as_tensor(rows, dtype=weights.dtype, device=weights.device)
+    counts, weights, rows = prefix_of("routers").extend(counts.unsqueeze(0), weights.unsqueeze(0), rows.reshape(1), dim=0)
+    return counts.sum(dim=0), weights.sum(dim=0), rows.sum()
 
 
 class StageState:
@@ -142,20 +261,45 @@ class StageState:
         """The seed that the forward begins with, if it draws from one stream per layer."""
         self.in_layers = False
         """Whether the forward has reached its layers."""
+        self.slice: SliceInputs | None = None
+        """What is known of the slice that the forward runs on; None for whole sequences."""
 
 
-class LayerSlot(nn.Module):
+class StandIn(nn.Module):
+    """Takes the place of a module in the forward. A model may ask it for attributes, such as a layer's type or the dtype of its weight."""
+
+    inner = "original"
+    """The name of the submodule that has the attributes which this one lacks, if there is one."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get(CHILDREN, {}).get(self.inner)
+            if module is None or name.startswith("__"):
+                raise
+            return getattr(module, name)
+
+    def copy_attributes(self, original: nn.Module) -> None:
+        """Take over the plain attributes of the original."""
+        own = vars(self)
+        self.__dict__ |= {key: value for key, value in vars(original).items() if isinstance(value, _PLAIN) and key not in own}
+
+
+class LayerSlot(StandIn):
     """A layer's place in the forward; hidden states pass through an empty one unchanged.
 
     The first slot of a stage inserts the hidden states of the stage before, and the first slot after the stage takes out its output.
     """
+
+    inner = "module"
 
     def __init__(self, original: nn.Module, state: StageState, module: nn.Module | None, name: str) -> None:
         super().__init__()
         self.state, self.module, self.name = state, module, name
         self.enters = self.leaves = False
         self.layer = self.tuples = False
-        copy_attributes(self, original)
+        self.copy_attributes(original)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         state = self.state
@@ -169,10 +313,34 @@ class LayerSlot(nn.Module):
             return (hidden,) if self.tuples else hidden
         if state.seed is not None:
             draw_from(state.seed, self.name)
-        return self.module(*args, **kwargs)
+        if state.slice is None or not self.layer:
+            return self.module(*args, **kwargs)
+        args, kwargs = state.slice.keep_documents_apart(self.module, args, kwargs, find_hidden(args, kwargs))
+        before = state.slice.cache.updates
+        output = self.module(*args, **kwargs)
+        state.slice.check_update(self.name, before)
+        return output
 
-    def __getattr__(self, name: str) -> Any:
-        return get_attribute(self, name, "module")
+
+class TableSlot(StandIn):
+    """The place of a rotary table that depends on the sequence's length: in a slice, it is made with the last position of the sequence."""
+
+    def __init__(self, original: nn.Module, state: StageState) -> None:
+        super().__init__()
+        self.original, self.state = original, state
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        part = self.state.slice
+        if part is None or part.last_position is None:
+            return self.original(*args, **kwargs)
+        positions = kwargs[POSITIONS] if POSITIONS in kwargs else args[1]
+        longer = torch.cat([positions, part.last_position.to(positions).expand(*positions.shape[:-1], 1)], dim=-1)
+        if POSITIONS in kwargs:
+            kwargs = kwargs | {POSITIONS: longer}
+        else:
+            args = (args[0], longer, *args[2:])
+        tables = self.original(*args, **kwargs)
+        return tuple(table.narrow(-2, 0, positions.shape[-1]) for table in tables)
 
 
 class EmptySlot(nn.Module):
@@ -189,8 +357,10 @@ class EmptySlot(nn.Module):
         return hidden.new_zeros(1, 1, hidden.shape[-1])
 
 
-class BeforeAndAfter(nn.Module):
+class BeforeAndAfter(StandIn):
     """The place of a module without parameters that runs both before the layers and after them: one slot for each."""
+
+    inner = "after"
 
     def __init__(self, state: StageState, before: nn.Module, after: nn.Module) -> None:
         super().__init__()
@@ -198,26 +368,6 @@ class BeforeAndAfter(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return (self.after if self.state.in_layers else self.before)(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        return get_attribute(self, name, "after")
-
-
-def copy_attributes(stand_in: nn.Module, original: nn.Module) -> None:
-    """Give a stand-in the plain attributes of the original: a model may ask a layer for its type."""
-    own = vars(stand_in)
-    stand_in.__dict__ |= {key: value for key, value in vars(original).items() if isinstance(value, _PLAIN) and key not in own}
-
-
-def get_attribute(stand_in: nn.Module, name: str, inner: str) -> Any:
-    """Get an attribute of a stand-in, or else of the module inside it: a model may ask for the dtype of its weight."""
-    try:
-        return nn.Module.__getattr__(stand_in, name)
-    except AttributeError:
-        module = stand_in.__dict__.get(CHILDREN, {}).get(inner)
-        if module is None or name.startswith("__"):
-            raise
-        return getattr(module, name)
 
 
 def is_embedding(module: nn.Module) -> bool:

@@ -1,0 +1,74 @@
+"""The options of `penstock plan` that plan a whole job: GPUs, links, degrees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+from penstock.cli.options import count_option, read_assignments, read_size, text_option, whole_numbers
+from penstock.errors import CostsError, UsageError
+
+if TYPE_CHECKING:
+    from penstock.planner.job import Job, Machines
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """The options as they were given."""
+
+    gpus: Annotated[
+        int | None, count_option("Plan a whole job on so many GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
+    ] = None
+    gpus_per_node: Annotated[int, count_option("GPUs per node, for --gpus.", "--gpus-per-node")] = 8
+    global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None
+    gpu: Annotated[str | None, text_option("The kind of GPU, for its data sheet: a100, h100 or h200.", "KIND", "--gpu")] = None
+    peak_flops: Annotated[float | None, text_option("Peak operations per second of a GPU, like 989e12.", "N", "--peak-flops")] = None
+    memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory.", "SIZE", "--memory-bandwidth")] = None
+    node_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU within its node.", "SIZE", "--node-bandwidth")] = None
+    node_latency: Annotated[float | None, text_option("Seconds of an empty message within a node.", "S", "--node-latency")] = None
+    shares: Annotated[
+        str | None, text_option('Reached shares of the rates: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares")
+    ] = None
+    optimizer: Annotated[str, text_option("adam or muon.", "NAME", "--optimizer")] = "adam"
+    pipeline: Annotated[str | None, text_option("Pipeline degrees to choose from.  [default: all]", "N,N", "--pipeline")] = None
+    data: Annotated[str | None, text_option("Data degrees to choose from.  [default: all]", "N,N", "--data")] = None
+    tensor: Annotated[str | None, text_option("Tensor degrees to choose from.  [default: all in a node]", "N,N", "--tensor")] = None
+    context: Annotated[str | None, text_option("Context degrees to choose from.  [default: all]", "N,N", "--context")] = None
+    sharding: Annotated[str | None, text_option("ZeRO stages to choose from.  [default: 1,2,3]", "N,N", "--sharding")] = None
+    vocabulary: Annotated[
+        str | None, text_option("ends, or spread over the pipeline ranks.  [default: both are tried]", "WHERE", "--vocabulary")
+    ] = None
+
+    def make_job(self, sizes: dict[str, Any], links: dict[str, Any], headroom: float | None) -> Job:
+        """The job of these options for a model of these sizes; `links` has the memory of a GPU and the links between nodes."""
+        from penstock.planner.job import Job
+
+        if self.global_batch is None:
+            raise UsageError("--gpus needs --global-batch, the samples per step of the whole job")
+        if "flops" in sizes:
+            raise UsageError("--transformer: leave out flops with --gpus: the rate is --peak-flops, or that of --gpu")
+        free = {} if headroom is None else {"headroom": headroom}
+        try:
+            machines = self._make_machines(links)
+            return Job(model=sizes, machines=machines, batch=self.global_batch, optimizer=self.optimizer, **free)
+        except CostsError as error:
+            raise UsageError(str(error)) from None
+
+    def _make_machines(self, links: dict[str, Any]) -> Machines:
+        from penstock.planner.job import Machines
+
+        values: dict[str, Any] = {"gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
+        rates = {"memory_bandwidth": self.memory_bandwidth, "node_bandwidth": self.node_bandwidth}
+        read = {name: read_size(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
+        given = {**links, **read, "flops": self.peak_flops, "node_latency": self.node_latency}
+        values |= {name: value for name, value in given.items() if value is not None}
+        parts = (self.shares or "").replace(",", " ").split()
+        values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
+        return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
+
+    @property
+    def choices(self) -> dict[str, Any]:
+        """The values of dimensions that the search may choose from."""
+        names = ("pipeline", "data", "tensor", "context", "sharding")
+        wanted: dict[str, Any] = {name: whole_numbers(f"--{name}", getattr(self, name)) for name in names}
+        return {**wanted, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}

@@ -1,0 +1,248 @@
+"""What the layers of a model take and hold on one GPU in one configuration.
+
+Operations and activations are those of `Transformer`, divided among the tensor and context ranks (between blocks, the sequence is shared
+among the tensor ranks too). With e bytes per number, T tokens of a microbatch, h the width, ad and k the widths of queries and keys, g that
+of the feed-forward part, t tensor and c context ranks, a block adds to that, on each GPU:
+
+    memory traffic     F: eT (10h + 2ad + 4k + 2g, gated 3g) / tc, I: eT (10h + 2ad + 4k + 3g, gated 5g) / tc for norms, additions,
+                       rotations and activation functions; with dropout 2Th / tc for masks; without flash 2eT ad / tc for transposing, and
+                       for each score 8 bytes forward and 12 backward in 16 bits, with dropout 13 and 17
+    tensor ranks       2 all-gathers and 2 reduce-scatters of eTh / c in F and in I each; that of W is hidden by its product
+    context ranks      an all-gather of 2eTk / t in F, and in I one more with a reduce-scatter
+    sharding           ZeRO-1: a reduce-scatter of the gradients after the last microbatch, and an all-gather of the parameters after the
+                       update; ZeRO-2: the reduce-scatter with every W, behind it as far as it is as long; ZeRO-3: also an all-gather of the
+                       parameters with every F and every I, behind those
+
+A spread vocabulary gives every block its share of the embedding and of the head, and memory for two more microbatches, which its two
+barriers keep in flight (arXiv 2411.05288); its collectives run on a stream of their own and take no time here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from penstock.planner.job.configuration import SPREAD, Configuration
+from penstock.planner.job.job import Job
+from penstock.planner.profile import Layer, Profile
+
+NEWTON_SCHULZ_STEPS = 5
+"""Iterations of Muon's orthogonalisation, as published."""
+_MORE_IN_FLIGHT = 2
+"""Microbatches that a spread vocabulary keeps in flight beyond those of the schedule."""
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """The layers of a job in one configuration: a block, an embedding and a head, and profiles of them."""
+
+    job: Job
+    configuration: Configuration
+    recompute_all: bool = False
+    """Whether every block runs its forward again."""
+
+    # Layers -----------------------------------------------------------------------------------------------------------
+
+    @property
+    def block(self) -> Layer:
+        """One block, with its share of embedding and head if the vocabulary is spread."""
+        return self.recomputed_block if self.recompute_all else self._kept_block
+
+    @cached_property
+    def _kept_block(self) -> Layer:
+        """One block that keeps its activations."""
+        job, chosen, shards = self.job, self.configuration, self._shards
+        machines, counted = job.machines, self._counted[1]
+        width, keys = job.transformer.attention_widths
+        hidden, ffn, gated = job.transformer.hidden, job.transformer.feed_forward, job.transformer.gated
+        number = self._tokens * job.transformer.bytes / shards
+        moved = 10 * hidden + 2 * width + 4 * keys + (0 if job.transformer.flash else 2 * width)
+        masks = 2.0 * self._tokens * hidden / shards if self._drops else 0.0
+        matrices = machines.matmul_time(counted.w / shards)
+        scores, scores_back = self._attention
+        f = matrices + scores + machines.memory_time(number * (moved + (3 if gated else 2) * ffn) + masks) + self._exchange(1)
+        i = matrices + scores_back + machines.memory_time(number * (moved + (5 if gated else 3) * ffn) + masks) + self._exchange(2)
+        activation = counted.activation / shards
+        if chosen.selective:
+            activation -= self._kept_scores
+            i += scores
+        layer = self._layer(counted, (f, i, matrices), activation)
+        layer = replace(layer, update=self._update_block(counted.parameters / job.transformer.bytes))
+        return self._add_vocabulary(layer) if chosen.vocabulary == SPREAD else layer
+
+    @cached_property
+    def recomputed_block(self) -> Layer:
+        """The block if its forward runs again before its backward: it keeps its input only."""
+        block = self._kept_block
+        again = replace(block, i=block.i + block.f, activation=block.output, workspace=block.workspace + block.activation - block.output)
+        return replace(again, optimizer=block.optimizer - self.count_waiting(block) + self.count_waiting(again))
+
+    def count_waiting(self, block: Layer) -> float:
+        """Bytes in a block's `optimizer` that are activations of further microbatches in flight, because the vocabulary is spread."""
+        return _MORE_IN_FLIGHT * block.activation if self.configuration.vocabulary == SPREAD else 0.0
+
+    @cached_property
+    def embedding(self) -> Layer:
+        machines, counted = self.job.machines, self._counted[0]
+        passed = machines.memory_time(2 * counted.output / self._shards) + self._gather_hidden()
+        return self._layer(counted, (passed, passed, 0.0), counted.activation / self._shards, "embedding")
+
+    @cached_property
+    def head(self) -> Layer:
+        machines, counted, number = self.job.machines, self._counted[-1], self.job.transformer.bytes
+        product = machines.matmul_time(counted.w / self._shards)
+        logits = counted.output / number / self._shards
+        f = product + machines.memory_time(logits * (2 * number + 12)) + self._gather_hidden()
+        i = product + machines.memory_time(logits * (4 + number)) + self._gather_hidden()
+        return self._layer(counted, (f, i, product), counted.activation / self._shards, "head")
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Layers before and after the blocks."""
+        return (0, 0) if self.configuration.vocabulary == SPREAD else (1, 1)
+
+    def profile(self, recomputed: Sequence[bool] | None = None) -> Profile:
+        """The whole model, with these blocks recomputed; none by default."""
+        chosen, machines = self.configuration, self.job.machines
+        flags = recomputed or [False] * self.job.transformer.layers
+        blocks = [
+            replace(self.recomputed_block if again else self.block, name=f"block {place}{' recomputed' if again else ''}")
+            for place, again in enumerate(flags)
+        ]
+        layers = blocks if chosen.vocabulary == SPREAD else [self.embedding, *blocks, self.head]
+        stride = chosen.tensor * chosen.context * chosen.data
+        latency, bandwidth = machines.link(stride, chosen.pipeline)
+        return Profile(
+            layers,
+            latency=latency,
+            bandwidth=bandwidth,
+            microbatch=chosen.microbatch,
+            input=8.0 * self._tokens / chosen.context,
+            time_unit="s",
+            size_unit="B",
+            source=f"computed for {chosen.describe()}",
+            estimated=True,
+        )
+
+    # Parts of a layer -------------------------------------------------------------------------------------------------
+
+    @property
+    def _shards(self) -> int:
+        """GPUs that share the work on a microbatch in a stage."""
+        return self.configuration.tensor * self.configuration.context
+
+    @property
+    def _tokens(self) -> int:
+        return self.configuration.microbatch * self.job.transformer.sequence
+
+    @property
+    def _drops(self) -> bool:
+        transformer = self.job.transformer
+        return not transformer.flash if transformer.dropout is None else transformer.dropout
+
+    @cached_property
+    def _counted(self) -> tuple[Layer, Layer, Layer]:
+        """Embedding, block and head of the whole model: times are operations, sizes are bytes."""
+        layers = replace(self.job.transformer, layers=1, microbatch=(self.configuration.microbatch,)).profile().layers
+        return layers[0], layers[1], layers[2]
+
+    @property
+    def _kept_scores(self) -> float:
+        """Bytes that attention without flash keeps for scores."""
+        flash = replace(self.job.transformer, layers=1, microbatch=(self.configuration.microbatch,), flash=True, dropout=self._drops)
+        return (self._counted[1].activation - flash.profile().layers[1].activation) / self._shards
+
+    @property
+    def _attention(self) -> tuple[float, float]:
+        """Seconds of attention, forward and back."""
+        transformer, machines, counted = self.job.transformer, self.job.machines, self._counted[1]
+        forward, back = (counted.f - counted.w) / self._shards, (counted.i - counted.w) / self._shards
+        if transformer.flash:
+            return machines.attention_time(forward), machines.attention_time(back)
+        scores, number = self._tokens * transformer.sequence * transformer.heads / self._shards, transformer.bytes
+        passed, passed_back = (6 * number + 1, 8 * number + 1) if self._drops else (4 * number, 6 * number)
+        forward_time = machines.matmul_time(forward) + machines.memory_time(scores * passed)
+        return forward_time, machines.matmul_time(back) + machines.memory_time(scores * passed_back)
+
+    def _gather_hidden(self) -> float:
+        """Seconds of one all-gather or reduce-scatter of the hidden states over the tensor ranks."""
+        size = self.job.transformer.bytes * self._tokens * self.job.transformer.hidden / self.configuration.context
+        return self.job.machines.gather_time(size, self.configuration.tensor)
+
+    def _exchange(self, times: int) -> float:
+        """Seconds of a block's collectives: those of tensor ranks once, those of context ranks so many times."""
+        chosen = self.configuration
+        keys = 2 * self.job.transformer.bytes * self._tokens * self.job.transformer.attention_widths[1] / chosen.tensor
+        return 4 * self._gather_hidden() + times * self.job.machines.gather_time(keys, chosen.context, stride=chosen.tensor)
+
+    def _over_replicas(self, size: float) -> float:
+        return self.job.machines.gather_time(size, self.configuration.replicas, stride=self.configuration.tensor)
+
+    def _layer(self, counted: Layer, times: tuple[float, float, float], activation: float, name: str = "") -> Layer:
+        """A layer with these times of F, I and W, with its memory, reduction and update, and the collectives of its sharding."""
+        f, i, w = times
+        chosen, tensor, sharding = self.configuration, self.configuration.tensor, self.configuration.sharding
+        parameters, gradients = counted.parameters / tensor, counted.gradients / tensor
+        gather, scatter = self._over_replicas(parameters), self._over_replicas(gradients)
+        if sharding == 3:
+            f, i = max(f, gather), max(i, gather)
+        if sharding >= 2:
+            w = max(w, scatter)
+        workspace = (gradients if sharding >= 2 else 0.0) + (2 * parameters if sharding == 3 else 0.0)
+        return Layer(
+            name=name,
+            f=f,
+            i=i,
+            w=w,
+            activation=activation,
+            weight_stash=counted.weight_stash / self._shards,
+            workspace=workspace,
+            output=counted.output / self._shards,
+            parameters=parameters / (chosen.replicas if sharding == 3 else 1),
+            gradients=gradients / (chosen.replicas if sharding >= 2 else 1),
+            optimizer=counted.optimizer / tensor / (chosen.replicas if sharding else 1),
+            reduction=0.0 if sharding >= 2 else scatter * (1 if sharding else 2),
+            update=self._update(counted.parameters / self.job.transformer.bytes),
+        )
+
+    # The optimizer ----------------------------------------------------------------------------------------------------
+
+    def _update(self, parameters: float) -> float:
+        """Seconds to update that many parameters of the whole model element by element, and to gather them if they were sharded."""
+        chosen, model = self.configuration, self.job.transformer
+        own = parameters / chosen.tensor / (chosen.replicas if chosen.sharding else 1)
+        passed = own * (model.gradient_bytes + 2 * model.optimizer_bytes + model.bytes)
+        gathered = parameters / chosen.tensor * model.bytes if chosen.sharding in (1, 2) else 0.0
+        return self.job.machines.memory_time(passed) + self._over_replicas(gathered)
+
+    def _update_block(self, parameters: float) -> float:
+        """Seconds to update a block: as other layers, and with Muon each matrix is made orthogonal by one of the GPUs that share it."""
+        update = self._update(parameters)
+        if self.job.optimizer != "muon":
+            return update
+        chosen, model = self.configuration, self.job.transformer
+        matrices = [sorted(shape) for shape in model.matrices()]
+        operations = NEWTON_SCHULZ_STEPS * sum(4 * low**2 * high + 2 * low**3 for low, high in matrices)
+        sharing = chosen.tensor * (chosen.replicas if chosen.sharding else 1)
+        owners = min(sharing, max(len(matrices) * model.layers // chosen.pipeline, 1))
+        gathered = self.job.machines.gather_time(parameters * model.bytes, chosen.tensor)
+        return update + self.job.machines.matmul_time(operations / owners) + gathered
+
+    # The vocabulary ---------------------------------------------------------------------------------------------------
+
+    def _add_vocabulary(self, block: Layer) -> Layer:
+        """The block with its share of embedding and head."""
+        ends, count = (self.embedding, self.head), self.job.transformer.layers
+
+        def share(name: str) -> float:
+            return sum(float(getattr(layer, name)) for layer in ends) / count
+
+        summed = ("f", "i", "w", "parameters", "gradients", "reduction", "update")
+        waiting = _MORE_IN_FLIGHT * (self.head.activation / self.configuration.pipeline)
+        return replace(
+            block,
+            **{name: getattr(block, name) + share(name) for name in summed},
+            optimizer=block.optimizer + share("optimizer") + self.count_waiting(block),
+            workspace=block.workspace + waiting,
+        )

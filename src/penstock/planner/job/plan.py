@@ -1,0 +1,269 @@
+"""From a job to the best configuration found, with the pipeline that it was timed on."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import CostsError, FileFormatError, PlanError
+from penstock.ir.costs import Costs
+from penstock.ir.formats import json_form
+from penstock.ir.schedule import Schedule
+from penstock.passes.lower import lower
+from penstock.planner.job.configuration import ENDS, SPREAD, Configuration
+from penstock.planner.job.job import Job
+from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.pipelines import SCHEDULES, Orders, Pipeline, PipelineTrials
+from penstock.planner.job.search import Outcome, Search, Trial, bound_seconds, list_configurations
+from penstock.planner.profile import Profile
+from penstock.planner.request import SEARCHED, Progress, check_count, check_names
+from penstock.simulator.timeline import Timeline
+from penstock.text.units import Units
+from penstock.verifier.proof import Proof
+from penstock.verifier.verify import verify
+
+One = int | Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """A configuration of a job, the pipeline that each of its replicas runs, and every configuration that it was chosen from."""
+
+    job: Job
+    configuration: Configuration
+    pipeline: Pipeline
+    trials: tuple[Trial, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of the schedule."""
+        return self.pipeline.candidate.name
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.pipeline.candidate.schedule
+
+    @property
+    def profile(self) -> Profile:
+        """The layers on one GPU, recomputed ones with their second forward."""
+        profile = self.pipeline.candidate.problem.profile
+        assert profile is not None
+        return profile
+
+    @property
+    def partition(self) -> tuple[int, ...]:
+        """Layers per stage."""
+        return self.pipeline.candidate.problem.sizes
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Recomputed blocks per stage."""
+        first = 1 if self.configuration.vocabulary == ENDS else 0
+        flags = [*[False] * first, *self.pipeline.recomputed, *[False] * first]
+        return tuple(sum(flags[begin:end]) for begin, end in pairwise([0, *accumulate(self.partition)]))
+
+    @property
+    def costs(self) -> Costs:
+        """Costs of the stages."""
+        return self.pipeline.candidate.problem.costs
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per step of each replica."""
+        return self.pipeline.candidate.microbatches
+
+    @property
+    def predicted(self) -> Timeline:
+        """The pipeline of one replica, with reduction and update."""
+        return self.pipeline.candidate.timeline
+
+    @cached_property
+    def proof(self) -> Proof:
+        """The proof that the pipeline neither hangs, drops work nor exceeds the memory limit."""
+        limits = (self.job.limit,) * self.configuration.pipeline
+        return verify(lower(self.schedule), memory_limit=limits, costs=self.costs)
+
+    @property
+    def seconds(self) -> float:
+        """Predicted seconds per step."""
+        return self.pipeline.seconds
+
+    @property
+    def excess(self) -> float:
+        """Bytes of the fullest GPU over the limit; 0 if everything fits."""
+        return max(max(self.predicted.peak_memory) - self.job.limit, 0.0)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the whole job."""
+        return self.job.tokens / self.seconds
+
+    @property
+    def flops_per_gpu(self) -> float:
+        """Useful operations per second of each GPU: without recompute, and without the masked half of causal attention."""
+        return self.job.operations / self.seconds / self.job.machines.gpus
+
+    @property
+    def utilization(self) -> float:
+        """Model FLOPs utilization: useful operations per second as a share of the peak."""
+        return self.flops_per_gpu / self.job.machines.flops
+
+    @property
+    def bound(self) -> float:
+        """Seconds that no configuration of the search beats."""
+        return min(trial.bound for trial in self.trials)
+
+    @property
+    def units(self) -> Units:
+        return Units("s", True)
+
+    def report(self) -> str:
+        """The plan in words: degrees, memory, and the next best value of every dimension."""
+        from penstock.planner.job.report import write_report
+
+        return write_report(self)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def __repr__(self) -> str:
+        return (
+            f"<JobPlan {self.configuration.describe()}, {self.name}: {self.units.time(self.seconds)}, {self.utilization:.1%} of the peak>"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain data."""
+        from penstock.planner.job.report import list_alternatives
+
+        return {
+            "format": json_form.FORMAT,
+            "version": json_form.VERSION,
+            "type": "job-plan",
+            "job": self.job.to_json(),
+            "configuration": self.configuration.to_json(),
+            "schedule_name": self.name,
+            "microbatches": self.microbatches,
+            "partition": list(self.partition),
+            "recomputed": list(self.recomputed),
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "flops_per_gpu": self.flops_per_gpu,
+            "utilization": self.utilization,
+            "bubble": self.predicted.bubble,
+            "peak_memory": list(self.predicted.peak_memory),
+            "memory_limit": self.job.limit,
+            "bound": self.bound,
+            "alternatives": [alternative.to_json() for alternative in list_alternatives(self)],
+            "schedule": json_form.encode(self.schedule),
+            "costs": self.costs.to_json(),
+        }
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write a `.json` file."""
+        from penstock.ir.formats.csv_form import write_whole
+
+        if Path(path).suffix.lower() != ".json":
+            raise FileFormatError(os.fspath(path), f"the suffix {Path(path).suffix!r} is not .json")
+        write_whole(path, json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def plan_job(
+    job: Job,
+    *,
+    pipeline: One = None,
+    data: One = None,
+    tensor: One = None,
+    context: One = None,
+    microbatch: One = None,
+    sharding: One = None,
+    vocabulary: str | Sequence[str] | None = None,
+    selective: bool | None = None,
+    recompute: bool = True,
+    schedules: Sequence[str] | str | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    stop: Callable[[], bool] | None = None,
+) -> JobPlan:
+    """Find the fastest configuration of a job that fits; raises `PlanError` if none does, or if none is possible.
+
+    - `pipeline`, `data`, `tensor`, `context`, `microbatch`, `sharding` (the ZeRO stage): one value or several to choose from; by default
+      all that divide the GPUs, the batch and the model: tensor degrees within a node, at least 4096 tokens per context rank, and up to 16
+      samples per microbatch;
+    - `vocabulary`: "ends" (embedding and head on the first and last stage), "spread" (shared among the pipeline ranks), or both by default;
+    - `selective`: whether attention without flash runs its scores again; both by default;
+    - `recompute`: whether blocks may run their forward again, as many per stage as the memory asks for;
+    - `schedules`: names of the zoo; by default those of `penstock.planner.job.pipelines.SCHEDULES`;
+    - `progress` is called with a `Progress`; once `stop()` returns True, the best so far is returned.
+    """
+    if not isinstance(job, Job):
+        raise CostsError(f"plan_job needs a penstock.Job, got {type(job).__name__}")
+    numbers = {"pipeline": pipeline, "data": data, "tensor": tensor, "context": context, "microbatch": microbatch, "sharding": sharding}
+    wanted: dict[str, Sequence[Any]] = {name: _check_numbers(name, value) for name, value in numbers.items() if value is not None}
+    if vocabulary is not None:
+        wanted["vocabulary"] = _check_vocabulary(vocabulary)
+    if selective is not None:
+        wanted["selective"] = (selective,)
+    names = SCHEDULES if schedules is None else check_names(schedules)
+    if SEARCHED in names:
+        raise PlanError("plan_job compares named schedules: leave out 'searched', and search the order of the result with penstock.plan")
+    search = Search(job, list_configurations(job, wanted), Orders(names), recompute, progress or _ignore, stop or _never)
+    best = search.run()
+    assert best.pipeline is not None
+    return JobPlan(job, best.configuration, best.pipeline, tuple(search.trials.values()))
+
+
+def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b", recompute: bool | None = None) -> JobPlan:
+    """Predict what a job takes in one configuration, whether it fits or not: `JobPlan.excess` says how much memory is missing.
+
+    - `schedule`: a name of the zoo, as reports print it: "interleaved-1f1b{chunks=3}", or without chunks for the fastest number of them;
+    - `recompute`: whether every block runs its forward again, or none; by default as many as the memory asks for.
+    """
+    fields = {name: (value,) for name, value in configuration.to_json().items()}
+    chosen = list_configurations(job, fields)[0]
+    orders, limit = Orders(check_names(schedule.partition("{")[0])), None if recompute is None else math.inf
+    trials = PipelineTrials(LayerCosts(job, chosen, bool(recompute)), orders, recompute is None, limit).run()
+    matching = [trial for trial in trials if trial.name == schedule or trial.name.partition("{")[0] == schedule]
+    if not matching:
+        raise PlanError(f"{schedule!r} is none of the schedules for these degrees: {', '.join(trial.name for trial in trials) or 'none'}")
+    best = matching[0]
+    if best.pipeline is None:
+        raise PlanError(
+            f"{chosen.describe()} does not fit with {schedule}: {Units('s', True).size(best.excess)} over the limit of a GPU; "
+            "with recompute=False or recompute=True it is predicted all the same"
+        )
+    bound = bound_seconds(LayerCosts(job, chosen), best.pipeline.candidate.microbatches)
+    trial = Trial(chosen, bound, Outcome.FITS, tuple(matching))
+    return JobPlan(job, chosen, best.pipeline, (trial,))
+
+
+def _ignore(progress: Progress) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False
+
+
+def _check_numbers(name: str, value: One) -> tuple[int, ...]:
+    values = (value,) if isinstance(value, int) else tuple(value or ())
+    least, most = (0, 3) if name == "sharding" else (1, None)
+    for number in values:
+        check_count(name, number, most, least)
+    if not values:
+        raise PlanError(f"{name} is empty: give at least one number, or leave it out")
+    return values
+
+
+def _check_vocabulary(value: str | Sequence[str]) -> tuple[str, ...]:
+    values = (value,) if isinstance(value, str) else tuple(value)
+    for word in values:
+        if word not in (ENDS, SPREAD):
+            raise PlanError(f"vocabulary must be {ENDS!r} or {SPREAD!r}, got {word!r}")
+    return values

@@ -1,0 +1,176 @@
+"""A job's plan in words: what was chosen, what each GPU holds, and why the other values of each dimension lost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from penstock.planner.job.configuration import DIMENSIONS
+from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.search import Outcome, Trial
+from penstock.planner.partition.stage_costs import split_layers
+from penstock.text.table import format_table
+
+if TYPE_CHECKING:
+    from penstock.planner.job.plan import JobPlan
+
+_NAMES = {"microbatch": "microbatch size", "sharding": "ZeRO stage", "selective": "selective recompute"}
+_SHOWN = 6
+"""Values that are shown of each dimension, besides the chosen one."""
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best configuration with another value of one dimension, or why there is none."""
+
+    dimension: str
+    value: Any
+    seconds: float | None
+    """The fastest that was timed with this value and fits."""
+    bound: float
+    """No configuration with this value that fits takes less."""
+    excess: float | None
+    """Bytes over the limit of the nearest, if none fits."""
+    words: str
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+def list_alternatives(plan: JobPlan) -> list[Alternative]:
+    """For each dimension with a choice, the other values: the fastest first, then those that do not fit."""
+    alternatives: list[Alternative] = []
+    for name in DIMENSIONS:
+        groups: dict[Any, list[Trial]] = {}
+        for trial in plan.trials:
+            groups.setdefault(getattr(trial.configuration, name), []).append(trial)
+        others = [_compare(plan, name, value, trials) for value, trials in groups.items() if value != getattr(plan.configuration, name)]
+        alternatives += sorted(others, key=lambda other: (other.seconds is None, other.seconds or other.excess or 0.0))
+    return alternatives
+
+
+def _compare(plan: JobPlan, name: str, value: Any, trials: list[Trial]) -> Alternative:
+    fastest = min(trials, key=lambda trial: trial.seconds)
+    waiting = [trial.at_least for trial in trials if trial.outcome == Outcome.SLOWER]
+    bound = min([fastest.seconds, *waiting])
+    if fastest.seconds < math.inf:
+        slower = fastest.seconds / plan.seconds - 1
+        words = "as fast" if slower < 5e-5 else f"{slower:.1%} slower"
+        return Alternative(name, value, fastest.seconds, bound, None, f"{words}: {_describe_rest(plan, fastest)}")
+    if waiting:
+        return Alternative(name, value, None, bound, None, f"at least {bound / plan.seconds - 1:.1%} slower by its bound")
+    nearest = min(trials, key=lambda trial: trial.excess)
+    return Alternative(name, value, None, nearest.bound, nearest.excess, f"does not fit: {plan.units.size(nearest.excess)} over at least")
+
+
+def _describe_rest(plan: JobPlan, trial: Trial) -> str:
+    """Where a configuration differs from the plan's."""
+    own, other = plan.configuration, trial.configuration
+    changed = [f"{_NAMES.get(name, name)} {getattr(other, name)}" for name in DIMENSIONS if getattr(own, name) != getattr(other, name)]
+    assert trial.pipeline is not None
+    again = sum(trial.pipeline.recomputed)
+    recomputed = [f"{again} block{'' if again == 1 else 's'} recomputed"] if again else []
+    return ", ".join([*changed, trial.schedules[0].name, *recomputed])
+
+
+def write_report(plan: JobPlan) -> str:
+    """The plan, what each GPU holds, and the other values of each dimension."""
+    parts = [_summary(plan), _schedules(plan), _memory(plan), _others(plan)]
+    return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
+
+
+def _summary(plan: JobPlan) -> Iterator[str]:
+    chosen, units, machines = plan.configuration, plan.units, plan.job.machines
+    degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
+    yield f"job: {plan.job.transformer.parameters / 1e9:.3g}G parameters on {machines.gpus} GPUs: {degrees}"
+    yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
+    yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
+    yield (
+        f"  {'pipeline':<12} {plan.name}, {plan.microbatches} microbatches of {chosen.microbatch}; "
+        f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
+    )
+    blocks = sum(plan.recomputed)
+    per_stage = f": {_format_counts(plan.recomputed)}" if blocks else ""
+    yield f"  {'recompute':<12} {blocks} of {plan.job.transformer.layers} blocks{per_stage}" + (
+        ", and the scores of attention" if chosen.selective else ""
+    )
+    yield f"  {'sharding':<12} ZeRO-{chosen.sharding} over {chosen.replicas} GPUs, {plan.job.optimizer}"
+    yield f"  {'vocabulary':<12} {'on the first and last stage' if chosen.vocabulary == 'ends' else 'shared among the pipeline ranks'}"
+    yield f"  {'bound':<12} {units.time(plan.bound)} for every configuration: at most {plan.seconds / plan.bound - 1:.1%} to gain"
+    yield f"  {'proof':<12} {len(plan.proof.rules)} rules hold over {plan.proof.actions} actions and {plan.proof.messages} messages"
+
+
+def _format_counts(counts: tuple[int, ...]) -> str:
+    """Blocks per stage, with equal ones joined.
+
+    >>> _format_counts((2, 2, 1, 0))
+    '2 on stages 0..1, 1 on stage 2'
+    """
+    words, first = [], 0
+    for count, group in groupby(counts):
+        last = first + len(list(group)) - 1
+        if count:
+            words.append(f"{count} on stage{'' if first == last else 's'} {first if first == last else f'{first}..{last}'}")
+        first = last + 1
+    return ", ".join(words)
+
+
+def _schedules(plan: JobPlan) -> Iterator[str]:
+    """The schedules on the chosen configuration."""
+    trial = next(trial for trial in plan.trials if trial.configuration == plan.configuration)
+    if len(trial.schedules) < 2:
+        return
+    yield "schedules with these degrees"
+    rows: list[tuple[str, ...]] = [("", "schedule", "takes", "bubble", "peak", "recomputed blocks", "")]
+    for tried in trial.schedules:
+        pipeline = tried.pipeline
+        if pipeline is None:
+            lost = (
+                f"{plan.units.size(tried.excess)} over the limit" if tried.excess else f"at least {plan.units.time(tried.bound)}: not timed"
+            )
+            rows.append(("", tried.name, "-", "-", "-", "-", lost))
+            continue
+        figures = (plan.units.time(pipeline.seconds), f"{pipeline.candidate.bubble:.1%}", plan.units.size(pipeline.candidate.peak or 0.0))
+        rows.append(("->" if pipeline is plan.pipeline else "", tried.name, *figures, str(sum(pipeline.recomputed) or "-"), ""))
+    yield from format_table(rows, left=(1, 6), indent="  ")
+
+
+def _memory(plan: JobPlan) -> Iterator[str]:
+    """What the GPUs of each pipeline rank hold, with equal ranks joined."""
+    placement, units = plan.schedule.placement, plan.units
+    layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
+    rows: list[tuple[str, ...]] = []
+    for rank, peak in enumerate(plan.predicted.peak_memory):
+        own = [layer for stage in placement.stages_of(rank) for layer in layers[stage]]
+        static = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "gradients", "optimizer")]
+        static[-1] -= sum(costs.count_waiting(layer) for layer in own)
+        rows.append((str(rank), *map(units.size, static), units.size(peak - sum(static)), units.size(peak), units.size(plan.job.limit)))
+    grouped = []
+    for same, group in groupby(rows, key=lambda row: row[1:]):
+        ranks = [row[0] for row in group]
+        grouped.append((ranks[0] if len(ranks) == 1 else f"{ranks[0]}..{ranks[-1]}", *same))
+    titles = ("pipeline rank", "parameters", "gradients", "optimizer", "activations", "peak", "limit")
+    yield from format_table([titles, *grouped], indent="  ")
+
+
+def _others(plan: JobPlan) -> Iterator[str]:
+    """The best of the other values of each dimension, and what became of all configurations."""
+    rows: list[tuple[str, ...]] = [("dimension", "chosen", "instead", "takes", "compared with this plan")]
+    alternatives = list_alternatives(plan)
+    for name in DIMENSIONS:
+        others = [alternative for alternative in alternatives if alternative.dimension == name]
+        for place, other in enumerate(others[:_SHOWN]):
+            title, own = (_NAMES.get(name, name), str(getattr(plan.configuration, name))) if not place else ("", "")
+            rows.append((title, own, str(other.value), "-" if other.seconds is None else plan.units.time(other.seconds), other.words))
+    counts = {outcome: sum(trial.outcome == outcome for trial in plan.trials) for outcome in Outcome}
+    yield (
+        f"{len(plan.trials)} configurations: {counts[Outcome.FITS]} timed and fit; {counts[Outcome.OVER]} do not fit; "
+        f"{counts[Outcome.SLOWER]} not timed, because their bound is above the best"
+    )
+    if len(rows) > 1:
+        yield ""
+        yield "the best with another value of one dimension"
+        yield from format_table(rows, left=(0, 4), indent="  ")

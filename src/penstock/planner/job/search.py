@@ -1,0 +1,257 @@
+"""Go through the configurations of a job: bound each, time the promising ones, and keep what became of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import product
+from typing import Any
+
+from penstock.errors import PlanError
+from penstock.ir.codes import MAX_MICROBATCHES
+from penstock.planner.job.configuration import DIMENSIONS, ENDS, SPREAD, Configuration
+from penstock.planner.job.job import Job
+from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.pipelines import Orders, Pipeline, PipelineTrials, ScheduleTrial
+from penstock.planner.profile import Layer
+from penstock.planner.request import Progress
+from penstock.text.units import Units
+
+FEWEST_TOKENS = 4096
+"""Tokens of a sequence that each context rank keeps at least, unless the degree is given."""
+MOST_SAMPLES = 16
+"""Samples per microbatch at most, unless the size is given."""
+MOST_NEIGHBOURS = 8
+"""Configurations that are timed at most to find the best with another value of one dimension."""
+_UNITS = Units("s", True)
+
+
+class Outcome(StrEnum):
+    """What became of a configuration."""
+
+    FITS = "fits"
+    OVER = "does not fit"
+    SLOWER = "not timed: its bound is above the best"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration: its bounds, and its schedules if they were tried."""
+
+    configuration: Configuration
+    bound: float
+    """Seconds that no schedule, partition or recompute of this configuration can beat."""
+    outcome: Outcome
+    schedules: tuple[ScheduleTrial, ...] = field(default=(), repr=False)
+    """The fastest that fits first."""
+    excess: float = 0.0
+    """Bytes over the limit on the fullest GPU, if nothing fits."""
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        """The best pipeline, if one fits and was timed."""
+        return self.schedules[0].pipeline if self.schedules else None
+
+    @property
+    def at_least(self) -> float:
+        """Seconds that the schedules which were tried take at least on their partitions, or else the bound."""
+        return max(self.bound, min((tried.bound for tried in self.schedules if not tried.excess), default=0.0))
+
+    @property
+    def seconds(self) -> float:
+        """The time of the best pipeline, infinite without one."""
+        return math.inf if self.pipeline is None else self.pipeline.seconds
+
+
+# The space ------------------------------------------------------------------------------------------------------------
+
+
+def list_configurations(job: Job, wanted: Mapping[str, Sequence[Any]]) -> list[Configuration]:
+    """Every configuration with the wanted values of some dimensions, and all sensible values of the others."""
+    reasons: list[str] = []
+    configurations = list(_enumerate(job, wanted, reasons))
+    if not configurations:
+        shown = "; ".join(dict.fromkeys(reasons)) or "the degrees leave no choice"
+        raise PlanError(f"no configuration of {job.machines.gpus} GPUs with a batch of {job.batch} is possible: {shown}")
+    return configurations
+
+
+def _enumerate(job: Job, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+    gpus, model = job.machines.gpus, job.transformer
+
+    def choose(name: str, usual: Sequence[Any]) -> Sequence[Any]:
+        return wanted.get(name, usual)
+
+    tensors = [degree for degree in choose("tensor", _divisors(min(gpus, job.machines.gpus_per_node))) if _is_tensor(job, degree, reasons)]
+    contexts = choose("context", [degree for degree in _divisors(gpus) if degree == 1 or model.sequence // degree >= FEWEST_TOKENS])
+    pipelines = choose("pipeline", [degree for degree in _divisors(gpus) if degree <= model.layers])
+    for tensor, context, pipeline in product(tensors, contexts, pipelines):
+        taken = f"tensor={tensor} x context={context} x pipeline={pipeline}"
+        if model.sequence % (tensor * context):
+            reasons.append(f"sequence={model.sequence} cannot be shared among tensor={tensor} x context={context}")
+        elif pipeline > model.layers:
+            reasons.append(f"pipeline={pipeline} is more than layers={model.layers}")
+        elif gpus % (tensor * context * pipeline):
+            reasons.append(f"{taken} does not divide gpus={gpus}")
+        else:
+            data = gpus // (tensor * context * pipeline)
+            if data not in choose("data", [data]):
+                reasons.append(f"{taken} leaves data={data} of {gpus} GPUs, not {' or '.join(map(str, wanted['data']))}")
+            elif job.batch % data:
+                reasons.append(f"batch={job.batch} cannot be shared among data={data}")
+            else:
+                degrees = Configuration(tensor=tensor, context=context, pipeline=pipeline, data=data)
+                yield from _complete(job, degrees, wanted, reasons)
+
+
+def _complete(job: Job, degrees: Configuration, wanted: Mapping[str, Sequence[Any]], reasons: list[str]) -> Iterator[Configuration]:
+    """The configurations with these degrees."""
+    per_replica = job.batch // degrees.data
+    samples = wanted.get("microbatch", [size for size in _powers(MOST_SAMPLES) if per_replica % size == 0])
+    sharding = wanted.get("sharding", (1, 2, 3) if degrees.replicas > 1 else (0,))
+    vocabulary = wanted.get("vocabulary", (ENDS, SPREAD) if degrees.pipeline > 1 else (ENDS,))
+    selective = wanted.get("selective", (False,) if job.transformer.flash else (False, True))
+    for size, stage, split, again in product(samples, sharding, vocabulary, selective):
+        if per_replica % size:
+            reasons.append(f"microbatch={size} does not divide the {per_replica} samples of each of {degrees.data} data ranks")
+        elif per_replica // size > MAX_MICROBATCHES:
+            reasons.append(f"microbatch={size} makes {per_replica // size} microbatches, more than {MAX_MICROBATCHES}")
+        elif split == SPREAD and degrees.pipeline == 1:
+            reasons.append("vocabulary='spread' needs more than one pipeline rank")
+        elif again and job.transformer.flash:
+            reasons.append("selective=True is for attention without flash: flash keeps no scores")
+        else:
+            yield replace(degrees, microbatch=size, sharding=stage, vocabulary=split, selective=again)
+
+
+def _is_tensor(job: Job, degree: int, reasons: list[str]) -> bool:
+    model = job.transformer
+    keys = model.kv_heads or model.heads
+    checked = {"heads": model.heads, "hidden": model.hidden, "ffn": model.feed_forward}
+    for name, value in checked.items():
+        if value % degree:
+            reasons.append(f"tensor={degree} does not divide {name}={value}")
+            return False
+    if keys % degree and degree % keys:
+        reasons.append(f"tensor={degree} and kv_heads={keys}: one must divide the other")
+        return False
+    return True
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def _powers(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length())]
+
+
+# Bounds ---------------------------------------------------------------------------------------------------------------
+
+
+def bound_seconds(costs: LayerCosts, microbatches: int) -> float:
+    """Seconds that no pipeline of these layers beats: work and updates of the mean rank, or of the rank with the most blocks."""
+    ranks, blocks = costs.configuration.pipeline, costs.job.transformer.layers
+    work = sum(count * (microbatches * layer.time + layer.update) for layer, count in _list_layers(costs))
+    return max(work / ranks, math.ceil(blocks / ranks) * (microbatches * costs.block.time + costs.block.update))
+
+
+def bound_memory(costs: LayerCosts) -> float:
+    """Bytes that the fullest GPU holds at least: the mean of what ranks keep, and one microbatch with every block recomputed."""
+    least = [(costs.recomputed_block if layer is costs.block else layer, count) for layer, count in _list_layers(costs)]
+    held = sum(count * (layer.static + layer.activation) for layer, count in least)
+    return held / costs.configuration.pipeline
+
+
+def _list_layers(costs: LayerCosts) -> list[tuple[Layer, int]]:
+    ends = [] if costs.configuration.vocabulary == SPREAD else [(costs.embedding, 1), (costs.head, 1)]
+    return [(costs.block, costs.job.transformer.layers), *ends]
+
+
+# The search -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Search:
+    """Times configurations in the order of their bounds until no other can be faster."""
+
+    job: Job
+    configurations: Sequence[Configuration]
+    orders: Orders
+    recompute: bool = True
+    tell: Callable[[Progress], None] = lambda progress: None
+    stop: Callable[[], bool] = lambda: False
+    trials: dict[Configuration, Trial] = field(default_factory=dict)
+    best: Trial | None = None
+
+    def run(self) -> Trial:
+        """The best configuration; raises `PlanError` if none fits."""
+        order = sorted((self._bound(configuration) for configuration in self.configurations), key=lambda trial: trial.bound)
+        for done, trial in enumerate(order):
+            if trial.outcome == Outcome.OVER or (self.best is not None and trial.bound >= self.best.seconds):
+                continue
+            if self.stop():
+                break
+            best = (None, "") if self.best is None else (self.best.seconds, self.best.schedules[0].name)
+            self.tell(Progress("timing", done, len(order), trial.configuration.describe(), *best))
+            self._time(trial, math.inf if self.best is None else self.best.seconds)
+        if self.best is None:
+            raise PlanError(self._explain_refusal())
+        self._time_neighbours()
+        return self.best
+
+    def _bound(self, configuration: Configuration) -> Trial:
+        """The configuration with its bounds, not timed."""
+        costs = LayerCosts(self.job, configuration)
+        microbatches = self.job.batch // (configuration.data * configuration.microbatch)
+        excess = bound_memory(costs) - self.job.limit
+        outcome = Outcome.OVER if excess > 0 else Outcome.SLOWER
+        trial = Trial(configuration, bound_seconds(costs, microbatches), outcome, excess=max(excess, 0.0))
+        self.trials[configuration] = trial
+        return trial
+
+    def _time(self, trial: Trial, best: float) -> Trial:
+        """Try the schedules of a configuration that may take less than the best time."""
+        schedules = tuple(PipelineTrials(LayerCosts(self.job, trial.configuration), self.orders, self.recompute).run(best))
+        fits = bool(schedules) and schedules[0].pipeline is not None
+        open_bounds = [tried.bound for tried in schedules if not tried.excess]
+        outcome = Outcome.FITS if fits else Outcome.SLOWER if open_bounds else Outcome.OVER
+        excess = min((tried.excess for tried in schedules), default=0.0) if outcome == Outcome.OVER else 0.0
+        timed = replace(trial, outcome=outcome, schedules=schedules, excess=excess)
+        self.trials[trial.configuration] = timed
+        if fits and (self.best is None or timed.seconds < self.best.seconds):
+            self.best = timed
+        return timed
+
+    def _time_neighbours(self) -> None:
+        """Find the best configuration of each other value of each dimension, or stop looking after a few."""
+        for name in DIMENSIONS:
+            for trials in self.group(name).values():
+                best = min(trial.seconds for trial in trials)
+                untimed = [trial for trial in trials if trial.outcome == Outcome.SLOWER]
+                for trial in sorted(untimed, key=lambda trial: trial.at_least)[:MOST_NEIGHBOURS]:
+                    if trial.at_least >= best or self.stop():
+                        break
+                    best = min(best, self._time(trial, best).seconds)
+
+    def group(self, name: str) -> dict[Any, list[Trial]]:
+        """The trials by their value of a dimension."""
+        groups: dict[Any, list[Trial]] = {}
+        for trial in self.trials.values():
+            groups.setdefault(getattr(trial.configuration, name), []).append(trial)
+        return groups
+
+    def _explain_refusal(self) -> str:
+        trials = [trial for trial in self.trials.values() if trial.outcome == Outcome.OVER]
+        if not trials:
+            return f"stopped before anything was found that fits: {len(self.trials)} configurations were bounded"
+        nearest = min(trials, key=lambda trial: trial.excess)
+        memory, limit, free = (_UNITS.size(size) for size in (self.job.machines.memory, self.job.limit, nearest.excess))
+        needed = (self.job.limit + nearest.excess) / (1 - self.job.headroom)
+        return (
+            f"no configuration fits: {len(trials)} were tried on {self.job.machines.gpus} GPUs with {memory} each ({limit} after "
+            f"{self.job.headroom:.3g} of headroom). Nearest is {nearest.configuration.describe()}, with everything recomputed that helps: "
+            f"at least {free} over on the fullest GPU. Take GPUs with at least {_UNITS.size(needed, up=True)}, or more of them"
+        )

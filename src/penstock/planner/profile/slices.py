@@ -1,0 +1,170 @@
+"""What a slice of the sequence takes on a layer, from its length and from the tokens before it, and how that is fitted to measurements.
+
+A slice of n tokens after a prefix of p costs
+
+    fixed + token n + pair n (p + n/2) + prefix p
+
+`fixed` is what every slice costs, whatever its length. `token` is the part of each token by itself. `pair` is causal attention: each token
+of the slice meets the p tokens before the slice and, on average, half of the slice. `prefix` is what is done or held for each token of
+the prefix, such as a copy of its keys and values.
+
+However a sequence of T tokens is cut, the pairs of its slices add up to T^2/2. So the work of a microbatch depends on the number of its
+slices, by the fixed part alone, and not on their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate, combinations
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.errors import CostsError, nearest
+from penstock.ir.rows import Floats
+from penstock.text.units import parse_size
+
+TERMS = ("fixed", "token", "pair", "prefix")
+TIME_TERMS = TERMS[:3]
+"""Terms of a time."""
+_TIMES = ("f", "i", "w")
+_COSTS = (*_TIMES, "activation", "weight_stash", "workspace")
+
+
+@dataclass(frozen=True)
+class SliceCost:
+    """A time or size of a slice.
+
+    >>> SliceCost(fixed=1.0, token=0.5, pair=0.25).at(length=4, prefix=8)
+    13.0
+    """
+
+    fixed: float = 0.0
+    token: float = 0.0
+    pair: float = 0.0
+    prefix: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in TERMS:
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+
+    def at(self, length: Any, prefix: Any) -> Any:
+        """The cost of a slice; of many at once if both are arrays."""
+        return self.fixed + self.token * length + self.pair * length * (prefix + length / 2) + self.prefix * prefix
+
+    def scaled(self, factor: float) -> SliceCost:
+        return SliceCost(*(factor * getattr(self, name) for name in TERMS))
+
+    def __add__(self, other: SliceCost) -> SliceCost:
+        return SliceCost(*(getattr(self, name) + getattr(other, name) for name in TERMS))
+
+    def to_json(self) -> dict[str, float]:
+        """The terms that are not 0."""
+        return {name: getattr(self, name) for name in TERMS if getattr(self, name)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SliceCosts:
+    """What a slice takes on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
+
+    f: SliceCost
+    i: SliceCost
+    w: SliceCost
+    activation: SliceCost = SliceCost()
+    """Held from a slice's F to its I, with its keys and values, which later slices read, and the room for their gradients."""
+    weight_stash: SliceCost = SliceCost()
+    """Held from a slice's I to its W."""
+    workspace: SliceCost = SliceCost()
+    """Extra memory while one of its actions runs."""
+    keys: float = 0.0
+    """The part of the activation per token that a recomputed slice holds too: keys and values, and the room for their gradients."""
+    error: float = 0.0
+    """The largest difference between a measured time of F, I and W together and the fitted one, as a share of the measured time."""
+
+    def __post_init__(self) -> None:
+        for name in _COSTS:
+            value = getattr(self, name)
+            if isinstance(value, SliceCost):
+                continue
+            _check_names(value, f"{name} of a slice", TERMS)
+            try:
+                object.__setattr__(self, name, SliceCost(**value))
+            except CostsError as error:
+                raise CostsError(f"{name} of a slice: {error}") from None
+        for name in ("keys", "error"):
+            object.__setattr__(self, name, parse_size(getattr(self, name), name))
+
+    def scaled(self, factor: float) -> SliceCosts:
+        """The same layer at a microbatch size `factor` times as large, assuming proportional growth."""
+        costs: dict[str, Any] = {name: getattr(self, name).scaled(factor) for name in _COSTS}
+        return replace(self, **costs, keys=factor * self.keys)
+
+    def to_json(self) -> dict[str, Any]:
+        costs = {name: getattr(self, name).to_json() for name in _COSTS}
+        numbers = {name: getattr(self, name) for name in ("keys", "error") if getattr(self, name)}
+        return {name: value for name, value in costs.items() if value or name in _TIMES} | numbers
+
+    @classmethod
+    def from_json(cls, data: Any) -> SliceCosts:
+        _check_names(data, "slices of a layer", [field.name for field in fields(cls)])
+        missing = [name for name in _TIMES if name not in data]
+        if missing:
+            raise CostsError(f"slices of a layer need {missing[0]!r}, the time of a slice")
+        return cls(**data)
+
+
+def _check_names(data: Any, what: str, names: Sequence[str]) -> None:
+    if not isinstance(data, dict):
+        raise CostsError(f"{what}: a table of {', '.join(names)} is needed, got {data!r}")
+    for name in data:
+        if name not in names:
+            raise CostsError(f"{what}: there is no {name!r}: {nearest(name, names)}")
+
+
+def list_prefixes(lengths: Sequence[int]) -> list[int]:
+    """The tokens before each slice.
+
+    >>> list_prefixes([4, 3, 2])
+    [0, 4, 7]
+    """
+    return [0, *accumulate(lengths[:-1])]
+
+
+# Fitting --------------------------------------------------------------------------------------------------------------
+
+
+class Point(NamedTuple):
+    """A measured slice."""
+
+    length: int
+    prefix: int
+    value: float
+
+
+def fit_slice_cost(points: Iterable[Point], terms: Sequence[str] = TIME_TERMS) -> tuple[SliceCost, float]:
+    """The cost that comes nearest to measured ones by least squares of relative differences, no term below 0; and the largest difference.
+
+    The best fit is the plain least-squares fit on the terms that are not 0 in it, so every set of terms is tried.
+
+    >>> cost, error = fit_slice_cost([Point(1, 0, 3.0), Point(2, 0, 4.0), Point(4, 0, 6.0), Point(2, 2, 4.0)])
+    >>> round(cost.fixed, 9), round(cost.token, 9), round(cost.pair, 9), round(error, 9)
+    (2.0, 1.0, 0.0, 0.0)
+    """
+    measured = list(points)
+    if not measured:
+        raise CostsError("a slice cost cannot be fitted to no measurements: measure at least one slice")
+    length, prefix, value = np.array(measured, dtype=np.float64).T
+    weight = np.where(value > 0, 1 / np.where(value > 0, value, 1.0), 1 / max(float(value.max()), 1e-300))
+    columns = {name: SliceCost(**{name: 1.0}).at(length, prefix) * np.ones(len(value)) * weight for name in terms}
+    best, least = SliceCost(), float(((value * weight) ** 2).sum())
+    for count in range(1, len(terms) + 1):
+        for chosen in combinations(terms, count):
+            matrix = np.column_stack([columns[name] for name in chosen])
+            scale = np.maximum(np.abs(matrix).max(axis=0), 1e-300)  # pairs are many orders of magnitude more than tokens
+            solution = np.linalg.lstsq(matrix / scale, value * weight, rcond=None)[0] / scale
+            squares = float(((matrix @ solution - value * weight) ** 2).sum())
+            if (solution >= 0).all() and squares < least - 1e-18 * len(value):
+                best, least = SliceCost(**dict(zip(chosen, solution.tolist(), strict=True))), squares
+    fitted: Floats = best.at(length, prefix)
+    return best, float((np.abs(fitted - value) * weight).max())

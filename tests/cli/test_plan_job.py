@@ -1,0 +1,73 @@
+"""`penstock plan --gpus`: whole jobs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import penstock as ps
+
+SIZES = {"layers": 4, "hidden": 64, "heads": 4, "sequence": 128, "vocabulary": 512}
+TEXT = " ".join(f"{name}={value}" for name, value in SIZES.items())
+LINKS = ["--peak-flops", "1e12", "--memory-bandwidth", "100GB", "--node-bandwidth", "20GB", "--bandwidth", "2GB", "--memory-limit", "64MB"]
+ARGS = ["plan", "--transformer", TEXT, "--gpus", 4, "--gpus-per-node", 4, "--global-batch", 8, "--schedules", "1f1b", *LINKS]
+
+
+def job() -> ps.Job:
+    rates = {"flops": 1e12, "memory": 64e6, "memory_bandwidth": 1e11, "node_bandwidth": 2e10, "bandwidth": 2e9}
+    return ps.Job(model=SIZES, machines=ps.Machines(gpus=4, gpus_per_node=4, **rates), batch=8)
+
+
+def test_report_and_file_equal_the_library_s(run, tmp_path):
+    result = run(*ARGS, "--save", tmp_path / "job.json")
+    assert (result.code, result.err) == (0, "")
+    wanted = ps.plan_job(job(), schedules="1f1b")
+    assert result.out == f"{wanted.report()}\n\nsaved to {tmp_path / 'job.json'}\n"
+    assert json.loads((tmp_path / "job.json").read_text()) == json.loads(json.dumps(wanted.to_json()))
+
+
+def test_json_and_pins(run):
+    result = run(*ARGS, "--json", "--tensor", "2", "--sharding", "1,2", "--microbatch-sizes", "1", "--vocabulary", "ends", "--context", "1")
+    assert result.code == 0
+    chosen = json.loads(result.out)["configuration"]
+    assert (chosen["tensor"], chosen["microbatch"], chosen["vocabulary"], chosen["context"]) == (2, 1, "ends", 1)
+
+
+def test_a_known_gpu_needs_no_rates(run):
+    result = run("plan", "--transformer", TEXT, "--gpus", 4, "--gpu", "h100", "--global-batch", 8, "--schedules", "1f1b", "--json")
+    machines = json.loads(result.out)["job"]["machines"]
+    assert machines["flops"] == 989e12
+    shares = run(*ARGS, "--shares", "matmul=0.5, link=0.25", "--optimizer", "muon", "--json")
+    found = json.loads(shares.out)["job"]
+    assert (found["machines"]["matmul_share"], found["machines"]["link_share"], found["optimizer"]) == (0.5, 0.25, "muon")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["plan", "--gpus", 4, "--global-batch", 8], "--gpus plans a job from its sizes: give --transformer"),
+        (["plan", "--transformer", TEXT, "--gpus", 4], "--gpus needs --global-batch"),
+        (["plan", "--transformer", TEXT + " flops=1e12", "--gpus", 4, "--global-batch", 8], "leave out flops with --gpus"),
+        (["plan", "--transformer", TEXT, "--gpus", 4, "--global-batch", 8], "machines need flops, memory"),
+        ([*ARGS, "-p", 2], "--ranks does not go with --gpus"),
+        ([*ARGS, "--shares", "matmul=2"], "matmul_share must be a number above 0 and at most 1, got 2"),
+        ([*ARGS, "--optimizer", "sgd"], "there is no optimizer 'sgd'"),
+        ([*ARGS, "--node-bandwidth", "0GB"], "node_bandwidth must be more than 0, because every link needs one"),
+        ([*ARGS, "--tensor", "a"], "--tensor: 'a' is not a list of whole numbers"),
+    ],
+)
+def test_wrong_usage_exits_with_2(refused, args, message):
+    assert message in refused(2, *args)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--tensor", "3"], "tensor=3 does not divide heads=4"),
+        (["--data", "3"], "leaves data=4 of 4 GPUs, not 3"),
+        (["--memory-limit", "900KB"], "no configuration fits"),
+    ],
+)
+def test_jobs_that_cannot_be_planned_exit_with_1(refused, args, message):
+    assert message in refused(1, *ARGS, *args)

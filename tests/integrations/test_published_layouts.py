@@ -1,0 +1,74 @@
+"""Published layouts on estimates of their models, against plans for the same profile, ranks and memory."""
+
+from __future__ import annotations
+
+import pytest
+
+import penstock as ps
+from integrations.published_layouts import DEEPSEEK_LAYOUT, PUBLISHED, Published
+from penstock.integrations.layouts import MegatronLayout, read_megatron, write_megatron
+
+MEGATRON = ["1f1b", "interleaved-1f1b"]
+
+
+def compare(published: Published, profile: ps.Profile, schedules: list[str]) -> tuple[ps.Plan, ps.Plan]:
+    """The published layout, and a plan in no more memory than the layout takes on its fullest rank."""
+    layout = read_megatron(published.text, profile, ranks=published.ranks, microbatches=64, kinds=published.kinds)
+    limit = max(layout.predicted.peak_memory)
+    options = {"schedules": schedules, "memory_limit": limit, "headroom": 0.0, "seconds": 0.0}
+    return layout, ps.plan(profile, ranks=published.ranks, microbatches=64, **options)
+
+
+DISTINCT = [published for published in PUBLISHED if published.text != "Et*3|(tt|)*29,m|L"]  # that one is DeepSeek's, written otherwise
+BEHIND = {("Ett|(tt|)*29,m|L", 50e9, 1): 0.006}
+"""Layouts, bandwidths and heads for which the planner stays behind with Megatron's schedules alone, and by how much: its cuts have the same
+load on the slowest rank, and no shift of one cut makes them faster."""
+
+HEADS, BANDWIDTHS = [1, 2], [None, 200e9, 50e9]
+"""Runs of the head: one, or one more for multi-token prediction. Bandwidths of all-to-alls: from unlimited, with equal blocks, to
+one that makes dense blocks half as long as the others."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("expert_bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("published", DISTINCT, ids=lambda published: published.text)
+def test_the_planner_is_not_slower_with_megatron_s_own_schedules(published: Published, expert_bandwidth: float | None, heads: int) -> None:
+    """The plan is a layout too, and takes the same time when it is read again."""
+    profile = published.profile(expert_bandwidth, heads)
+    layout, plan = compare(published, profile, MEGATRON)
+    behind = BEHIND.get((published.text, expert_bandwidth, heads), 0.0)
+    assert plan.predicted.makespan <= layout.predicted.makespan * (1 + behind)
+    assert max(plan.predicted.peak_memory) <= max(layout.predicted.peak_memory) * (1 + 1e-9)
+    export = write_megatron(plan, published.kinds)
+    MegatronLayout.parse(export.text).check(published.ranks)
+    group_size = export.settings.get("--microbatch-group-size-per-virtual-pipeline-stage")
+    again = read_megatron(
+        export.text,
+        profile,
+        ranks=published.ranks,
+        microbatches=64,
+        kinds=published.kinds,
+        group_size=None if group_size is None else int(group_size),
+    )
+    assert again.predicted.makespan == pytest.approx(plan.predicted.makespan, rel=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("expert_bandwidth", BANDWIDTHS)
+@pytest.mark.parametrize("published", DISTINCT, ids=lambda published: published.text)
+def test_the_planner_is_never_slower_with_other_schedules(published: Published, expert_bandwidth: float | None, heads: int) -> None:
+    layout, plan = compare(published, published.profile(expert_bandwidth, heads), [*MEGATRON, "zbv", "dualpipe-v"])
+    assert plan.predicted.makespan <= layout.predicted.makespan
+
+
+@pytest.mark.slow
+def test_schedules_that_megatron_lacks_are_faster_still() -> None:
+    """The figures of docs/from-megatron.md: the layout takes 6.8% longer than Megatron's schedules need, and 11% longer than zbv."""
+    profile = DEEPSEEK_LAYOUT.profile(200e9)
+    layout, megatron = compare(DEEPSEEK_LAYOUT, profile, MEGATRON)
+    _, other = compare(DEEPSEEK_LAYOUT, profile, ["zbv", "dualpipe-v"])
+    assert other.name == "zbv"
+    assert layout.predicted.makespan / megatron.predicted.makespan == pytest.approx(1.068, abs=5e-4)
+    assert layout.predicted.makespan / other.predicted.makespan == pytest.approx(1.11, abs=5e-3)

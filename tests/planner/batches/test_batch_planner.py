@@ -1,0 +1,246 @@
+"""Orders of one batch: against every order of few microbatches, against sorting, the bound, and under memory limits."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+import threading
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+import penstock as ps
+from penstock.errors import CostsError, PlanError, ScheduleError
+from penstock.planner.batches.batch_planner import BatchOrder, BatchPlanner
+
+NAMES = ("1f1b", "eager-1f1b", "gpipe", "zb-h1", "zb-h2")
+COSTS = ps.Costs(f=1.0, i=1.2, w=0.8, latency=0.05, activation=1.0, weight_stash=0.5, output=0.1)
+
+
+def long_tailed(seed: int, count: int, most: int = 8192) -> list[int]:
+    """Log-normal lengths around 1024 tokens."""
+    return np.clip(np.random.default_rng(seed).lognormal(0, 0.8, count) * 1024, 64, most).astype(int).tolist()
+
+
+def planner(ranks: int, count: int, name: str = "1f1b", **options: object) -> BatchPlanner:
+    return BatchPlanner(ps.schedule(name, ranks, count), COSTS, sequence=1024, quadratic=0.2, **options)
+
+
+def simulate_order(plan: BatchPlanner, order: BatchOrder, lengths: list[int]) -> ps.Timeline:
+    """The order timed from scratch: costs by length, columns exchanged, schedule lowered."""
+    costs = plan.costs([lengths[k] for k in order.microbatches])
+    return ps.simulate(ps.lower(order.schedule), costs)
+
+
+@pytest.fixture(scope="module")
+def eight() -> BatchPlanner:
+    return planner(8, 32)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_worse_than_the_fixed_order_and_sorting(eight: BatchPlanner, seed: int) -> None:
+    lengths = long_tailed(seed, 32)
+    order = eight.order(lengths)
+    assert sorted(order.microbatches) == list(range(32))
+    assert simulate_order(eight, order, lengths).makespan == pytest.approx(order.makespan, rel=1e-12)
+    assert set(NAMES) <= {tried.schedule for tried in order.tried}
+    for name in NAMES:  # each of these is timed here once more, in another way
+        schedule = ps.schedule(name, 8, 32)
+        for sample in (lengths, sorted(lengths), sorted(lengths, reverse=True)):
+            assert order.makespan <= ps.simulate(ps.lower(schedule), eight.costs(sample)).makespan * (1 + 1e-9)
+    assert order.makespan < 0.9 * order.best_of("fixed")
+    assert order.unplanned == ps.simulate(ps.lower(ps.schedule("1f1b", 8, 32)), eight.costs(lengths)).makespan
+    assert order.bound <= order.makespan
+
+
+@pytest.mark.parametrize(("ranks", "count", "limit"), [(2, 5, None), (3, 5, None), (4, 5, None), (4, 6, None), (4, 5, 6.0)])
+def test_few_microbatches_against_every_order(ranks: int, count: int, limit: float | None) -> None:
+    """Within 0.1 % of the best of all orders under all schedules."""
+    plan = planner(ranks, count, memory_limit=limit, schedules=NAMES)
+    timelines = [ps.simulate(ps.lower(ps.schedule(name, ranks, count)), COSTS) for name in NAMES]
+    for seed in range(3 if count < 6 else 1):
+        lengths = long_tailed(seed, count, 4096)
+        best = math.inf
+        for chosen in permutations(lengths):
+            costs = plan.costs(chosen)
+            for timeline in timelines:
+                timed = ps.retime(timeline, costs)
+                if timed.makespan < best and (limit is None or max(timed.peak_memory) <= limit):
+                    best = timed.makespan
+        assert best < math.inf
+        assert plan.order(lengths).makespan <= best * 1.001
+
+
+def test_the_memory_limit_holds() -> None:
+    lengths = long_tailed(0, 16)
+    loose, tight = planner(4, 16), planner(4, 16, memory_limit=11.0)
+    free, order = loose.order(lengths), tight.order(lengths)
+    assert max(free.predicted.peak_memory) > 11.0 >= max(simulate_order(tight, order, lengths).peak_memory)
+    assert order.bound >= free.bound
+    ps.verify(ps.lower(order.schedule), memory_limit=11.0, costs=order.predicted.costs)
+    assert any(not tried.fits for tried in order.tried)
+
+
+def test_a_limit_that_nothing_fits_is_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError, match=r"no order of these 8 microbatches fits .* rank \d holds 8\S* of at most 5, 3"):
+        planner(4, 8, memory_limit=5.0).order([8192, *long_tailed(1, 7)])
+
+
+def test_a_limit_below_what_the_costs_are_for() -> None:
+    """Microbatches of 1024 tokens would not fit at all, shorter ones do."""
+    order = planner(4, 8, memory_limit=0.9).order([256] * 8)
+    assert max(order.predicted.peak_memory) <= 0.9
+
+
+def test_only_one_microbatch_at_a_time_fits() -> None:
+    lengths = [4096] * 8
+    order = planner(4, 8, memory_limit=4.9).order(lengths)
+    assert order.schedule.name == "one-at-a-time"
+    assert max(order.predicted.peak_memory) <= 4.9
+
+
+def test_zero_durations() -> None:
+    """Microbatches that skip the first two stages: they take nothing there, and the simulator, the search and the bound agree on it."""
+    plan, lengths = planner(4, 12), long_tailed(2, 12)
+    skips = dict.fromkeys(range(0, 12, 2), (0, 1))
+    costs = plan.costs(lengths, skips)
+    for name in ("f", "i", "w", "activation", "weight_stash"):
+        table = costs.table(name, 4, 12)
+        assert (table[:2, ::2] == 0).all()
+        assert (table[:2, 1::2] > 0).all()
+        assert (table[2:] > 0).all()
+    assert (costs.table("output", 4, 12) > 0).all()
+    order = plan.order(lengths, skips=skips)
+    assert order.bound <= order.makespan <= order.best_of("fixed")
+    assert order.makespan < plan.order(lengths).makespan
+    for rank, skipped in ((0, True), (3, False)):
+        compute = (span for span in order.predicted.spans(rank) if span.action.kind in (ps.Kind.F, ps.Kind.B, ps.Kind.I, ps.Kind.W))
+        work = sum(span.end - span.start for span in compute)
+        ran = [length for k, length in enumerate(lengths) if k % 2 or not skipped]
+        assert work == pytest.approx(sum(3.0 * plan.lengths[rank].of([length]) for length in ran))
+
+
+def test_every_duration_zero() -> None:
+    """Only the messages take time: forward and back once, all microbatches on the link one after the other."""
+    order = planner(2, 4).order([100] * 4, skips=dict.fromkeys(range(4), (0, 1)))
+    assert order.makespan == pytest.approx(5 * 0.05)
+    assert order.bound <= order.makespan
+
+
+def test_other_counts_and_known_costs() -> None:
+    plan = planner(4, 8)
+    assert len(plan.order(long_tailed(0, 11)).microbatches) == 11
+    f = [[1.0, 5.0, 1.0, 1.0]] * 4
+    order = plan.order_by_costs(ps.Costs(f=f, i=f, w=f), 4)
+    assert order.predicted.makespan <= ps.simulate(ps.lower(ps.schedule("zb-h1", 4, 4)), ps.Costs(f=f, i=f, w=f)).makespan
+    with pytest.raises(CostsError, match=r"f\[0\] has 4 values for 5 microbatches"):
+        plan.order_by_costs(ps.Costs(f=f, i=f, w=f), 5)
+
+
+def test_from_a_plan() -> None:
+    layer = ps.Layer(f=1.0, i=1.0, w=1.0, activation=1.0, weight_stash=0.5, output=0.1, parameters=2.0)
+    made = ps.plan(ps.Profile([layer] * 8, microbatch=2), ranks=4, microbatches=8, memory_limit=40.0, seconds=0)
+    plan = BatchPlanner(made, sequence=512)
+    assert plan.problem.memory_limit == made.memory_limit
+    same = plan.order([[512, 512]] * 8)  # the plan's own microbatches
+    assert same.makespan <= made.predicted.makespan * (1 + 1e-9)
+    assert same.problem.costs.table("f", *(made.placement.stages, 8)) == pytest.approx(made.costs.table("f", made.placement.stages, 8))
+    packing = plan.pack(long_tailed(3, 40), capacity=12000)
+    assert len(packing.groups) == 8
+    assert plan.order(packing.lengths).makespan >= packing.bound
+
+
+def test_schedules_to_choose_from() -> None:
+    lengths = long_tailed(4, 8)
+    assert {tried.schedule for tried in planner(4, 8, schedules=()).order(lengths).tried} == {"1f1b"}
+    assert {tried.schedule for tried in planner(4, 8, schedules=["zb-h1"]).order(lengths).tried} == {"1f1b", "zb-h1"}
+    assert not planner(4, 8, split=False).order(lengths).schedule.rows.is_kind(ps.Kind.W).any()
+    with pytest.raises(ScheduleError, match=r"'zb-h3' is not available on a placement of linear.*did you mean"):
+        planner(4, 8, schedules=["zb-h3"])
+    fixed = ps.Schedule.from_rows(ps.schedule("zb-h1", 4, 8).rows, ps.Placement.linear(4), 8, name="mine")
+    assert len(BatchPlanner(fixed, COSTS, sequence=10).order(lengths[:5]).microbatches) == 5
+
+
+def test_a_bidirectional_placement() -> None:
+    plan, lengths = planner(4, 8, "dualpipe"), long_tailed(5, 8)
+    order = plan.order(lengths)
+    assert simulate_order(plan, order, lengths).makespan == pytest.approx(order.makespan, rel=1e-12)
+    assert order.bound <= order.makespan <= order.best_of("fixed")
+
+
+def test_the_same_in_another_process_and_in_any_thread(eight: BatchPlanner) -> None:
+    """Ranks agree without asking each other: no clock, no hash seed, no order of calls takes part."""
+    lengths = long_tailed(7, 32)
+    first = eight.order(lengths)
+    eight.order(long_tailed(8, 32))
+    results: list[BatchOrder] = []
+    threads = [threading.Thread(target=lambda: results.append(eight.order(lengths))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(order.microbatches, order.schedule.name) for order in results} == {(first.microbatches, first.schedule.name)}
+    code = (
+        "import penstock as ps; costs = ps.Costs(f=1.0, i=1.2, w=0.8, latency=0.05, activation=1.0, weight_stash=0.5, output=0.1); "
+        "plan = ps.BatchPlanner(ps.schedule('1f1b', 8, 32), costs, sequence=1024, quadratic=0.2); "
+        f"order = plan.order({lengths}); print(order.schedule.name, list(order.microbatches))"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert printed == f"{first.schedule.name} {list(first.microbatches)}"
+
+
+def test_batches_are_planned_ahead_in_order() -> None:
+    plan = planner(2, 4)
+    batches = [long_tailed(seed, 4) for seed in range(4)]
+    read: list[int] = []
+
+    def load() -> object:
+        for number, batch in enumerate(batches):
+            read.append(number)
+            yield batch
+
+    for number, (batch, order) in enumerate(plan.ahead(load(), lambda batch: batch)):
+        assert batch == batches[number]
+        assert order.microbatches == plan.order(batch).microbatches
+        assert len(read) == min(number + 2, 4)  # the next one is being planned
+    assert list(plan.ahead([], len)) == []
+
+
+def test_an_error_of_a_batch_comes_with_that_batch() -> None:
+    plan = planner(2, 4)
+    orders = plan.ahead([[5] * 4, [5, 0, 5, 5]], lambda batch: batch)
+    assert next(orders)[0] == [5] * 4
+    with pytest.raises(CostsError, match=r"lengths\[1\] must be a whole number of tokens"):
+        next(orders)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quadratic": [0.1, 0.2]}, "quadratic has 2 values for 4 stages"),
+        ({"samples": 0}, "samples must be a whole number of at least 1"),
+        ({"tries": -1}, "tries must be a whole number of at least 0"),
+        ({"memory_limit": [1.0, 2.0]}, "memory_limit has 2 values for 4 ranks"),
+    ],
+)
+def test_options_that_are_refused(options: dict, message: str) -> None:
+    with pytest.raises((CostsError, ScheduleError), match=message):
+        BatchPlanner(ps.schedule("1f1b", 4, 8), COSTS, **{"sequence": 100, **options})
+
+
+def test_sources_that_are_refused() -> None:
+    schedule = ps.schedule("1f1b", 4, 8)
+    with pytest.raises(CostsError, match="give costs=, or a plan"):
+        BatchPlanner(schedule, sequence=100)
+    with pytest.raises(CostsError, match="got Profile"):
+        BatchPlanner(ps.Profile([ps.Layer(f=1, i=1, w=1)]), sequence=100)
+    with pytest.raises(CostsError, match="f has one value per microbatch"):
+        BatchPlanner(schedule, ps.Costs(f=[[1.0] * 8] * 4), sequence=100)
+    with pytest.raises(ScheduleError, match="has no backward"):
+        BatchPlanner(ps.schedule("inference", 4, 8), COSTS, sequence=100)
+    with pytest.raises(ScheduleError, match="cuts sequences into slices"):
+        BatchPlanner(ps.schedule("seq1f1b", 4, 8, slices=2), COSTS, sequence=100)
+    with pytest.raises(CostsError, match="microbatch 8 skips stage 0, but there are 8 microbatches and 4 stages"):
+        planner(4, 8).order([5] * 8, skips={8: (0,)})

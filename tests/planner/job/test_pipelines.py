@@ -1,0 +1,104 @@
+"""Blocks and recomputed blocks of a schedule's stages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+import penstock as ps
+from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.pipelines import Orders, PipelineTrials
+from penstock.planner.problem import Problem
+from planner.job.small_jobs import small_job
+
+
+def job_with(memory: float, batch: int = 8, **model):
+    job = small_job(batch=batch, model=model)
+    return replace(job, machines=replace(job.machines, memory=memory))
+
+
+def try_everything(costs: LayerCosts, name: str, microbatches: int) -> float:
+    """The least work of the slowest rank per microbatch, over all partitions and numbers of recomputed blocks that fit when simulated."""
+    ranks, blocks = costs.configuration.pipeline, costs.job.transformer.layers
+    schedule = ps.schedule(name, ranks=ranks, microbatches=microbatches)
+    least = float("inf")
+    for cut in product(range(blocks + 1), repeat=ranks):
+        sizes = tuple(size + (rank == 0) + (rank == ranks - 1) for rank, size in enumerate(cut))
+        if sum(cut) != blocks or not all(sizes):
+            continue
+        for again in product(*(range(size + 1) for size in cut)):
+            flags = tuple(number < count for size, count in zip(cut, again, strict=True) for number in range(size))
+            problem = Problem.cut(
+                costs.profile(flags), schedule.placement, microbatches, sizes, (False,) * ranks, (costs.job.limit,) * ranks
+            )
+            if problem.fits(problem.evaluate(schedule)):
+                least = min(least, problem.work / microbatches)
+    return least
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1", "gpipe"])
+@pytest.mark.parametrize("share", [1.0, 0.8, 0.65, 0.55, 0.45])
+def test_no_partition_and_no_recompute_has_a_faster_slowest_rank(name, share):
+    chosen = ps.Configuration(pipeline=3)
+    free = LayerCosts(job_with(1e12, layers=4), chosen)
+    (plain,) = PipelineTrials(free, Orders((name,))).run()
+    costs = LayerCosts(job_with(share * max(plain.pipeline.candidate.timeline.peak_memory), layers=4), chosen)
+    (trial,) = PipelineTrials(costs, Orders((name,))).run()
+    least = try_everything(costs, name, 8)
+    if trial.pipeline is None:
+        assert least == float("inf")
+        assert trial.excess > 0
+    else:
+        assert trial.pipeline.candidate.problem.work / 8 == pytest.approx(least)
+
+
+def test_less_memory_recomputes_more_blocks_on_the_ranks_that_hold_more():
+    chosen = ps.Configuration(pipeline=4)
+    seen = []
+    for share in (1.0, 0.8, 0.6):
+        free = PipelineTrials(LayerCosts(job_with(1e12, layers=12), chosen), Orders(("1f1b",))).run()[0].pipeline
+        limit = share * max(free.candidate.timeline.peak_memory)
+        pipeline = PipelineTrials(LayerCosts(job_with(limit, layers=12), chosen), Orders(("1f1b",))).run()[0].pipeline
+        assert max(pipeline.candidate.timeline.peak_memory) <= limit * (1 + 1e-9)
+        seen.append(sum(pipeline.recomputed))
+        if share < 1.0:
+            half = len(pipeline.recomputed) // 2
+            assert sum(pipeline.recomputed[:half]) >= sum(pipeline.recomputed[half:])
+    assert seen[0] == 0 < seen[1] < seen[2] <= 12
+
+
+def test_without_recompute_it_does_not_fit_and_says_by_how_much():
+    chosen = ps.Configuration(pipeline=2)
+    free = PipelineTrials(LayerCosts(job_with(1e12), chosen), Orders(("1f1b",))).run()[0].pipeline
+    costs = LayerCosts(job_with(0.5 * max(free.candidate.timeline.peak_memory)), chosen)
+    (trial,) = PipelineTrials(costs, Orders(("1f1b",)), recompute=False).run()
+    assert trial.pipeline is None
+    assert trial.excess > 0
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zb-h1", "zb-h2", "zbv", "v-half"])
+@pytest.mark.parametrize("vocabulary", ["ends", "spread"])
+def test_bounds_are_below_the_simulated_time(name, vocabulary):
+    costs = LayerCosts(small_job(batch=12, model={"layers": 10}), ps.Configuration(pipeline=4, vocabulary=vocabulary))
+    trials = PipelineTrials(costs, Orders((name,))).run()
+    assert trials
+    for trial in trials:
+        assert 0 < trial.bound <= trial.seconds * (1 + 1e-9)
+
+
+def test_a_schedule_that_cannot_win_is_not_timed():
+    costs = LayerCosts(small_job(), ps.Configuration(pipeline=4))
+    (timed,) = PipelineTrials(costs, Orders(("1f1b",))).run()
+    (skipped,) = PipelineTrials(costs, Orders(("1f1b",))).run(best=timed.bound)
+    assert skipped.pipeline is None
+    assert skipped.bound == pytest.approx(timed.bound)
+
+
+def test_stages_of_the_result_cover_the_model():
+    costs = LayerCosts(small_job(batch=16, model={"layers": 7}), ps.Configuration(pipeline=2))
+    for trial in PipelineTrials(costs, Orders(("interleaved-1f1b", "zbv"))).run():
+        sizes = trial.pipeline.candidate.problem.sizes
+        assert sum(sizes) == 9
+        assert min(sizes) >= 1

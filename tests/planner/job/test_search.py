@@ -1,0 +1,123 @@
+"""The configurations of a job, and the search among them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+import penstock as ps
+from penstock.errors import PlanError
+from penstock.planner.job.layer_costs import LayerCosts
+from penstock.planner.job.pipelines import Orders, PipelineTrials
+from penstock.planner.job.search import Outcome, Search, bound_memory, bound_seconds, list_configurations
+from planner.job.small_jobs import small_job
+
+SCHEDULES = ("1f1b", "zb-h1", "interleaved-1f1b")
+
+
+def tight_job(memory: float = 3.1e6, **values):
+    return small_job(memory=memory, model={"layers": 4}, **values)
+
+
+@pytest.mark.parametrize("memory", [64e6, 6e6, 3.1e6])
+@pytest.mark.parametrize("optimizer", ["adam", "muon"])
+def test_the_choice_is_the_best_of_all_configurations(memory, optimizer):
+    job = tight_job(memory, optimizer=optimizer, batch=8)
+    configurations = list_configurations(job, {})
+    orders = Orders(SCHEDULES)
+    every = {one: PipelineTrials(LayerCosts(job, one), orders).run()[0].seconds for one in configurations}
+    search = Search(job, configurations, Orders(SCHEDULES))
+    best = search.run()
+    assert best.seconds == min(every.values()) < math.inf
+    assert every[best.configuration] == best.seconds
+    for trial in search.trials.values():
+        assert trial.bound <= every[trial.configuration] * (1 + 1e-9)
+        assert trial.outcome != Outcome.OVER or every[trial.configuration] == math.inf
+
+
+def test_memory_matters_to_that_choice():
+    fitting = []
+    for memory in (64e6, 3.1e6):
+        job = tight_job(memory, batch=8)
+        trials = [PipelineTrials(LayerCosts(job, one), Orders(SCHEDULES)).run()[0] for one in list_configurations(job, {})]
+        fitting.append(sum(trial.pipeline is not None for trial in trials))
+    assert 0 < fitting[1] < fitting[0]
+
+
+def test_degrees_multiply_to_the_gpus_and_divide_the_batch():
+    job = small_job(gpus=8, batch=24, model={"layers": 5})
+    configurations = list_configurations(job, {})
+    assert len(set(configurations)) == len(configurations)
+    for one in configurations:
+        assert one.gpus == 8
+        assert 24 % (one.data * one.microbatch) == 0
+        assert one.pipeline <= 5
+        assert one.tensor <= 4  # within a node of 4
+    assert {one.pipeline for one in configurations} == {1, 2, 4}
+    assert {one.sharding for one in configurations if one.replicas > 1} == {1, 2, 3}
+    assert {one.sharding for one in configurations if one.replicas == 1} == {0}
+
+
+def test_context_ranks_keep_enough_tokens():
+    job = small_job(gpus=4, model={"sequence": 8192})
+    assert {one.context for one in list_configurations(job, {})} == {1, 2}
+    assert {one.context for one in list_configurations(job, {"context": (4,)})} == {4}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "model", "message"),
+    [
+        ({"tensor": (3,)}, {}, "tensor=3 does not divide heads=4"),
+        ({"tensor": (4,)}, {"heads": 12, "hidden": 96, "kv_heads": 6}, "tensor=4 and kv_heads=6: one must divide the other"),
+        ({"tensor": (1,), "pipeline": (3,), "context": (1,)}, {}, "tensor=1 x context=1 x pipeline=3 does not divide gpus=4"),
+        ({"pipeline": (4,)}, {"layers": 3}, "pipeline=4 is more than layers=3"),
+        ({"data": (3,)}, {}, "leaves data=4 of 4 GPUs, not 3"),
+        ({"context": (3,)}, {}, "sequence=128 cannot be shared among tensor=1 x context=3"),
+        ({"microbatch": (3,)}, {}, "microbatch=3 does not divide the 10 samples of each of 1 data ranks"),
+        ({"data": (4,)}, {}, "batch=10 cannot be shared among data=4"),
+        ({"pipeline": (1,), "vocabulary": ("spread",)}, {}, "vocabulary='spread' needs more than one pipeline rank"),
+        ({"selective": (True,)}, {}, "selective=True is for attention without flash"),
+    ],
+)
+def test_impossible_degrees_are_refused_with_the_numbers(wanted, model, message):
+    with pytest.raises(PlanError, match="no configuration of 4 GPUs with a batch of 10 is possible") as caught:
+        list_configurations(small_job(batch=10, model=model), wanted)
+    assert message in str(caught.value)
+
+
+def test_too_little_memory_is_refused_with_the_nearest_configuration():
+    job = tight_job(1e6)
+    with pytest.raises(PlanError, match=r"no configuration fits: \d+ were tried on 4 GPUs with 976.6KiB each") as caught:
+        Search(job, list_configurations(job, {}), Orders(SCHEDULES)).run()
+    assert "Nearest is pipeline 4, data 1, tensor 1" in str(caught.value)  # shares parameters and activations without copies
+    assert "over on the fullest GPU. Take GPUs with at least" in str(caught.value)
+
+
+def test_bounds_of_memory_are_below_the_simulated_peak():
+    job = small_job(batch=8)
+    for one in list_configurations(job, {}):
+        costs = LayerCosts(job, one)
+        trial = PipelineTrials(LayerCosts(job, one, recompute_all=True), Orders(("1f1b",)), limit=math.inf).run()[0]
+        assert bound_memory(costs) <= max(trial.pipeline.candidate.timeline.peak_memory) * (1 + 1e-9)
+        plain = PipelineTrials(costs, Orders(("1f1b",)), limit=math.inf).run()[0]
+        assert bound_seconds(costs, trial.pipeline.candidate.microbatches) <= plain.seconds * (1 + 1e-9)
+
+
+def test_stopping_keeps_the_best_so_far():
+    job = small_job()
+    calls = iter(range(1000))
+    search = Search(job, list_configurations(job, {}), Orders(SCHEDULES), stop=lambda: next(calls) >= 1)
+    best = search.run()
+    assert sum(trial.outcome == Outcome.FITS for trial in search.trials.values()) == 1
+    assert best.seconds < math.inf
+    with pytest.raises(PlanError, match="stopped before anything was found that fits"):
+        Search(job, list_configurations(job, {}), Orders(SCHEDULES), stop=lambda: True).run()
+
+
+def test_a_slower_link_between_nodes_makes_the_job_slower():
+    fast = small_job(gpus=8)
+    slow = replace(fast, machines=replace(fast.machines, bandwidth=2e7))
+    times = [ps.plan_job(job, schedules=SCHEDULES).seconds for job in (fast, slow)]
+    assert times[0] < times[1]

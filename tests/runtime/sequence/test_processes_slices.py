@@ -1,0 +1,113 @@
+"""Slices on processes: over gloo, with data ranks, with sharded stages, and from one checkpoint to the next."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import penstock as ps
+from composition.parallel import Outcome, check, mesh_of, split_over
+from models.tiny import VOCABULARY, llama
+from penstock.runtime import Checkpoints, Pipeline
+from penstock.runtime.launch.workers import Workers
+from runtime.distributed import local_grads, together
+from runtime.models import Numbers, gradients
+from runtime.sequences import assert_within, decoder, mean_loss, words
+
+EXACT = 1e-12
+
+
+def whole(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> Numbers:
+    model = copy.deepcopy(model)
+    loss = mean_loss(model(x), y)
+    loss.backward()
+    return Numbers(loss.detach(), [], gradients(model))
+
+
+@pytest.mark.parametrize("name", ["seq-zb-h1", "slimpipe"])
+def test_gloo(workers: Workers, name: str) -> None:
+    """Also with slices of different lengths, so that messages change their form from one to the next."""
+    schedule = ps.schedule(name, ranks=3, microbatches=2, slices=4)
+    model, x, y = decoder(max(6, schedule.stages)), words(4, 13), words(4, 13)
+
+    def train() -> Any:
+        pipe = Pipeline(model, schedule, loss_fn=mean_loss, slice_lengths=[5, 4, 3, 1], recompute=True)
+        return pipe.step(x, target=y).loss, local_grads(pipe), pipe.eval_step(x, target=y).loss
+
+    found, wanted = workers.run(train, ranks=3), whole(model, x, y)
+    for loss, _, again in found:
+        torch.testing.assert_close((loss, again), (wanted.loss, wanted.loss), rtol=EXACT, atol=0)
+    grads = together([grads for _, grads, _ in found], list(wanted.grads))
+    for parameter_name, parameter in model.named_parameters():
+        parameter.grad = grads[parameter_name]
+    assert_within(model, wanted.grads, EXACT)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_data_ranks_and_shards(workers: Workers, shard: bool) -> None:
+    """Two data ranks with other numbers of rows each; with FSDP2 and without."""
+    model, x, y = decoder(4), words(7, 11), words(7, 11)
+    schedule = ps.schedule("seq-zb-h1", ranks=2, microbatches=2, slices=3)
+
+    def train() -> Outcome:
+        mesh = mesh_of(pp=2, dp=2)
+        pipe = Pipeline(copy.deepcopy(model), schedule, loss_fn=mean_loss, mesh=mesh, shard=shard)
+        mine, target = split_over(mesh, x, y, (3, 4))
+        return Outcome.of(pipe, pipe.step(mine, target=target))
+
+    check(workers.run(train), whole(model, x, y))
+
+
+def test_transformers_models(workers: Workers) -> None:
+    model = llama()
+    tokens = torch.randint(3, VOCABULARY, (4, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]]).expand(4, -1).contiguous()
+    batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+
+    def train() -> Any:
+        pipe = Pipeline(model, ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=3))
+        return pipe.step(batch).loss, local_grads(pipe)
+
+    found, other = workers.run(train, ranks=2), copy.deepcopy(model)
+    loss = other(**batch, use_cache=False).loss
+    loss.backward()
+    grads = together([grads for _, grads in found], [name for name, _ in model.named_parameters()])
+    for name, parameter in model.named_parameters():
+        parameter.grad = grads[name]
+    torch.testing.assert_close(found[0][0], loss.detach(), rtol=1e-5, atol=0)
+    assert_within(model, other, 1e-5)
+
+
+def test_checkpoints_hold_nothing_of_slices(workers: Workers, tmp_path: Path) -> None:
+    """Training goes on with another number of slices, to the same losses."""
+    model, batches = decoder(4), [words(4, 12) for _ in range(4)]
+
+    def train(slices: int, first: int) -> list[float]:
+        pipe = Pipeline(copy.deepcopy(model), ps.schedule("seq1f1b", ranks=2, microbatches=2, slices=slices), loss_fn=mean_loss)
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+        losses = []
+        with Checkpoints(tmp_path) as checkpoints:
+            if first:
+                checkpoints.load_latest(pipe, optimizer)
+            for number in range(first, first + 2):
+                losses.append(float(pipe.step(batches[number], target=batches[number]).loss))  # type: ignore[arg-type]
+                optimizer.step()
+                optimizer.zero_grad()
+            checkpoints.save(pipe, optimizer, step=first + 2)
+        return losses
+
+    losses = workers.run(train, (3, 0), ranks=2)[0] + workers.run(train, (4, 2), ranks=2)[0]
+    plain = copy.deepcopy(model)
+    optimizer, wanted = torch.optim.AdamW(plain.parameters(), lr=0.01), []
+    for tokens in batches:
+        loss = mean_loss(plain(tokens), tokens)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(float(loss.detach()))
+    assert losses == pytest.approx(wanted, rel=1e-9)

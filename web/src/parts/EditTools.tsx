@@ -1,0 +1,43 @@
+import type { ComponentChildren } from "preact";
+import { kinds, type View } from "../core/index.ts";
+import { useStudio } from "../state/studio.ts";
+
+/** What can be done with an action of the first schedule. */
+export function EditTools({ view, node }: { view: View; node: number }) {
+  const studio = useStudio();
+  const { entries, graph } = view;
+  const order = studio.editing.order.value;
+  if (!order || !view.place) return null;
+  const rank = graph.rank[node];
+  const place = view.place[node];
+  const row = order.rows[rank];
+  const first = entries.at[node];
+  const alone = entries.at[node + 1] - first === 1;
+  const [kind, stage, microbatch] = [entries.kind[first], entries.stage[first], entries.microbatch[first]];
+  const idle = (view.slots?.[node] ?? 0) > 0;
+  const move = (to: number): void => studio.change({ what: "move", rank, from: place, to });
+  return (
+    <div class="edit-tools" role="group" aria-label="Change this action">
+      <Tool text="◂ Earlier" keys="[" off={place === 0} run={() => move(place - 1)} />
+      <Tool text="Later ▸" keys="]" off={place === row.length - 1} run={() => move(place + 1)} />
+      {alone && kind === kinds.B && <Tool text="Split into I and W" keys="x" run={() => studio.change({ what: "split", stage, microbatch })} />}
+      {alone && (kind === kinds.I || kind === kinds.W) && <Tool text="Merge I and W" keys="x" run={() => studio.change({ what: "merge", stage, microbatch })} />}
+      <Tool text="Idle slot before" keys="i" run={() => studio.change({ what: "idle", rank, at: place })} />
+      {idle && <Tool text="Remove idle slot" keys="Delete" run={() => studio.change({ what: "drop", rank, at: place - 1 })} />}
+      {alone && view.copies.length === 1 && (
+        <label class="tool-field">
+          Stage {stage} to
+          <select value={rank} aria-label={`Rank of stage ${stage}`} onChange={(event) => studio.change({ what: "place", stage, rank: Number(event.currentTarget.value) })}>
+            {Array.from({ length: view.ranks }, (_, other) => <option key={other} value={other}>rank {other}</option>)}
+          </select>
+        </label>
+      )}
+    </div>
+  );
+}
+
+function Tool({ text, keys, off = false, run }: { text: ComponentChildren; keys: string; off?: boolean; run: () => void }) {
+  return (
+    <button disabled={off} onClick={run} title={`Key ${keys}`}>{text}</button>
+  );
+}
