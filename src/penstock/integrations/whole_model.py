@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from penstock.errors import IntegrationError
@@ -110,7 +111,7 @@ def gather_state_dict(pipeline: Pipeline, keep: bool, *, everywhere: bool = Fals
     for stage in range(pipeline.table.stages):
         part = pipeline.partition.parts[stage] if stage in pipeline.stages else None
         own = {} if part is None else ModelState({stage: part}).values()
-        whole = {name: _gather_tensor(value) for name, value in own.items()}
+        whole = {name: gather_tensor(value) for name, value in own.items()}
         if everywhere or pipeline.data.rank == 0:
             for theirs in pipeline.gather("state dict", whole):
                 values.update(theirs if keep else {})
@@ -135,7 +136,7 @@ def gather_into_module(pipeline: Pipeline, module: nn.Module, prefix: str) -> No
     state = module.state_dict(keep_vars=True)
     own = {id(value) for part in pipeline.stages.values() for value in (*part.module.parameters(), *part.module.buffers())}
     for name, value in state.items():
-        if isinstance(value, Tensor) and (value.is_meta or hasattr(value, "full_tensor")):
+        if isinstance(value, Tensor) and (value.is_meta or isinstance(value, DTensor)):
             raise IntegrationError(
                 f"{name} is {'on the meta device' if value.is_meta else 'sharded'}, so this process cannot hold the whole model: save it, "
                 "and load what was saved"
@@ -147,7 +148,14 @@ def gather_into_module(pipeline: Pipeline, module: nn.Module, prefix: str) -> No
                 value.copy_(gathered[name])
 
 
-def _gather_tensor(value: Any) -> Any:
-    """A tensor of its own on the host; shards are put together."""
-    value = value.full_tensor() if hasattr(value, "full_tensor") else value
+def gather_tensor(value: Any) -> Any:
+    """A tensor of its own on the host; shards are put together, by all ranks that have them."""
+    value = value.full_tensor() if isinstance(value, DTensor) else value
     return value.detach().cpu() if isinstance(value, Tensor) else value
+
+
+def shard_like(value: Any, target: Any) -> Any:
+    """This rank's shard of a whole tensor, if the target is sharded; any other value as it is."""
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
