@@ -68,6 +68,7 @@ def test_make_alone_lists_the_targets():
         "docs",
         "deepspeed",
         "titan",
+        "sky",
     ]
 
 

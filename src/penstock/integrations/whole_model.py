@@ -67,38 +67,40 @@ def check_optimizer(optimizer: Optimizer, pipeline: Pipeline, module: nn.Module,
 class StaleWeights:
     """Refuses to run or save a whole model on this rank once other ranks have trained their layers of it.
 
-    It watches from its first `set()` on, until `clear()`. A pipeline of one rank has the whole model, and needs none of this.
+    It watches the modules from `set()` until `clear()`. A pipeline of one rank has the whole model, and needs none of this.
     """
 
     def __init__(self, pipeline: Pipeline, modules: Iterable[nn.Module], advice: str) -> None:
-        self._watches, self._stale, self._advice = pipeline.group.ranks > 1, False, advice
-        for module in modules if self._watches else ():
-            module.register_forward_pre_hook(lambda module, _: self._refuse(module))
-            module.register_state_dict_pre_hook(lambda module, *_: self._refuse(module))  # type: ignore[no-untyped-call]
+        self._modules, self._advice = tuple(modules) if pipeline.group.ranks > 1 else (), advice
+        self._handles: list[Any] = []
+        self._ignored = False
 
-    def _refuse(self, module: nn.Module) -> None:
-        if self._stale:
+    def _refuse(self, module: nn.Module, *_: Any) -> None:
+        if not self._ignored:
             raise IntegrationError(
                 f"this {type(module).__name__} has the trained values of this rank's layers only, because other ranks have trained the "
                 f"others: {self._advice}"
             )
 
     def set(self) -> None:
-        """Note that the layers of other ranks change."""
-        self._stale = True
+        """Note that the layers of other ranks have changed."""
+        for module in () if self._handles else self._modules:
+            self._handles.append(module.register_forward_pre_hook(self._refuse))
+            self._handles.append(module.register_state_dict_pre_hook(self._refuse))  # type: ignore[no-untyped-call]
 
     def clear(self) -> None:
         """Note that this rank has the values of all layers."""
-        self._stale = False
+        while self._handles:
+            self._handles.pop().remove()
 
     @contextmanager
     def ignore(self) -> Iterator[None]:
-        """Let code inside read the module, which knows what it reads."""
-        before, self._stale = self._stale, False
+        """Let code inside use the modules, which knows what they hold."""
+        before, self._ignored = self._ignored, True
         try:
             yield
         finally:
-            self._stale = before
+            self._ignored = before
 
 
 def gather_state_dict(pipeline: Pipeline, keep: bool, *, everywhere: bool = False) -> dict[str, Any]:
