@@ -215,8 +215,8 @@ def test_closing_ends_running_work():
         ({"profile": None}, "give one model"),
         ({"transformer": {}}, "give one model"),
         ({"profile": {"layers": [{**LAYER, "count": 10**12}]}}, "1,000,000,000,000 layers are more than the studio takes"),
-        ({"profile": {"layers": [{"f": 1}]}}, "a layer needs 'i'"),
-        ({"profile": {"layers": [LAYER], "variants": 5}}, "'variants' of a profile must be a list"),
+        ({"profile": {"layers": [{"f": 1}]}}, "'i', 'w' are missing"),
+        ({"profile": {"layers": [LAYER], "variants": 5}}, "'variants' must be a list, got a whole number"),
         ({"profile": None, "transformer": {"layers": 10**9}}, "1,000,000,000 layers are more than the studio takes"),
         ({"profile": None, "transformer": {"layers": 2}}, "hidden"),
         ({"ranks": 64}, "8 layers are too few for 64 ranks"),
@@ -230,7 +230,7 @@ def test_closing_ends_running_work():
         ({"rounds": -1}, "rounds must be a number of at least 0"),
         ({"microbatches": None, "batch": 8, "microbatch_sizes": [3]}, "a batch of 8 is not a multiple of a microbatch size of 3"),
         ({"schedules": ["nope"]}, "there is no schedule 'nope'"),
-        ({"schedules": [1]}, "must be a list of names"),
+        ({"schedules": [1]}, "takes names of schedules, got 1"),
     ],
 )
 def test_a_bad_plan_is_refused_before_it_is_started(client: TestClient, change, said):

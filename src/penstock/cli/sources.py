@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -32,6 +31,7 @@ from penstock.cli.options import (
     text_option,
 )
 from penstock.errors import CostsError, FileFormatError, PassError, ScheduleError, UsageError, nearest
+from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
 from penstock.text.units import parse_size
 
@@ -157,8 +157,8 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".json" or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        data = read_json(path)
+    except FileFormatError:
         return None
     return data if isinstance(data, dict) else None
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import CostsError, FileFormatError, nearest
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.errors import CostsError, FileFormatError
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.kind import Kind
 from penstock.text.units import check_number
 from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
@@ -195,13 +195,7 @@ class Costs:
     @classmethod
     def from_json(cls, data: Any) -> Costs:
         """The reverse of `to_json`."""
-        if not isinstance(data, dict):
-            raise CostsError(f"costs are a table of names and values, got {type(data).__name__}")
-        known = [field.name for field in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise CostsError(f"there is no cost {name!r}: {nearest(name, known)}")
-        return cls(**data)
+        return cls(**check_record(data, cls, "costs", error=CostsError))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""

@@ -75,12 +75,6 @@ def _read(pass_name: str, option: str, text: str) -> Any:
         raise PassError(f"option {option}={text} of pass {pass_name} is not a list of {what} like 0+2+5") from None
 
 
-def check_count(pass_name: str, option: str, value: object, least: int) -> None:
-    """Refuse anything but a whole number of at least `least`."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PassError(f"{option}={value} of pass {pass_name}: it must be a whole number of at least {least}")
-
-
 def check_stages(pass_name: str, stages: Stages, program: Program) -> None:
     """Refuse stages that the program does not have."""
     wrong = [stage for stage in stages or () if not 0 <= stage < program.stages]

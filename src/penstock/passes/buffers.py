@@ -11,7 +11,8 @@ from penstock.ir.kind import Kind
 from penstock.ir.program import Buffers as Slots
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Buffers(Pass):
 
     def __post_init__(self) -> None:
         if self.slots is not None:
-            check_count(self.name, "slots", self.slots, 1)
+            check_count("slots of pass buffers", self.slots, error=PassError)
 
     def apply(self, program: Program) -> Program:
         if not program.lowered:

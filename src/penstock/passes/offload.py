@@ -11,7 +11,8 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, COPIES, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows, first_of
-from penstock.passes.base import Pass, Stages, check_count, check_stages, limited
+from penstock.passes.base import Pass, Stages, check_stages, limited
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,8 @@ class Offload(Pass):
     def __post_init__(self) -> None:
         shares: tuple[object, ...] = self.share if isinstance(self.share, tuple) else (self.share,)
         for share in shares:
-            if not isinstance(share, int) or isinstance(share, bool) or not 0 <= share <= 100:
-                raise PassError(f"share={share} of pass offload: it must be a whole percentage from 0 to 100")
-        check_count(self.name, "ahead", self.ahead, 0)
+            check_count("share of pass offload, a percentage,", share, 0, 100, error=PassError)
+        check_count("ahead of pass offload", self.ahead, 0, error=PassError)
 
     def apply(self, program: Program) -> Program:
         rows = program.rows

@@ -13,7 +13,8 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Shard(Pass):
     residency: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(self.name, "lookahead", self.lookahead, 0)
+        check_count("lookahead of pass shard", self.lookahead, 0, error=PassError)
         if self.residency is not None:
-            check_count(self.name, "residency", self.residency, 1)
+            check_count("residency of pass shard", self.residency, error=PassError)
 
     def apply(self, program: Program) -> Program:
         rows = program.rows

@@ -11,7 +11,8 @@ from penstock.ir.dependencies import message_code, peer_stages
 from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 from penstock.verifier.verify import verify
 
 _END = 1 << 62
@@ -33,7 +34,7 @@ class WaitSend(Pass):
 
     def __post_init__(self) -> None:
         if self.outstanding is not None:
-            check_count(self.name, "outstanding", self.outstanding, 1)
+            check_count("outstanding of pass wait-send", self.outstanding, error=PassError)
 
     def apply(self, program: Program) -> Program:
         placed = self.place(program)

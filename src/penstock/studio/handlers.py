@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ from penstock.errors import FileFormatError, UsageError
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.formats.csv_form import parse_csv
+from penstock.ir.formats.reading import parse_json
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
@@ -133,20 +133,8 @@ def file_document(name: str, text: str) -> Document:
     """Make the document of a file from its name and content."""
     content = text.removeprefix("\ufeff")
     if content.lstrip()[:1] in ("{", "["):
-        return _json_document(read_json(content, name), name)
+        return _json_document(parse_json(content, name, strict=True), name)
     return table_document(parse_csv(io.StringIO(content, newline=""), name, strict=False), name)
-
-
-def read_json(text: str, name: str = "JSON") -> Any:
-    """Read JSON as the standard defines it, without NaN and infinity."""
-
-    def refuse(constant: str) -> Any:
-        raise ValueError(f"{constant} is not a number")
-
-    try:
-        return json.loads(text, parse_constant=refuse)
-    except (ValueError, RecursionError) as error:
-        raise FileFormatError(name, f"not a JSON file: {error}") from None
 
 
 def _json_document(data: Any, name: str) -> Document:

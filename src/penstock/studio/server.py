@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from penstock.errors import BusyError, MissingExtraError, PenstockError, TooLongError, UnknownNameError, UsageError
-from penstock.studio.handlers import read_json, schedules
+from penstock.ir.formats.reading import parse_json
+from penstock.studio.handlers import schedules
 from penstock.studio.limits import MOST_BYTES
 from penstock.studio.page import page
 from penstock.studio.plan_jobs import Job, Jobs, unpack_candidate
@@ -169,7 +170,7 @@ async def body_of(request: Request) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the request is not UTF-8: {error}") from None
-    return await _in_thread(read_json, text, "the request")
+    return await _in_thread(lambda: parse_json(text, "the request", strict=True))
 
 
 def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worker: Worker | None = None) -> Starlette:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +47,16 @@ def check_number(name: str, value: Any) -> float:
     if not 0 <= value <= sys.float_info.max:
         raise CostsError(f"{name} must be a finite number of at least 0, got {value}")
     return float(value)
+
+
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None, *, error: Callable[[str], Exception] = CostsError) -> int:
+    """Give a whole number from `least` to `most` as an int; refuse anything else. `error` makes the exception from a sentence."""
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        until = "" if most is None else f" and at most {most}"
+        raise error(f"{name} must be a whole number of at least {least}{until}, got {value!r}")
+    return value
 
 
 def has_byte_unit(size: object) -> bool:

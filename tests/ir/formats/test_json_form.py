@@ -99,7 +99,7 @@ def without(key: str) -> Callable[[dict[str, Any]], Any]:
         (changed("version", to=99), "version 99: this Penstock reads version 1"),
         (without("version"), "version None"),
         *((without(key), f"'{key}' is missing") for key in ("rows", "placement", "microbatches", "edges", "name")),
-        (changed("type", to="program"), "'passes' is missing"),
+        (changed("type", to="program"), "'passes', 'lowered', 'buffers' are missing"),
         (changed("rows", 1, 2, to="1F0junk"), "row 2 (rank 1), cell 3: '1F0junk' is not an action"),
         (changed("rows", 1, 2, to=7), "row 2 (rank 1), cell 3: 7 is not an action"),
         (changed("rows", 1, to=None), "row 2 (rank 1): "),

@@ -28,10 +28,11 @@ from penstock.planner.order_search.flat_problem import Flags, FlatProblem, flatt
 from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
-from penstock.planner.request import Limit, check_count, check_limits
+from penstock.planner.request import Limit, check_limits
 from penstock.schedules.registry import algorithm
 from penstock.simulator.simulate import retime, simulate
 from penstock.simulator.timeline import Timeline
+from penstock.text.units import check_count
 
 Batch = TypeVar("Batch")
 Skips = Mapping[int, Collection[int]]
@@ -187,7 +188,7 @@ class BatchPlanner:
             self.problem = replace(self.problem, memory_limit=limits)
         if samples is None:
             samples = source.microbatch if isinstance(source, Plan) else 1
-        self.samples, self.tries = check_count("samples", samples), check_count("tries", tries, least=0)
+        self.samples, self.tries = check_count("samples", samples, error=ScheduleError), check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
         self.names = None if schedules is None else tuple(schedules)
         self._candidates: dict[int, list[_Candidate]] = {}

@@ -13,6 +13,7 @@ import numpy as np
 
 from penstock.errors import CostsError, PlanError
 from penstock.planner.batches.lengths import LengthCosts, check_length, read_lengths
+from penstock.text.units import check_count
 
 _EVEN = 1e-12
 """Relative rounding error of a sum of costs."""
@@ -88,8 +89,7 @@ def _read_samples(lengths: Any) -> list[tuple[int, ...]]:
 
 def _check_counts(lengths: list[int], microbatches: Any, capacity: int | None) -> None:
     """Refuse what no packing can do, with the least number or capacity that could."""
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise CostsError(f"microbatches must be a whole number of at least 1, got {microbatches!r}")
+    check_count("microbatches", microbatches)
     if len(lengths) < microbatches:
         raise PlanError(f"{len(lengths)} samples cannot fill {microbatches} microbatches: ask for at most {len(lengths)}")
     if capacity is None:

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import CostsError, FileFormatError, PlanError
+from penstock.errors import CostsError, FileFormatError, PlanError, ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.formats import json_form
 from penstock.ir.schedule import Schedule
@@ -24,9 +24,9 @@ from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import SCHEDULES, Orders, Pipeline, PipelineTrials
 from penstock.planner.job.search import Outcome, Search, Trial, bound_seconds, list_configurations
 from penstock.planner.profile import Profile
-from penstock.planner.request import SEARCHED, Progress, check_count, check_names
+from penstock.planner.request import SEARCHED, Progress, check_names
 from penstock.simulator.timeline import Timeline
-from penstock.text.units import Units
+from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
@@ -255,7 +255,7 @@ def _check_numbers(name: str, value: One) -> tuple[int, ...]:
     values = (value,) if isinstance(value, int) else tuple(value or ())
     least, most = (0, 3) if name == "sharding" else (1, None)
     for number in values:
-        check_count(name, number, most, least)
+        check_count(name, number, least, most, error=ScheduleError)
     if not values:
         raise PlanError(f"{name} is empty: give at least one number, or leave it out")
     return values

@@ -27,13 +27,14 @@ attention and flash: other attention looks ahead, or holds scores that grow with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SliceCost, SliceCosts
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
 _SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
@@ -115,8 +116,8 @@ class Transformer:
         object.__setattr__(self, "microbatch", tuple(sizes))
         least = [(name, getattr(self, name), 1) for name in _COUNTS] + [(name, getattr(self, name), 0) for name in _OR_NONE]
         for name, value, low in [*least, *(("microbatch", size, 1) for size in sizes)]:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise CostsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+            if value is not None:
+                check_count(name, value, low)
         for name in _SIZES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
@@ -143,14 +144,7 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        known = {field.name: field for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise CostsError(f"a transformer has no field {name!r}: {nearest(name, known)}")
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
-        if missing:
-            raise CostsError(f"a transformer needs {', '.join(missing)}")
-        return cls(**values)
+        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
 
     @property
     def _can_be_sliced(self) -> bool:

@@ -35,6 +35,7 @@ from penstock.runtime.checkpoint.training_state import (
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.failures import PickledError
 from penstock.runtime.transport.group import Group
+from penstock.text.units import check_count
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.storage import CheckpointWriter
@@ -71,8 +72,8 @@ class Checkpoints:
         trusted: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        if keep is not None and (not _is_count(keep) or keep < 1):
-            raise CheckpointError(f"keep={keep!r}: keep at least one checkpoint, or None for all")
+        if keep is not None:
+            check_count("keep (None for all)", keep, error=CheckpointError)
         self.folder, self.keep, self.verify, self.trusted = Path(folder).absolute(), keep, verify, trusted
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not existing.is_dir():
@@ -171,8 +172,7 @@ class Checkpoints:
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
         """What the ranks exchange first; the first rank makes the folder."""
-        if not _is_count(step) or step < 0:
-            raise CheckpointError(f"step {step!r}: give the number of steps that were made")
+        check_count("step, the number of steps made,", step, 0, error=CheckpointError)
         return Draft.begin(self.folder, step) if self.rank == 0 else None, model.parameter_names(), step
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -261,10 +261,6 @@ class Checkpoints:
             run("read a checkpoint", lambda: reader.fill(tensors))
         run("load a checkpoint", lambda: training.load_tensors(tensors, values, stream))
         return checkpoint
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 T = TypeVar("T")
