@@ -14,7 +14,7 @@ from penstock.errors import BusyError
 from penstock.planner.candidate import Candidate
 from penstock.planner.plan_file import decode
 from penstock.simulator.timeline import Timeline
-from penstock.studio.plan_jobs import GRACE, Jobs, describe_candidate, run_plan
+from penstock.studio.plan_jobs import GRACE, PlanJobs, describe_candidate, run_plan
 from penstock.studio.plan_request import read_plan_request
 from penstock.studio.server import application
 from studio.page import Page
@@ -179,7 +179,7 @@ def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
 
 
 def test_a_plan_that_takes_too_long_is_ended():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=-GRACE))
     while not job.ended:
         job.after(len(job.events), LONG)
@@ -189,7 +189,7 @@ def test_a_plan_that_takes_too_long_is_ended():
 
 
 def test_a_plan_ends_with_the_last_page_that_follows_it():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
     with job.followed():
         with job.followed():
@@ -201,7 +201,7 @@ def test_a_plan_ends_with_the_last_page_that_follows_it():
 
 
 def test_closing_ends_running_work():
-    jobs = Jobs()
+    jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
     with pytest.raises(BusyError):
         jobs.start(ENDLESS, seconds=LONG)

@@ -8,8 +8,7 @@ import numpy as np
 
 from penstock.errors import PassError
 from penstock.ir.kind import Kind
-from penstock.ir.program import Buffers as Slots
-from penstock.ir.program import Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import Ints
 from penstock.passes.base import Pass
 from penstock.text.units import check_count
@@ -34,7 +33,7 @@ class Buffers(Pass):
     def apply(self, program: Program) -> Program:
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
-        return self._passed(program, buffers=Slots(*stage_slots(program), self._channels(program)))
+        return self._passed(program, buffers=BufferCounts(*stage_slots(program), self._channels(program)))
 
     def _channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
         counts = channel_slots(program)

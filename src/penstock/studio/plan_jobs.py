@@ -1,7 +1,7 @@
 """Plans in the making: one at a time, each in its own process, which can be ended.
 
-`Jobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
-`failed`. A `Job` keeps them for every page that follows the plan.
+`PlanJobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
+`failed`. A `PlanJob` keeps them for every page that follows the plan.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PlanEvent:
 
 
 @dataclass
-class Job:
+class PlanJob:
     """One plan and all its events so far."""
 
     key: str
@@ -118,12 +118,12 @@ class Job:
         return True
 
 
-class Jobs:
+class PlanJobs:
     """The current plan, or the last one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._job: Job | None = None
+        self._job: PlanJob | None = None
         self._listener: Thread | None = None
 
     def start(self, body: Any, seconds: float) -> str:
@@ -140,12 +140,12 @@ class Jobs:
         process = context.Process(target=run_plan, args=(sender, body), daemon=True)
         process.start()
         sender.close()
-        self._job = Job(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
+        self._job = PlanJob(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
         self._listener = Thread(target=self._job.listen, daemon=True)
         self._listener.start()
         return self._job.key
 
-    def get(self, key: str) -> Job:
+    def get(self, key: str) -> PlanJob:
         if self._job is None or not secrets.compare_digest(key.encode(), self._job.key.encode()):
             raise UnknownNameError("there is no such plan: only the last one is kept")
         return self._job

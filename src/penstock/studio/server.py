@@ -20,7 +20,7 @@ from penstock.ir.formats.reading import parse_json
 from penstock.studio.handlers import schedules
 from penstock.studio.limits import MOST_BYTES
 from penstock.studio.page import page
-from penstock.studio.plan_jobs import Job, Jobs, unpack_candidate
+from penstock.studio.plan_jobs import PlanJob, PlanJobs, unpack_candidate
 from penstock.studio.security import Hosts, OriginGuard
 from penstock.studio.worker import Question, Worker
 
@@ -47,7 +47,7 @@ class Studio:
     def __init__(self, documents: Sequence[Any] = (), worker: Worker | None = None) -> None:
         self.documents = documents
         self.worker = Worker() if worker is None else worker
-        self.jobs = Jobs()
+        self.jobs = PlanJobs()
 
     def close(self) -> None:
         self.jobs.close()
@@ -109,7 +109,7 @@ class Studio:
             raise BusyError(f"{job.followers} pages already follow the plan: close one")
         return StreamingResponse(self._events(job), media_type="text/event-stream")
 
-    async def _events(self, job: Job) -> AsyncIterator[str]:
+    async def _events(self, job: PlanJob) -> AsyncIterator[str]:
         """Send every event from the first on, and a sign of life if there is none for a while. A page that leaves is not waited for."""
         from anyio.to_thread import run_sync
 

@@ -19,7 +19,7 @@ from penstock.ir.formats.json_form import decode, encode
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.schedule import Schedule
 
 
@@ -41,7 +41,7 @@ def test_plain_data_and_back(data: st.DataObject, placement: Placement, lowered:
 
 
 def test_a_program_keeps_its_passes_and_buffers(tmp_path: Path) -> None:
-    held = Buffers(({0: 2}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 3, (1, 0, Kind.SEND_B): 1})
+    held = BufferCounts(({0: 2}, {1: 1}), ({0: 1}, {}), {(0, 1, Kind.SEND_F): 3, (1, 0, Kind.SEND_B): 1})
     program = Program(packed([[], []]), Placement.linear(2), 1, passes="reduce-grad,send-receive{receive=paired}", buffers=held)
     save(program, tmp_path / "p.json")
     back = ps.load(tmp_path / "p.json")

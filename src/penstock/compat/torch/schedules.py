@@ -27,10 +27,10 @@ from penstock.compat.torch.microbatch import TensorChunkSpec
 from penstock.compat.torch.orders import (
     COMPUTE_TYPES,
     DenseOrder,
-    LoweringOptions,
     Order,
     PipelineActivationLiveness,
     SpacedOrder,
+    TorchLowering,
     Type,
     UnshardLookahead,
     _Action,
@@ -338,8 +338,8 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     """Runs `pipeline_order_with_comms`, which is loaded from a file, lowered from a compute order, or set by a subclass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        names = [option.name for option in fields(LoweringOptions)]
-        self._lowering = LoweringOptions(**{name: kwargs.pop(name) for name in names if name in kwargs})
+        names = [option.name for option in fields(TorchLowering)]
+        self._lowering = TorchLowering(**{name: kwargs.pop(name) for name in names if name in kwargs})
         super().__init__(*args, **kwargs)
         self.unshard_ops: dict[int, list[UnshardHandle]] = defaultdict(list)
         self._proved: DenseOrder | None = None

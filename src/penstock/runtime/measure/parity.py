@@ -134,7 +134,7 @@ class ComparedPipeline(Protocol):
 
 
 @dataclass
-class _Outcome:
+class _StepOutcome:
     """What a step has computed and left behind: on one rank, or in the reference."""
 
     numbers: dict[str, Tensor | None]
@@ -146,7 +146,7 @@ class _Outcome:
     """The names of other things that are not as they should be."""
 
     @classmethod
-    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _Outcome:
+    def collect(cls, loss: Tensor | None, parameters: Iterable[tuple[str, nn.Parameter]], parts: Mapping[int, Part]) -> _StepOutcome:
         grads = {name: parameter.grad for name, parameter in parameters}
         numbers = {"loss": loss, **{name: _dense(grad) for name, grad in grads.items()}}
         return cls(numbers, {name: _layout(grad) for name, grad in grads.items()}, {stage: _state(part) for stage, part in parts.items()})
@@ -205,12 +205,12 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
 
 def _run_step(
     pipeline: ComparedPipeline, parts: Mapping[int, Part], run: Callable[[StepInput], Tensor | None], feed: StepInput
-) -> _Outcome:
+) -> _StepOutcome:
     """Run a step without gradients from before, and collect what it leaves."""
     for _, parameter in pipeline.local_parameters():
         parameter.grad = None
     pipeline.gather("cleared", None)  # no rank adds to a gradient that another has yet to clear
-    outcome = _Outcome.collect(run(feed), pipeline.local_parameters(), parts)
+    outcome = _StepOutcome.collect(run(feed), pipeline.local_parameters(), parts)
     pipeline.gather("noted", None)  # no rank restores a value that another has yet to collect
     return outcome
 
@@ -352,7 +352,7 @@ class _Reference:
         with preserve_random_state(), torch.enable_grad():
             loss = self._run()
             self.random_state = get_rng_state()
-        self.outcome = _Outcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
+        self.outcome = _StepOutcome.collect(loss, (named for part in parts for named in part.parameters), dict(enumerate(parts)))
 
     def _run(self) -> Tensor | None:
         """Run all microbatches and return the loss."""
@@ -414,7 +414,7 @@ def _is_random_state_right(pipeline: ComparedPipeline, loop: _Reference, before:
 # Differences ------------------------------------------------------------------------------------------------------------
 
 
-def _other_differences(outcome: _Outcome, expected: _Outcome) -> Iterator[Difference | None]:
+def _other_differences(outcome: _StepOutcome, expected: _StepOutcome) -> Iterator[Difference | None]:
     """Yield how a rank differs from the loop in the layout of gradients, in buffers and attributes, and in its random state."""
     for name, layout in outcome.layouts.items():
         if layout is not None and expected.layouts.get(name) not in (None, layout):

@@ -228,10 +228,10 @@ class VirtualGroup(Group):
         return self._channels.setdefault(route, ThreadChannel())
 
     def outbox(self, route: Route, slots: int, program: int, deadline: float) -> Outbox:
-        return _Outbox(self, route, slots, program, deadline)
+        return _ThreadOutbox(self, route, slots, program, deadline)
 
     def inbox(self, route: Route, program: int, deadline: float) -> Inbox:
-        return _Inbox(self, route, program, deadline)
+        return _ThreadInbox(self, route, program, deadline)
 
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:
         self.enter(rank, deadline)
@@ -261,7 +261,7 @@ class VirtualGroup(Group):
         return values
 
 
-class _Outbox(Outbox):
+class _ThreadOutbox(Outbox):
     def __init__(self, group: VirtualGroup, route: Route, slots: int, program: int, deadline: float) -> None:
         self.group, self.route, self.slots, self.program, self.deadline = group, route, slots, program, deadline
         self.channel = group.channel(route)
@@ -281,7 +281,7 @@ class _Outbox(Outbox):
             self.group.notify()
 
 
-class _Inbox(Inbox):
+class _ThreadInbox(Inbox):
     """Puts messages into the cells for which receives were posted, in order."""
 
     def __init__(self, group: VirtualGroup, route: Route, program: int, deadline: float) -> None:

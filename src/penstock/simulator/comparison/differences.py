@@ -59,7 +59,7 @@ class Lengths:
 
 
 @dataclass(frozen=True)
-class Channel:
+class ChannelTimes:
     """The messages from one rank to another, `SEND_F` activations or `SEND_B` gradients, with their mean times.
 
     `held` is from the end of the action that makes a message to its departure, `travel` from there to its arrival.
@@ -192,7 +192,7 @@ class Differences:
         return [Lengths(work, len(places[work]), _mean(*lengths, np.array(places[work]))) for work in order]
 
     @cached_property
-    def channels(self) -> list[Channel]:
+    def channels(self) -> list[ChannelTimes]:
         """By ranks and kind."""
         messages, order = self.measured.messages, self.match.message
         held = [waits.timeline.depart - waits.end[waits.maker] for waits in (self.match.predicted, self.match.measured)]
@@ -201,7 +201,7 @@ class Differences:
         for index, (source, target, kind) in enumerate(messages.channels):
             of = np.flatnonzero(messages.channel == index)
             means = [_mean(one[order], other, of) for one, other in (held, travel)]
-            channels.append(Channel(source, target, kind, len(of), *means))
+            channels.append(ChannelTimes(source, target, kind, len(of), *means))
         return channels
 
     # Where they part --------------------------------------------------------------------------------------------------

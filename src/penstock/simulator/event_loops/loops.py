@@ -316,7 +316,7 @@ def _pop(heap: Column, now: Column, size: int) -> int:
 # Running the loops -----------------------------------------------------------------------------------------------------
 
 
-class Outcome(NamedTuple):
+class LoopResult(NamedTuple):
     """When everything happened; `reached` is the node that each rank came to, its end if nothing hangs."""
 
     times: Times
@@ -324,7 +324,7 @@ class Outcome(NamedTuple):
     held_by: NDArray[np.int32]
 
 
-def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> Outcome:
+def run(graph: Graph, takes: Durations, contention: str, engine: str = "auto") -> LoopResult:
     """Time the graph. `engine` is `plain`, `compiled`, or `auto`: compiled if numba is installed."""
     compiled = compiled_loops() if _wants_compiled(engine) else None
     shared = contention != "independent" or graph.shares_lanes
@@ -344,7 +344,7 @@ def _wants_compiled(engine: str) -> bool:
     return installed and engine != "plain"
 
 
-def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: bool, plain: bool = False) -> Outcome:
+def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: bool, plain: bool = False) -> LoopResult:
     ranks, nodes, messages = len(graph.bounds) - 1, len(graph.rank), len(graph.sender)
     give: Callable[[Any], Any] = (lambda array: array.tolist()) if plain else (lambda array: array)
     times = Times(*(give(np.full(count, -1.0)) for count in (nodes, nodes, messages, messages, nodes, nodes)))
@@ -358,7 +358,7 @@ def _call(loop: Callable[..., None], graph: Graph, takes: Durations, shared: boo
     else:
         stack, queued = give(np.arange(ranks, dtype=np.int32)[::-1].copy()), give(np.ones(ranks, dtype=np.int8))
         loop(graph, takes, times, at, now, stack, queued, free, lane)
-    return Outcome(
+    return LoopResult(
         Times(*(np.asarray(column, dtype=np.float64) for column in times)),
         np.asarray(at, dtype=np.int32),
         np.asarray(held_by, dtype=np.int32),

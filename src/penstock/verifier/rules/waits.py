@@ -9,7 +9,7 @@ import numpy as np
 from penstock.ir import codes
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
-from penstock.ir.program import Buffers
+from penstock.ir.program import BufferCounts
 from penstock.ir.rows import Flags, Ints, first_of
 from penstock.verifier.context import Context, position_in
 
@@ -23,10 +23,10 @@ class Waits(NamedTuple):
     slot: Flags
 
 
-def slots_of(context: Context) -> Buffers | None:
+def slots_of(context: Context) -> BufferCounts | None:
     """The slot counts that the proof has to respect, if there are any."""
     buffers = getattr(context.table, "buffers", None)
-    return buffers if context.semantics == "channels" and isinstance(buffers, Buffers) and buffers.channels else None
+    return buffers if context.semantics == "channels" and isinstance(buffers, BufferCounts) and buffers.channels else None
 
 
 def waits(context: Context) -> Waits:
@@ -62,7 +62,7 @@ def _missing(context: Context) -> Waits:
     return Waits(np.full(len(after), -1, dtype=np.int64), after, code, np.zeros(len(after), dtype=np.bool_))
 
 
-def _slots(context: Context, buffers: Buffers) -> Waits:
+def _slots(context: Context, buffers: BufferCounts) -> Waits:
     """With c slots in a channel, its k-th send waits until the receive of message k - c is posted."""
     sends = np.flatnonzero(context.rows.is_kind(*SENDS) & (context.channel >= 0))
     sends = sends[np.argsort(context.channel[sends], kind="stable")]
@@ -74,7 +74,7 @@ def _slots(context: Context, buffers: Buffers) -> Waits:
     return Waits(_receives(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
 
 
-def _count(context: Context, buffers: Buffers, channel: int) -> int:
+def _count(context: Context, buffers: BufferCounts, channel: int) -> int:
     """The slots of a channel; one that has no count has as many as there are messages."""
     source, target = divmod(channel // 2, context.table.ranks)
     count = buffers.channels.get((source, target, Kind.SEND_B if channel % 2 else Kind.SEND_F))
