@@ -46,7 +46,7 @@ class Pass(ABC):
             raise PassError(f"pass {cls.name} needs the option {missing[0]!r}")
         return cls(**{name: _read(cls.name, name, text) for name, text in options.items()})
 
-    def _passed(self, program: Program, **fields: Any) -> Program:
+    def _record(self, program: Program, **fields: Any) -> Program:
         """Return the changed program, with this pass added to its list of passes."""
         done = f"{program.passes},{self}" if program.passes else str(self)
         return program.changed(passes=done, **fields)
@@ -82,7 +82,7 @@ def check_stages(pass_name: str, stages: Stages, program: Program) -> None:
         raise PassError(f"pass {pass_name} is limited to stage {wrong[0]}, but the program has stages 0 to {program.stages - 1}")
 
 
-def limited(stages: Stages, column: Any) -> Any:
+def is_within(stages: Stages, column: Any) -> Any:
     """Whether each entry of a stage column is within the limit."""
     import numpy as np
 

@@ -47,13 +47,13 @@ class WaitSend(Pass):
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
         bare = program.changed(rows=program.rows.keep(~program.rows.is_kind(*SEND_WAITS)))
         sends = np.flatnonzero(bare.rows.is_kind(*SENDS))
-        places = _behind_backwards(bare, sends)
+        places = _place_behind_backwards(bare, sends)
         if self.outstanding is not None:
             places = _Budget(bare, sends, places, self.outstanding).run()
-        return self._passed(bare, rows=_insert(bare, sends, places))
+        return self._record(bare, rows=_insert(bare, sends, places))
 
 
-def _behind_backwards(program: Program, sends: Ints) -> Ints:
+def _place_behind_backwards(program: Program, sends: Ints) -> Ints:
     """In front of which entry each send is waited for: behind the backward of the same stage and microbatch, else at the end."""
     rows, linker = program.rows, program.linker
     backward = linker.gradient_at(rows.stage[sends], rows.microbatch[sends])

@@ -22,7 +22,7 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.rules.memory import held_in
+from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
 _LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,)}
@@ -156,7 +156,7 @@ class Candidate:
         problem, timeline = self.problem, self.timeline
         if ranks is None:
             ranks = [rank for rank, limit in enumerate(problem.memory_limit or ()) if timeline.peak_memory[rank] > limit]
-        held = held_in(timeline.table, problem.costs)
+        held = sum_held(timeline.table, problem.costs)
         return tuple(find_moment(timeline.table, problem.costs, rank, held) for rank in ranks)
 
     def compare(self, other: Candidate) -> str:

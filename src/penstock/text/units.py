@@ -67,13 +67,13 @@ def has_byte_unit(size: object) -> bool:
 def _parse_text(text: str) -> float:
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in {"", *BYTES}:
-        meant = _nearest_size(text)
+        meant = _guess_size(text)
         hint = f"did you mean {meant}? " if meant else ""
         raise CostsError(f"{text!r} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
     return float(match[1]) * float(BYTES[match[2] or "B"])
 
 
-def _nearest_size(text: str) -> str | None:
+def _guess_size(text: str) -> str | None:
     """The size that was probably meant by a unit in the wrong case or without its B."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None:

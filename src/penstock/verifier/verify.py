@@ -73,11 +73,11 @@ def check(
 
 
 def _check(context: Context, rules: Collection[str] | None = None) -> list[Finding]:
-    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_broken(context, rules))
+    findings = list(islice(malformed(context.table), MOST_FINDINGS)) or list(_check_rules(context, rules))
     return sorted(findings, key=lambda finding: finding.severity)  # stable: within a severity the rules keep their order
 
 
-def _broken(context: Context, rules: Collection[str] | None) -> Iterator[Finding]:
+def _check_rules(context: Context, rules: Collection[str] | None) -> Iterator[Finding]:
     for rule in RULES:
         if (rules is None or rule.name in rules) and rule.applies(context):
             yield from islice(rule.check(context), MOST_FINDINGS)

@@ -307,7 +307,7 @@ class SharedMessages:
         found = cls()
         for what, forward in (("activations", True), ("gradients", False)):
             sharers: dict[Message, set[int]] = {}
-            for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.shared(forward)), strict=True):
+            for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.find_shared(forward)), strict=True):
                 (source, reader), named = edges[edge], edges[carrier][1]
                 if rank in (rank_of(source, microbatch), rank_of(reader, microbatch)):
                     found.carriers[what, source, reader, microbatch] = named

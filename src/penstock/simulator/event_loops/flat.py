@@ -12,7 +12,7 @@ from penstock.ir.costs import Costs
 from penstock.ir.dependencies import find_releases
 from penstock.ir.kind import COMPUTE, COPIES, SEND_WAITS, Kind
 from penstock.ir.program import Program
-from penstock.ir.rows import Flags, Floats, Ints, first_of
+from penstock.ir.rows import Flags, Floats, Ints, find_first
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.loops import Durations, Graph
 
@@ -154,8 +154,8 @@ class Flat:
         rows, messages = self.table.rows, self.messages
         if not self.table.lowered:
             return np.full(len(messages.before), -1), np.full(self.num_nodes, -1)
-        receive = rows.group[first_of(*self.table.links.messages, len(rows.codes))[messages.before]]
-        return receive, first_of(receive, np.arange(len(receive)), self.num_nodes)
+        receive = rows.group[find_first(*self.table.links.messages, len(rows.codes))[messages.before]]
+        return receive, find_first(receive, np.arange(len(receive)), self.num_nodes)
 
     def _retires(self) -> Ints:
         """For each node that is a WAIT_SEND, the message of its send; -1 for other nodes."""
@@ -163,8 +163,8 @@ class Flat:
         waited = rows.is_kind(*SEND_WAITS)[local.after]
         if not waited.any():
             return np.full(self.num_nodes, -1)
-        message_of = first_of(messages.before, np.arange(len(messages.before)), len(rows.codes))
-        return first_of(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
+        message_of = find_first(messages.before, np.arange(len(messages.before)), len(rows.codes))
+        return find_first(rows.group[local.after[waited]], message_of[local.before[waited]], self.num_nodes)
 
     def _slots(self) -> Ints:
         """For each message, the one of its channel whose slot it takes over; -1 if there is a slot from the start."""

@@ -10,7 +10,7 @@ from penstock.ir import codes
 from penstock.ir.dependencies import message_code
 from penstock.ir.kind import RECEIVES, SEND_WAITS, SENDS, Kind
 from penstock.ir.program import BufferCounts
-from penstock.ir.rows import Flags, Ints, first_of
+from penstock.ir.rows import Flags, Ints, find_first
 from penstock.verifier.context import Context, position_in
 
 
@@ -31,7 +31,7 @@ def slots_of(context: Context) -> BufferCounts | None:
 
 def waits(context: Context) -> Waits:
     """Everything that any action of the table waits for."""
-    parts = [_data(context), _missing(context), _retirements(context)]
+    parts = [_data(context), _find_missing(context), _retirements(context)]
     buffers = slots_of(context)
     if buffers is not None:
         parts.append(_slots(context, buffers))
@@ -53,7 +53,7 @@ def _retirements(context: Context) -> Waits:
     return Waits(_receives(context)[send], waits, _receive_codes(context, send), np.zeros(len(waits), dtype=np.bool_))
 
 
-def _missing(context: Context) -> Waits:
+def _find_missing(context: Context) -> Waits:
     """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
@@ -84,7 +84,7 @@ def _count(context: Context, buffers: BufferCounts, channel: int) -> int:
 def _receives(context: Context) -> Ints:
     """For each entry that is a send with a receive, that receive; else -1."""
     sent, received = context.table.links.messages
-    return first_of(sent, received, len(context.rows.codes))
+    return find_first(sent, received, len(context.rows.codes))
 
 
 def _receive_codes(context: Context, sends: Ints) -> Ints:
