@@ -167,7 +167,7 @@ def test_one_plan_at_a_time_which_can_be_cancelled(client: TestClient):
     assert (again.status_code, "cancel it first" in again.json()["error"]) == (409, True)
     jobs = client.app.state.studio.jobs  # type: ignore[attr-defined]
     running = jobs.get(job)
-    told, _ = running.after(0, LONG)
+    told, _ = running.wait_for_events(0, LONG)
     assert told
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": True}
     assert client.delete(f"/api/plan/{job}").json() == {"cancelled": False}
@@ -182,7 +182,7 @@ def test_a_plan_that_takes_too_long_is_ended():
     jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=-GRACE))
     while not job.ended:
-        job.after(len(job.events), LONG)
+        job.wait_for_events(len(job.events), LONG)
     assert "took too long" in job.events[-1].data["error"]
     jobs.close()
     assert not job.process.is_alive()
@@ -191,8 +191,8 @@ def test_a_plan_that_takes_too_long_is_ended():
 def test_a_plan_ends_with_the_last_page_that_follows_it():
     jobs = PlanJobs()
     job = jobs.get(jobs.start(ENDLESS, seconds=LONG))
-    with job.followed():
-        with job.followed():
+    with job.follow():
+        with job.follow():
             pass
         assert not job.ended
     assert (job.ended, job.events[-1].data["cancelled"]) == (True, True)

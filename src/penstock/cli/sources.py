@@ -23,9 +23,9 @@ from penstock.cli.options import (
     Microbatches,
     Ranks,
     Source,
+    check_file,
     complete_schedules,
     count_option,
-    existing_file,
     read_assignments,
     read_size,
     text_option,
@@ -93,7 +93,7 @@ class ScheduleSource:
 
     def path(self) -> Path:
         """Give the path of the file; refuse one that is not there."""
-        return existing_file(Path(self.source))
+        return check_file(Path(self.source))
 
     def refuse_shape(self) -> None:
         """Refuse a shape or options for a file, which has its own."""
@@ -190,7 +190,7 @@ def read_costs(text: str) -> Costs:
 
     path = Path(text)
     if path.suffix.lower() in _FILES or (text and "=" not in text and path.exists()):
-        return Costs.load(existing_file(path, "--costs: "))
+        return Costs.load(check_file(path, "--costs: "))
     try:
         return Costs.from_json(_parse(text))
     except CostsError as error:
@@ -255,7 +255,7 @@ class TimelineSource:
     def read(cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None) -> TimelineSource:
         return cls(source, None if costs is None else read_costs(costs), per, lowering)
 
-    def measured(self) -> Timeline | None:
+    def get_measured(self) -> Timeline | None:
         """Give the timeline in the file if it was measured."""
         return None if self._saved is None or self._saved.source == "simulated" else self._saved
 
@@ -500,7 +500,7 @@ class OptionalLowering(LoweringOptions):
         False
     )
 
-    def checked(self) -> LoweringOptions | None:
+    def read_lowering(self) -> LoweringOptions | None:
         """Give the options if they ask for lowering, else None."""
         if not (self.lower_first or self.fsdp or self.merge_backward or self.receive is not None or self.offload is not None):
             return None
@@ -557,7 +557,7 @@ def _is_place(place: str) -> bool:
 
 def _import(name: str, folder: str) -> ModuleType:
     """Import a module by name, looking into the folder of the command first."""
-    with _on_path(os.path.abspath(folder)):
+    with _add_to_path(os.path.abspath(folder)):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -573,13 +573,13 @@ def _run(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look up their module there
-    with _on_path(str(path.parent.resolve())):
+    with _add_to_path(str(path.parent.resolve())):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _on_path(folder: str) -> Iterator[None]:
+def _add_to_path(folder: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield

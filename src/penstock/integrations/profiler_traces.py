@@ -29,7 +29,7 @@ from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
@@ -189,7 +189,7 @@ def build_timeline(ranges: Sequence[Sequence[Range]], files: Sequence[str] = ())
     start, end = _action_times(program, times, zero)
     depart, arrive = _message_times(program, times, zero)
     nothing = np.full(len(start), -1.0)
-    costs = measured_costs(program, start, end, arrive - depart, nothing)
+    costs = measure_costs(program, start, end, arrive - depart, nothing)
     return Timeline(program, costs, start, end, depart, arrive, nothing, nothing.copy(), source="measured", units=Units(time_unit="s"))
 
 

@@ -367,7 +367,7 @@ def _build_plan(explorer: Explorer) -> Plan:
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bound.all),
-        overall_bound=explorer.overall_bound(),
+        overall_bound=explorer.bound_overall(),
         p95=p95.get(winner.place),
         jitter=request.jitter,
         alternatives=alternatives,

@@ -79,10 +79,10 @@ def view(body: Any) -> Document:
     limits = check_limits(request.get("memory_limit"), table.ranks)
     source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
     source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
-    return document(table, costs, source=source, memory_limit=_plain_limit(limits), depends_on_costs="costs" in named.options)
+    return document(table, costs, source=source, memory_limit=_simplify_limit(limits), depends_on_costs="costs" in named.options)
 
 
-def _plain_limit(limits: tuple[float, ...] | None) -> Any:
+def _simplify_limit(limits: tuple[float, ...] | None) -> Any:
     """One number if all ranks have the same limit."""
     return limits[0] if limits and len(set(limits)) == 1 else limits
 
@@ -168,7 +168,7 @@ def _plan_document(data: Any, name: str) -> Document:
     check_table(plan.program)
     source = {"kind": "plan", "name": plan.name, "file": name}
     units = (plan.profile.time_unit, "B" if plan.in_bytes else "")
-    return document(plan.program, plan.costs, source=source, memory_limit=_plain_limit(plan.memory_limit), units=units)
+    return document(plan.program, plan.costs, source=source, memory_limit=_simplify_limit(plan.memory_limit), units=units)
 
 
 def table_document(table: Table, name: str) -> Document:
@@ -211,7 +211,7 @@ def candidate(body: Any) -> Document:
     """Make the document of a candidate that the planner tried, from what `plan_jobs.pack_candidate` keeps."""
     table = json_form.decode(body["table"], body["name"])
     source = {"kind": "plan", "name": body["name"], "index": body["index"]}
-    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_plain_limit(body["limits"]), units=body["units"])
+    view = document(table, Costs.from_json(body["costs"]), source=source, memory_limit=_simplify_limit(body["limits"]), units=body["units"])
     return {**view, "title": f"{body['name']}, candidate {body['index']}"}
 
 

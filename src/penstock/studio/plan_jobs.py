@@ -54,7 +54,7 @@ class PlanJob:
     followers: int = 0
     changed: Condition = field(default_factory=Condition)
 
-    def after(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
+    def wait_for_events(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
         """Give the events from this place on, after waiting at most so long for one, and whether the job has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended or len(self.events) > place, seconds)
@@ -96,7 +96,7 @@ class PlanJob:
         return self.end(PlanEvent("done", {"best": index, "cancelled": True}))
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
+    def follow(self) -> Iterator[None]:
         """Count a page that follows the job. The job ends with its last page: nobody else knows its key, and only one plan can run."""
         self.followers += 1
         try:
@@ -199,15 +199,15 @@ class _Planner:
         self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
         limits = check_limits(options.get("memory_limit"), options["ranks"])
         self.limits = None if limits is None else tuple(limit * (1 - options.get("headroom", 0.0)) for limit in limits)
-        best = plan(profile, **options, progress=self.progress, found=self.found)
-        if self._chosen(best) is None:  # its cuts were shifted since its candidate was told
-            self.found(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
+        best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
+        if self._find_chosen(best) is None:  # its cuts were shifted since its candidate was told
+            self.send_candidate(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
         self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
-    def found(self, candidate: Candidate) -> None:
+    def send_candidate(self, candidate: Candidate) -> None:
         index = len(self.candidates)
         self.candidates.append(candidate)
         self.connection.send(
@@ -216,7 +216,7 @@ class _Planner:
 
     def _result(self, plan: Plan) -> dict[str, Any]:
         return {
-            "best": self._chosen(plan),
+            "best": self._find_chosen(plan),
             "cancelled": False,
             "name": plan.name,
             "makespan": plan.objective,
@@ -229,7 +229,7 @@ class _Planner:
             "units": {"time": plan.profile.time_unit, "size": "B" if plan.in_bytes else ""},
         }
 
-    def _chosen(self, plan: Plan) -> int | None:
+    def _find_chosen(self, plan: Plan) -> int | None:
         """The candidate that is the plan, with its cuts; None if no event has told of it."""
         same = [
             index

@@ -81,7 +81,7 @@ class Studio:
 
         body = await body_of(request)
         checked = json.loads(await self._answer(request, "check-plan", body))
-        return JSONResponse({"job": await _in_thread(self.jobs.start, body, checked["seconds"])})
+        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"])})
 
     async def plan(self, request: Request) -> Response:
         job = self.jobs.get(request.path_params["job"])
@@ -113,10 +113,10 @@ class Studio:
         """Send every event from the first on, and a sign of life if there is none for a while. A page that leaves is not waited for."""
         from anyio.to_thread import run_sync
 
-        with job.followed():
+        with job.follow():
             place, ended = 0, False
             while not ended:
-                events, ended = await run_sync(job.after, place, ALIVE, abandon_on_cancel=True)
+                events, ended = await run_sync(job.wait_for_events, place, ALIVE, abandon_on_cancel=True)
                 place += len(events)
                 yield "".join(f"event: {event.name}\ndata: {json.dumps(event.data)}\n\n" for event in events) or ": alive\n\n"
 
@@ -128,7 +128,7 @@ class Studio:
         question = Question(name, body)
         watching = asyncio.create_task(self._watch(request, question))
         try:
-            answer: bytes = await _in_thread(self.worker.answer, question)
+            answer: bytes = await _run_in_thread(self.worker.answer, question)
         finally:
             watching.cancel()
         return answer
@@ -142,7 +142,7 @@ class Studio:
         self.worker.drop(question)
 
 
-async def _in_thread(function: Callable[..., Any], *args: Any) -> Any:
+async def _run_in_thread(function: Callable[..., Any], *args: Any) -> Any:
     from starlette.concurrency import run_in_threadpool
 
     return await run_in_threadpool(partial(function, *args))
@@ -170,7 +170,7 @@ async def body_of(request: Request) -> Any:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(f"the request is not UTF-8: {error}") from None
-    return await _in_thread(lambda: parse_json(text, "the request", strict=True))
+    return await _run_in_thread(lambda: parse_json(text, "the request", strict=True))
 
 
 def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worker: Worker | None = None) -> Starlette:
@@ -186,9 +186,9 @@ def application(documents: Sequence[Any] = (), *, host: str = "127.0.0.1", worke
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        await _in_thread(studio.worker.start)
+        await _run_in_thread(studio.worker.start)
         yield
-        await _in_thread(studio.close)
+        await _run_in_thread(studio.close)
 
     routes = [
         Route("/", studio.page),

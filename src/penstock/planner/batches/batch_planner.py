@@ -443,11 +443,11 @@ class _BatchSearch:
         """Improve one order; returns the best so far if the result is not better or does not fit."""
         limited = self.problem.memory_limit is not None
         evaluator, lowered, order = self.evaluator, start.lowered, start.microbatches
-        base = evaluator.flat_with(lowered.full)
+        base = evaluator.copy_flat(lowered.full)
         columns = base.duration, base.travel, base.takes, base.keeps
         for count in (tries, *([tries // _ROUNDS] * _ROUNDS if limited else ())):
             limit, travel = evaluator.flat.limit - self.reserve, evaluator.flat.travel.copy()
-            flat = evaluator.flat_with(lowered.full)._replace(limit=evaluator.as_column(limit), travel=evaluator.as_column(travel))
+            flat = evaluator.copy_flat(lowered.full)._replace(limit=evaluator.as_column(limit), travel=evaluator.as_column(travel))
             at = evaluator.as_column(np.array(order, dtype=np.int64))
             state = PermutationState(evaluator.as_column(lowered.nodes), at, *columns, self.random)
             _, over = evaluator.loops.search_permutations(flat, state, evaluator.clock, count, limited)

@@ -79,7 +79,7 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
 
 def write_report(plan: JobPlan) -> str:
     """The plan, what each GPU holds, and the other values of each dimension."""
-    parts = [_summary(plan), _schedules(plan), _memory(plan), _others(plan)]
+    parts = [_summary(plan), _schedules(plan), _memory(plan), _list_others(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
@@ -156,7 +156,7 @@ def _memory(plan: JobPlan) -> Iterator[str]:
     yield from format_table([titles, *grouped], indent="  ")
 
 
-def _others(plan: JobPlan) -> Iterator[str]:
+def _list_others(plan: JobPlan) -> Iterator[str]:
     """The best of the other values of each dimension, and what became of all configurations."""
     rows: list[tuple[str, ...]] = [("dimension", "chosen", "instead", "takes", "compared with this plan")]
     alternatives = list_alternatives(plan)

@@ -191,12 +191,12 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
         mine.mismatches.append(f"random state of rank {pipeline.rank}")
     mine.mismatches += wrong
     outcomes = pipeline.gather("parity", mine)
-    others = [difference for outcome in outcomes for difference in _other_differences(outcome, loop.outcome)]
+    others = [difference for outcome in outcomes for difference in _find_other_differences(outcome, loop.outcome)]
     numbers = [outcome.numbers for outcome in outcomes]
     compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
     if pipeline.batches.weight is not None:
         return Parity(compared, None)
-    whole = _Reference(pipeline, again, _unsplit(pipeline.data.ranks, batch, feed))
+    whole = _Reference(pipeline, again, _join_batch(pipeline.data.ranks, batch, feed))
     return Parity(compared, compare_numbers("whole batch", numbers, pipeline.data.sum_values(whole.outcome.numbers)))
 
 
@@ -288,7 +288,7 @@ def _is_same_leaf(one: Any, other: Any) -> bool:
     return one.layout is not torch.strided or is_same_value(one.detach(), other.detach())
 
 
-def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInput:
+def _join_batch(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInput:
     """The batch in one piece."""
     batch = batch.copy()
     kwargs = {stage: [dict(values)] for stage, values in batch.stage_kwargs.items()}
@@ -303,7 +303,7 @@ def _unsplit(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepInpu
 def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Mapping[int, Part]) -> list[Part]:
     """Copies of all stages, with the state of the ranks that train them, and without recomputation."""
     copies = _copy_parts(parts)
-    held = {stage: (_plain(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
+    held = {stage: (_unwrap(part.module).state_dict(), _state(part)) for stage, part in mine.items()}
     for theirs in reversed(pipeline.gather("states", held)):  # a rank trains only its own stages
         for stage, (tensors, state) in theirs.items():
             copies[stage].module.load_state_dict(tensors)
@@ -313,20 +313,20 @@ def _reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Ma
     return copies
 
 
-def _plain(module: nn.Module) -> nn.Module:
+def _unwrap(module: nn.Module) -> nn.Module:
     return module.module if isinstance(module, Recomputed) else module
 
 
 def _copy_parts(parts: Sequence[Part]) -> list[Part]:
     """Copy stages together with their layers."""
-    modules = [_plain(part.module) for part in parts]
-    with _detached_attributes(modules):
+    modules = [_unwrap(part.module) for part in parts]
+    with _detach_attributes(modules):
         copies, layers = copy.deepcopy((nn.ModuleList(modules), [part.modules for part in parts]))
     return [replace(part, module=module, modules=own) for part, module, own in zip(parts, copies, layers, strict=True)]
 
 
 @contextmanager
-def _detached_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
+def _detach_attributes(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Detach tensors that a forward has left in attributes, because torch does not copy tensors with a history."""
     parts = {id(part): part for module in modules for part in module.modules()}
     attributes = [(vars(part), *item) for part in parts.values() for item in vars(part).items()]
@@ -414,7 +414,7 @@ def _is_random_state_right(pipeline: ComparedPipeline, loop: _Reference, before:
 # Differences ------------------------------------------------------------------------------------------------------------
 
 
-def _other_differences(outcome: _StepOutcome, expected: _StepOutcome) -> Iterator[Difference | None]:
+def _find_other_differences(outcome: _StepOutcome, expected: _StepOutcome) -> Iterator[Difference | None]:
     """Yield how a rank differs from the loop in the layout of gradients, in buffers and attributes, and in its random state."""
     for name, layout in outcome.layouts.items():
         if layout is not None and expected.layouts.get(name) not in (None, layout):

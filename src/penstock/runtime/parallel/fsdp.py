@@ -67,7 +67,7 @@ def shard_stages(partition: Partition, stages: Iterable[int], mesh: PipelineMesh
         raise ScheduleError("shard= needs mesh= with a dimension to shard over: 'dp', or 'dp_shard' with or without 'dp_replicate'")
     from torch.distributed.fsdp import fully_shard
 
-    tied = [[name for _, name, _ in holders] for holders in partition.tied()]
+    tied = [[name for _, name, _ in holders] for holders in partition.list_tied()]
     apply: Callable[..., Any] = fully_shard if sharding is True else sharding
     seen: set[nn.Module] = set()
     for index in stages:
@@ -158,7 +158,7 @@ class ShardedStage:
         """The ids of the sharded parameters."""
         return {id(param.sharded_param) for group in self.groups for param in group.fsdp_params}
 
-    def replicated_shards(self) -> Iterator[tuple[Any, list[Any]]]:
+    def list_replicated_shards(self) -> Iterator[tuple[Any, list[Any]]]:
         """Yield shards that several data ranks hold, with the process group of those ranks; torch assumes that they are equal."""
         for group in self.groups:
             connection = getattr(group.mesh_info, "replicate_process_group", None)

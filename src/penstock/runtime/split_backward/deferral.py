@@ -124,11 +124,11 @@ class DeferredOperator:
         assert grad is not None
         assert value is not None
         if read_version(value) != self.version:
-            raise changed_in_place(value)
+            raise make_in_place_error(value)
         return grad, value
 
 
-def changed_in_place(value: Tensor) -> SplitError:
+def make_in_place_error(value: Tensor) -> SplitError:
     """Return the error for an input that was changed after a weight was applied to it."""
     return SplitError(
         f"a tensor of shape {list(value.shape)} that a weight was applied to was changed in place before the weight's gradient "
@@ -340,7 +340,7 @@ class _Saved(torch.autograd.Function):
         return anchor.new_empty(0)
 
 
-def active_deferral(weight: Any) -> Deferral | None:
+def get_deferral(weight: Any) -> Deferral | None:
     """Return the deferral to record an operator on this weight in; None inside a compiled function or a function transform."""
     if _is_compiling() or not _is_grad_enabled() or _are_transforms_active():
         return None

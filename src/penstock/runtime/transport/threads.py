@@ -177,14 +177,14 @@ class VirtualGroup(Group):
         if failure.fatal or rank not in failure.raised:
             self._raise(rank)
         until = time.monotonic() + deadline
-        while not self._recovered():
+        while not self._recover():
             if self.failure is not failure or failure.fatal:  # the others have started again, and failed again
                 self._raise(rank)
             if time.monotonic() > until:
                 raise PipelineError(f"rank {rank} waited {deadline:g} s for the others to begin again after a failure\n{self.report()}")
             self._sleep(rank, lambda: False, 0.01 if self.parallel else deadline)
 
-    def _recovered(self) -> bool:
+    def _recover(self) -> bool:
         """Whether the failure is over: once every remaining rank has raised it, everything of the failed step is removed."""
         with self._change:
             if self.failure is None:

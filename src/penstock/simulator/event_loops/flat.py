@@ -63,12 +63,12 @@ class Flat:
             one, other, count = messages.source, ranks + messages.target, 2 * ranks
         else:
             one, other, count = messages.source, messages.target, ranks
-        return self._base._replace(link=_small(one), other_link=_small(other), num_links=count)
+        return self._base._replace(link=_shrink(one), other_link=_shrink(other), num_links=count)
 
     @cached_property
     def _independent(self) -> Graph:
         """Cached, because gaps and paths read it at every step."""
-        channel = _small(self.messages.channel)
+        channel = _shrink(self.messages.channel)
         return self._base._replace(link=channel, other_link=channel, num_links=len(self.messages.channels))
 
     @cached_property
@@ -82,20 +82,20 @@ class Flat:
         lane, num_lanes = self._lanes(1)
         empty = np.zeros(0, dtype=np.int32)
         return Graph(
-            bounds=_small(rows.group_offsets),
+            bounds=_shrink(rows.group_offsets),
             rank=np.repeat(np.arange(len(rows), dtype=np.int32), np.diff(rows.group_offsets)),
             need_at=_starts(user, num_nodes),
-            need=_small(need),
+            need=_shrink(need),
             send_at=_starts(sender, num_nodes),
             gather_at=gather_at,
-            gather=_small(gather),
-            retire=_small(retire),
+            gather=_shrink(gather),
+            retire=_shrink(retire),
             collective=lane,
-            received=_small(received),
-            sender=_small(sender),
-            user=_small(user),
-            receive=_small(receive),
-            slot=_small(slot),
+            received=_shrink(received),
+            sender=_shrink(sender),
+            user=_shrink(user),
+            receive=_shrink(receive),
+            slot=_shrink(slot),
             link=empty,
             other_link=empty,
             num_links=0,
@@ -116,10 +116,10 @@ class Flat:
         links = -(-ranks // host_link_shared)
         lane = np.where(rows.is_kind(Kind.UNSHARD, Kind.REDUCE_GRAD), rows.rank, -1)
         if not self._copies.any():
-            return _small(lane[rows.heads]), ranks
+            return _shrink(lane[rows.heads]), ranks
         back = rows.kind == Kind.RELOAD
         lane = np.where(self._copies, ranks + back * links + rows.rank // host_link_shared, lane)
-        return _small(lane[rows.heads]), ranks + 2 * links
+        return _shrink(lane[rows.heads]), ranks + 2 * links
 
     def _gathers(self) -> tuple[Small, Ints]:
         """For each compute entry, the last UNSHARD of its stage on its rank before it; for each WAIT_REDUCE_GRAD, its reduction.
@@ -243,7 +243,7 @@ class Messages:
     """Each channel's ranks, from and to, and the kind of its sends."""
 
 
-def _small(values: Ints) -> Small:
+def _shrink(values: Ints) -> Small:
     """Four bytes per index: a graph of a thousand ranks has tens of millions."""
     return values.astype(np.int32)
 
