@@ -1,4 +1,4 @@
-import { entryText } from "../core/text.ts";
+import { entryText, unitText } from "../core/text.ts";
 import type { Shown } from "../state/shown.ts";
 import { lengthDifference } from "../state/differences.ts";
 import { blended, TONES, type Paper } from "./colours.ts";
@@ -61,8 +61,8 @@ const LARGEST = 11;
 
 /** What fits the shortest action of a chart with so many pixels per unit of time: all actions are named alike. */
 export function labelForm(shown: Shown, unit: number, size = LARGEST): "names" | "microbatches" | "none" {
-  const { stages, microbatches } = shown.view;
-  const digits = String(microbatches - 1).length;
+  const { stages, unitCount, slices } = shown.view;
+  const digits = unitText(unitCount - 1, slices).length;
   const room = shown.shortest * unit - 4;
   if ((String(stages - 1).length + 1 + digits) * size * CHARACTER <= room) return "names";
   return digits * size * CHARACTER <= room ? "microbatches" : "none";
@@ -70,9 +70,9 @@ export function labelForm(shown: Shown, unit: number, size = LARGEST): "names" |
 
 /** An action's label in the form of its chart; a longer action keeps its microbatch where the shortest has room for none. */
 function labelFor(shown: Shown, entry: number, room: number, size: number, unit: number): string {
-  const { entries, kinds } = shown.view;
+  const { entries, kinds, slices } = shown.view;
   const isCompute = kinds[entries.kind[entry]].length === 1;
-  const text = !isCompute || labelForm(shown, unit, size) === "names" ? entryText(shown.view, entry) : String(entries.microbatch[entry]);
+  const text = !isCompute || labelForm(shown, unit, size) === "names" ? entryText(shown.view, entry) : unitText(entries.unit[entry], slices);
   return text.length * size * CHARACTER <= room ? text : "";
 }
 

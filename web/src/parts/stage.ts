@@ -243,11 +243,11 @@ export class Stage {
 function nodeOf(view: View, other: View, node: number): number {
   if (node < 0) return -1;
   const entry = other.entries.at[node];
-  const [kind, stage, microbatch] = [other.entries.kind[entry], other.entries.stage[entry], other.entries.microbatch[entry]];
+  const [kind, stage, unit] = [other.entries.kind[entry], other.entries.stage[entry], other.entries.unit[entry]];
   const rank = other.graph.rank[node];
   for (let each = view.graph.bounds[rank]; each < view.graph.bounds[rank + 1]; each++) {
     const at = view.entries.at[each];
-    if (view.entries.kind[at] === kind && view.entries.stage[at] === stage && view.entries.microbatch[at] === microbatch) return each;
+    if (view.entries.kind[at] === kind && view.entries.stage[at] === stage && view.entries.unit[at] === unit) return each;
   }
   return -1;
 }

@@ -104,7 +104,7 @@ export class Shown {
   }
 
   get path(): PathStep[] {
-    return (this.kept.path ??= criticalPath(this.view, this.timing));
+    return (this.kept.path ??= criticalPath(this.view, this.timing, this.costs));
   }
 
   gapsOf(rank: number): Gap[] {

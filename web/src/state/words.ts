@@ -74,13 +74,14 @@ function times(shown: Shown, start: number, end: number): Fact[] {
 
 function describeAction(shown: Shown, node: number): Said {
   const { view, timing } = shown;
-  const { at, kind, stage, microbatch } = view.entries;
+  const { at, kind, stage, unit } = view.entries;
   const parts = Array.from({ length: at[node + 1] - at[node] }, (_, k) => at[node] + k);
   const rank = view.graph.rank[node];
   const facts: Fact[] = [
     ["rank", String(rank)],
     ["stage", parts.map((entry) => stage[entry]).join(" & ")],
-    ["microbatch", parts.map((entry) => microbatch[entry]).join(" & ")],
+    ["microbatch", parts.map((entry) => Math.floor(unit[entry] / view.slices)).join(" & ")],
+    ...(view.slices > 1 ? [["slice", parts.map((entry) => unit[entry] % view.slices).join(" & ")] as Fact] : []),
   ];
   if (shown.timed) facts.push(...times(shown, timing.start[node], timing.end[node]), ...heldBy(shown, parts), ...sentBy(shown, node));
   else facts.push(["step", String(node - view.graph.bounds[rank])]);
@@ -108,7 +109,7 @@ function describeMeasured(shown: Shown, node: number): Said {
 function heldBy(shown: Shown, parts: number[]): Fact[] {
   const { entries, kinds } = shown.view;
   const size = (name: "activation" | "weight_stash", entry: number): number =>
-    valueAt(shown.costs[name], entries.stage[entry], entries.microbatch[entry]);
+    valueAt(shown.costs[name], entries.stage[entry], entries.unit[entry]);
   return parts.flatMap((entry): Fact[] => {
     const kind = kinds[entries.kind[entry]];
     if (kind === "F") return [["holds from now on", shown.size(size("activation", entry))]];
@@ -125,10 +126,10 @@ function sentBy(shown: Shown, node: number): Fact[] {
   return sum > 0 ? [["sends", shown.size(sum)]] : [];
 }
 
-export function valueAt(value: PerAction, stage: number, microbatch: number): number {
+export function valueAt(value: PerAction, stage: number, unit: number): number {
   if (!Array.isArray(value)) return value;
   const row = value[stage];
-  return Array.isArray(row) ? row[microbatch] : row;
+  return Array.isArray(row) ? row[unit] : row;
 }
 
 function describeMessage(shown: Shown, message: number): Said {
