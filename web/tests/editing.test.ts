@@ -175,7 +175,7 @@ describe("files", () => {
   });
 
   test("the command trains by name, or with the file", () => {
-    const choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule" } as const;
+    const choice = { schedule: "zbv", ranks: 4, microbatches: 8, chunks: null, options: {}, form: "schedule", offload: "" } as const;
     expect(trainCommand(choice, false, "zbv")).toBe("penstock train train.py --ranks 4 --microbatches 8 --schedule zbv");
     const title = "zbv, 4 ranks, 8 microbatches, edited";
     expect(trainCommand(choice, true, title)).toBe(`penstock train train.py --schedule ${fileName(title, "order")}`);

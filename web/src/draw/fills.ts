@@ -67,5 +67,6 @@ function kindTable(view: View): string[] {
 
 function otherFill(kind: string): string {
   if (kind.includes("SEND")) return TONES.SEND.fill;
+  if (kind === "OFFLOAD" || kind === "RELOAD") return kind === "OFFLOAD" ? TONES.OUT.fill : TONES.BACK.fill;
   return kind.startsWith("RECV") ? RECEIVE : TONES.SHARD.fill;
 }

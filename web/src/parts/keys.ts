@@ -132,6 +132,7 @@ function spanOf(shown: Shown, target: Target): [number, number] {
   const { timing, view } = shown;
   if (target.what === "message") return [timing.depart[target.index], timing.arrive[target.index]];
   if (target.what === "collective") return [timing.collectiveStart[target.index], timing.collectiveEnd[target.index]];
+  if (target.what === "wait") return [shown.waited[target.index], timing.start[target.index]];
   if (target.what === "action") return [timing.start[target.index], timing.end[target.index]];
   if (target.what === "measured") return [shown.beside!.timing.start[target.index], shown.beside!.timing.end[target.index]];
   if (target.what === "finding") {
