@@ -140,7 +140,7 @@ function RankTable({ shown }: { shown: Shown }) {
 }
 
 function stagesOf(copies: number[][], rank: number): string {
-  const found = copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : [])));
+  const found = [...new Set(copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : []))))];
   return found.length > 6 ? `${found.slice(0, 5).join(", ")}, …` : found.join(", ");
 }
 
