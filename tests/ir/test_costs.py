@@ -57,6 +57,11 @@ def test_a_sequence_is_one_value_a_stage(values: list[float]) -> None:
         costs.of_stage("activation", len(values))
 
 
+def test_a_stage_that_a_rank_runs_for_several_copies_counts_once() -> None:
+    placement = ps.Placement.custom([0, 3, 4], [2, 3, 4], [1, 3, 5])
+    assert Costs(parameters=[1.0, 10.0, 100.0]).per_rank("parameters", placement).tolist() == [1.0, 1.0, 1.0, 10.0, 100.0, 100.0]
+
+
 WRONG = [-1, -0.5, math.nan, math.inf, -math.inf, "1", True, {}, b"1", np.float64("nan"), np.bool_(True)]
 
 

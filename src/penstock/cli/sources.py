@@ -372,6 +372,7 @@ class _View:
         about = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
         about |= {"chunks": table.chunks, "options": parse_options(source.options), "lower": table.lowered}
         about["fsdp"] = self.lowering is not None and self.lowering.fsdp
+        about["offload"] = "" if self.lowering is None else self.lowering.offload or ""
         return document(table, timeline.costs, source=about, memory_limit=self.limit, depends_on_costs="costs" in named.options)
 
     def file_document(self, source: ScheduleSource) -> Any:
@@ -390,7 +391,7 @@ class _View:
         costs = read_costs(text)
         shape = document["stages"], document["ranks"], document["slices"]
         costs = divide_among_stages(costs, *shape) if self.per is Per.RANK else costs
-        costs.check(document["stages"], document["microbatches"])
+        costs.check(document["stages"], document["microbatches"] * document["slices"])
         return costs.to_json()
 
 

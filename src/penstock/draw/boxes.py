@@ -99,13 +99,8 @@ def optimizer_boxes(timeline: Timeline) -> tuple[Ints, Floats, Floats]:
 
 def _chunks(placement: Placement) -> Ints:
     """The chunk of each stage in each copy of the model."""
-    held = [0] * placement.ranks
-    chunk = np.zeros((len(placement.copies), placement.stages), dtype=np.int64)
-    for copy, ranks in enumerate(placement.copies):
-        for stage, rank in enumerate(ranks):
-            chunk[copy, stage] = held[rank]
-            held[rank] += 1
-    return chunk
+    place = {(rank, stage): chunk for rank in range(placement.ranks) for chunk, stage in enumerate(placement.stages_of(rank))}
+    return np.array([[place[rank, stage] for stage, rank in enumerate(copy)] for copy in placement.copies], dtype=np.int64)
 
 
 def _digits(numbers: Ints) -> Ints:

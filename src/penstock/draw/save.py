@@ -188,7 +188,9 @@ class _TraceEvents:
         columns = (boxes.rank, boxes.kind, boxes.stage, boxes.start, boxes.end)
         for box, (rank, kind, stage, start, end) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
             name = f"{stage}{Kind(kind).name}{boxes.name_unit(box)}"
-            yield self._slice(rank, self._copy(rank, kind), name, (start, end), stage=stage, microbatch=int(boxes.microbatch[box]))
+            microbatch, part = divmod(int(boxes.microbatch[box]), boxes.slices)
+            args = {"stage": stage, "microbatch": microbatch, **({"slice": part} if boxes.slices > 1 else {})}
+            yield self._slice(rank, self._copy(rank, kind), name, (start, end), **args)
 
     def messages(self) -> Iterator[TraceEvent]:
         """Each message on the lane of its channel, if it takes time, and its arrow."""

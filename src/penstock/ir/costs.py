@@ -125,8 +125,8 @@ class Costs:
         """The sum of a field over the stages of each rank."""
         import numpy as np
 
-        values = np.tile(self.per_stage(name, placement.stages), len(placement.copies))
-        return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
+        values = self.per_stage(name, placement.stages)
+        return np.array([sum(values[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)], dtype=np.float64)
 
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
         """A field's value for every stage (row) and microbatch or slice (column); `b` defaults to i + w."""

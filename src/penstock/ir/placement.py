@@ -21,7 +21,8 @@ class Placement:
     """For each copy of the model, the rank of each stage.
 
     All placements but the bidirectional have one copy. With two, even microbatches run through the first copy and odd
-    ones through the second. A stage's *chunk* is its index among the stages of its rank.
+    ones through the second; with any number of them, microbatch m runs through copy m mod copies. Copies may share a rank for
+    a stage, which the rank then holds once. A stage's *chunk* is its index among the stages of its rank.
 
     >>> Placement.v(4).stages_of(1)
     (1, 6)
@@ -94,10 +95,10 @@ class Placement:
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
-        held: list[list[int]] = [[] for _ in range(self.ranks)]
+        held: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for copy in self.copies:
             for stage, rank in enumerate(copy):
-                held[rank].append(stage)
+                held[rank][stage] = None
         return tuple(map(tuple, held))
 
     @cached_property
@@ -107,7 +108,7 @@ class Placement:
         return np.array(self.copies, dtype=np.int64)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank holds, in chunk order."""
+        """The stages that a rank holds, each once, in chunk order."""
         return self._held[rank]
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
@@ -116,10 +117,7 @@ class Placement:
 
     def chunk_of(self, stage: int, microbatch: int = 0) -> int:
         """The stage's index among the stages of the rank that runs it for this microbatch."""
-        copy = microbatch % len(self.copies)
-        rank = self.copies[copy][stage]
-        before = sum(r == rank for earlier in self.copies[:copy] for r in earlier)
-        return before + sum(r == rank for r in self.copies[copy][:stage])
+        return self._held[self.rank_of(stage, microbatch)].index(stage)
 
     def ranks_of(self, stages: Any, microbatches: Any) -> NDArray[np.int64]:
         """`rank_of` for whole arrays."""

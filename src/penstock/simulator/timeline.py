@@ -183,6 +183,16 @@ class Timeline:
         return self._curves[rank]
 
     @cached_property
+    def _host_curves(self) -> list[Curve]:
+        from penstock.simulator.memory import build_host_curves
+
+        return build_host_curves(self)
+
+    def host_memory(self, rank: int) -> Curve:
+        """The host memory of the rank's activations over time; nothing unless a program moves some there."""
+        return self._host_curves[rank]
+
+    @cached_property
     def peak_memory(self) -> list[float]:
         """The most that each rank holds at once, the parameters it always keeps included."""
         return [curve.peak for curve in self._curves]

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import COPIES, Kind
+from penstock.ir.kind import Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -53,7 +53,6 @@ def document(
 ) -> Document:
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     costs = Costs() if costs is None else costs
-    refuse_copies(table)
     costs.check(table.stages, table.units)
     check_costs(costs.to_json())
     all_findings = list(findings)
@@ -66,7 +65,7 @@ def document(
         "depends_on_costs": depends_on_costs,
         "ranks": table.ranks,
         "stages": table.stages,
-        "microbatches": table.units,  # the range of the numbers in `entries`: microbatch x slices + slice
+        "microbatches": table.microbatches,
         "slices": table.slices,
         "copies": [list(copy) for copy in table.placement.copies],
         "lowered": table.lowered,
@@ -74,22 +73,12 @@ def document(
         "kinds": [kind.name for kind in Kind],
         "entries": _entries(table.rows),
         **_structure(table, costs, any(all_findings)),
-        "costs": {name: value for name, value in costs.to_json().items() if not name.startswith("host_")},
+        "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
         "measured": None,
         **describe_findings(all_findings),
     }
-
-
-def refuse_copies(table: Table) -> None:
-    """Refuse a table with copies to host memory: the page does not time them."""
-    copies = np.flatnonzero(table.rows.is_kind(*COPIES))
-    if len(copies):
-        raise ScheduleError(
-            f"the page cannot show {table.rows.part_at(int(copies[0]))}: it does not time copies of activations to host memory. Save the "
-            "timeline as .svg, .html or .trace.json instead"
-        )
 
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
@@ -125,6 +114,7 @@ def _describe_file(table: Table) -> dict[str, Any]:
 
 
 def _entries(rows: Rows) -> dict[str, Any]:
+    """Every part of every action; with slices, the microbatch is the number of the slice among those of all microbatches."""
     return {
         "kind": pack_small(rows.kind),
         "stage": pack_ints(rows.stage),

@@ -14,6 +14,7 @@ from penstock.ir.formats.reading import parse_json
 from penstock.ir.schedule import Schedule
 from penstock.ir.table import Table
 from penstock.passes.lower import lower
+from penstock.passes.offload import Offload
 from penstock.planner.request import check_limits
 from penstock.schedules.registry import Algorithm, algorithm, algorithms
 from penstock.studio.document import Document, describe_findings, document, timeline_document
@@ -33,6 +34,7 @@ _VIEW: dict[str, tuple[type, ...]] = {
     "memory_limit": _SIZE,
     "lower": (bool,),
     "fsdp": (bool,),
+    "offload": (str, type(None)),
 }
 _KINDS = {"int": "int", "float": "number", "str": "text", "bool": "bool"}
 
@@ -79,6 +81,7 @@ def view(body: Any) -> Document:
     limits = check_limits(request.get("memory_limit"), table.ranks)
     source = {"kind": "schedule", "name": named.name, "ranks": table.ranks, "microbatches": table.microbatches}
     source |= {"chunks": table.chunks, "options": request.get("options") or {}, "lower": table.lowered, "fsdp": request.get("fsdp", False)}
+    source["offload"] = request.get("offload") or ""
     return document(table, costs, source=source, memory_limit=_simplify_limit(limits), depends_on_costs="costs" in named.options)
 
 
@@ -93,9 +96,11 @@ def _build(named: Algorithm, request: dict[str, Any], costs: Costs) -> Table:
     check_shape(shape)
     schedule = named.build(shape.ranks, shape.microbatches, shape.chunks, **options)
     check_table(schedule)
-    if not (request.get("lower") or request.get("fsdp")):
+    offload = request.get("offload") or None
+    if not (request.get("lower") or request.get("fsdp") or offload):
         return schedule
-    program = lower(schedule, fsdp=request.get("fsdp", False))
+    moved = None if offload is None else Offload.from_options({"share": offload[:LONGEST_NAME]})
+    program = lower(schedule, fsdp=request.get("fsdp", False), offload=moved)
     check_table(program)
     return program
 

@@ -58,6 +58,7 @@ from penstock.runtime.parallel.gradients import BufferBackup
 from penstock.runtime.split_backward.deferrable import run_backward
 from penstock.runtime.split_backward.deferral import Deferral
 from penstock.runtime.tensors.dtensor import is_async_collective, wait_for_collective
+from penstock.runtime.torch_internals.lookup import check_private, find_private
 from penstock.runtime.transport.group import do_nothing
 
 __all__ = ["PipelineStage", "PipelineStageInfo", "_PipelineStage", "_PipelineStageBase", "build_stage"]
@@ -68,6 +69,7 @@ def __getattr__(name: str) -> Any:
     return getattr(next((module for module in (_backward, metadata) if name in vars(module)), _torch_stage), name)
 
 
+_find_tensors: Callable[[Any], Iterable[Tensor]] = find_private("torch.nn.parallel.distributed._find_tensors")
 ForwardContextFactory = Callable[[Any], AbstractContextManager[Any]]
 
 
@@ -163,7 +165,8 @@ def synchronize_on_last(module: Any, outputs: Any, last: bool) -> Iterator[None]
     """Run a backward that only accumulates gradients; in the last one, DDP reduces them as they are computed."""
     if isinstance(module, DistributedDataParallel):
         if last:
-            tensors = torch.nn.parallel.distributed._find_tensors(outputs)  # type: ignore[no-untyped-call]
+            check_private(module, "reducer")
+            tensors = _find_tensors(outputs)
             module.reducer.prepare_for_backward(list(tensors))
             yield
         else:

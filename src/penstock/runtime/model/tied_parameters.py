@@ -14,7 +14,7 @@ from penstock.errors import PlacementError, ScheduleError, nearest
 from penstock.ir.placement import Placement
 from penstock.runtime.model.partition import Partition
 from penstock.runtime.tensors.dtensor import from_local_like, is_dtensor, redistribute_like, shard_coordinates, to_local
-from penstock.runtime.tensors.layout import add_gradients, round_gradient
+from penstock.runtime.tensors.layout import add_gradients, gradient_dtype, round_gradient
 
 Gather = Callable[[str, Any], list[Any]]
 """Exchanges a value with all ranks of the pipeline, under a name: returns the values of all, by rank."""
@@ -168,7 +168,11 @@ class SharedParameters:
             if total is None:
                 parameter.grad = before
                 continue
-            grad = from_local_like(parameter, total.to(parameter.dtype)) if is_dtensor(parameter) else round_gradient(total, parameter)
+            grad = (
+                from_local_like(parameter, total.to(gradient_dtype(parameter)))
+                if is_dtensor(parameter)
+                else round_gradient(total, parameter)
+            )
             if before is not None:
                 grad = add_gradients(before, grad) if grad.is_sparse or is_dtensor(grad) else grad.add_(before)
             parameter.grad = grad

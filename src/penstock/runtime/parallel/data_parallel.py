@@ -28,7 +28,7 @@ from penstock.runtime.model.tied_parameters import Gather
 from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.tensors.dtensor import DTensorPacker, has_same_placements, is_dtensor, redistribute_like, to_local
-from penstock.runtime.tensors.layout import add_gradients, round_gradient
+from penstock.runtime.tensors.layout import add_gradients, gradient_dtype, round_gradient
 from penstock.runtime.torch_internals.modules import NormBase, own_buffers
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
 from penstock.runtime.transport.group import Operation, do_nothing
@@ -422,7 +422,7 @@ class ReplicaGradients:
                 parameter.grad = None
 
     def _sums_up(self, parameter: nn.Parameter) -> bool:
-        return self.dtype is not None and parameter.dtype != self.dtype and parameter.is_floating_point()
+        return self.dtype is not None and gradient_dtype(parameter) != self.dtype and parameter.is_floating_point()
 
     def _total(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient so far."""
@@ -441,7 +441,7 @@ class ReplicaGradients:
                 raise ScheduleError(
                     f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
                 )
-            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
+            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else gradient_dtype(parameter)
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
             shapes = [to_local(parameter.detach()).shape for parameter in parameters]
@@ -479,9 +479,8 @@ class ReplicaGradients:
             if total is not None and total.is_sparse:
                 grad = round_gradient(total, parameter)
             elif total is not None:
-                grad = (
-                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
-                )
+                if grad is None or not has_same_placements(grad, parameter):
+                    grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
                 to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
             parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
         self._before, self._running = [], []
