@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import _Action, _add_unshard_reshard
 import penstock as ps
 from penstock.errors import PassError
 from penstock.ir.program import Program
-from penstock.passes.shard import Shard, residencies
+from penstock.passes.shard import Shard, list_stays
 
 SHARDING = (ps.Kind.UNSHARD, ps.Kind.RESHARD)
 
@@ -61,7 +61,7 @@ def _fewest(uses: list[tuple[int, ...]], residency: int) -> int:
 @settings(max_examples=150)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=2, unique=True).map(tuple), min_size=1, max_size=14), st.integers(2, 4))
 def test_residencies_are_as_few_as_can_be(uses: list[tuple[int, ...]], residency: int) -> None:
-    stays = list(residencies(uses, residency))
+    stays = list(list_stays(uses, residency))
     assert len(stays) == _fewest(uses, residency)
     for group, stages in enumerate(uses):
         held = [stage for stage, _, first, last in stays if first <= group <= last]

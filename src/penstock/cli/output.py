@@ -117,7 +117,7 @@ def present(table: Table, *, as_json: bool, output: Path | None) -> None:
 
         grid = Grid.spaced(table)
         yield f"{describe_table(table)}, {format_count(grid.steps, 'step')}"
-        yield from _grid_with_legend(grid, width)
+        yield from _write_grid(grid, width)
 
     deliver(draw, table.to_json, as_json=as_json, output=output)
 
@@ -129,7 +129,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
         from penstock.ir.grid import Grid
 
         yield f"{describe_table(table, 'program')}; rank {rank}: {format_count(len(actions), 'action')}"
-        yield from _grid_with_legend(Grid((tuple(actions),)), width, ranks=[rank])
+        yield from _write_grid(Grid((tuple(actions),)), width, ranks=[rank])
 
     def data() -> dict[str, Any]:
         shape = {"name": table.name, "microbatches": table.microbatches, "placement": table.placement.to_json()}
@@ -139,7 +139,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
     deliver(draw, data, as_json=as_json, output=output)
 
 
-def _grid_with_legend(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
+def _write_grid(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
     from penstock.draw.terminal import grid_legend, grid_lines
 
     yield from grid_lines(grid, width=width, ranks=ranks)

@@ -190,7 +190,7 @@ class Costs:
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _lists(value) for name, value in values.items()}
+        return {name: _to_lists(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
@@ -228,8 +228,8 @@ def _permute(value: Any, order: Sequence[int]) -> Any:
     return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _is_valid(values: NDArray[np.float64]) -> bool:

@@ -125,19 +125,19 @@ class Linker:
         local: list[Needs] = []
         data: list[Needs] = []
         missing: list[Missing] = []
-        self._stage_rules(local, missing)
+        self._list_stage_rules(local, missing)
         self._copy_rules(local, missing)
-        self._slice_rules(local, missing)
+        self._list_slice_rules(local, missing)
         for forward in (True, False):
-            self._edge_rule(forward, local, data, missing)
+            self._list_edge_rule(forward, local, data, missing)
         messages = self._send_rules(local, missing) if self.lowered else _join(Needs)
         retired = self._wait_rules(messages, local, missing) if self.lowered else _join(Needs)
-        self._reduction_rule(local, missing)
+        self._list_reduction_rule(local, missing)
         return Links(_join(Needs, local), _join(Needs, data), messages, retired, _join(Missing, missing))
 
     # The rules within a stage -----------------------------------------------------------------------------------------
 
-    def _stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_stage_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         for kinds, table, maker in (((Kind.B, Kind.I), self._forwards, Kind.F), ((Kind.W,), self._gradients, Kind.I)):
             after = self._find_entries(*kinds)
             stage, microbatch = self.rows.stage[after], self.rows.microbatch[after]
@@ -160,7 +160,7 @@ class Linker:
             stage, unit = self.rows.stage[after], self.rows.microbatch[after]
             self._resolve(table[self._cell(stage, unit)], after, codes.pack(stage, int(maker), unit), local, missing)
 
-    def _slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_slice_rules(self, local: list[Needs], missing: list[Missing]) -> None:
         """Forwards of a microbatch's slices ascend on a stage, backwards descend."""
         slices = self.rows.slices
         if slices == 1:
@@ -173,7 +173,7 @@ class Linker:
 
     # The rules along an edge ------------------------------------------------------------------------------------------
 
-    def _edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
+    def _list_edge_rule(self, forward: bool, local: list[Needs], data: list[Needs], missing: list[Missing]) -> None:
         """Activations forward or gradients backward along every edge that touches the consumer's stage."""
         consumers = self._find_entries(Kind.F) if forward else self._find_entries(Kind.B, Kind.I)
         makers, maker_kind = (self._forwards, Kind.F) if forward else (self._gradients, Kind.I)
@@ -246,7 +246,7 @@ class Linker:
             send[along] = self._ends[kind][edge[along] * self.units + self.rows.microbatch[waits[along]]]
         return send
 
-    def _reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
+    def _list_reduction_rule(self, local: list[Needs], missing: list[Missing]) -> None:
         """A WAIT_REDUCE_GRAD needs the REDUCE_GRAD of its stage on its own rank."""
         waits = self._find_entries(Kind.WAIT_REDUCE_GRAD)
         if not len(waits):
@@ -410,7 +410,7 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     `sharing` says whether any output has several readers; without, each pair of entries is a message.
     """
     before, after = links.data
-    begun, made = _makers(links, rows, sharing)
+    begun, made = _find_message_makers(links, rows, sharing)
     if not sharing:
         return _sort(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
@@ -431,7 +431,7 @@ def _sort(deliveries: Deliveries) -> Deliveries:
     return Deliveries(*(column[order] for column in deliveries))
 
 
-def _makers(links: Links, rows: Rows, sharing: bool) -> Needs:
+def _find_message_makers(links: Links, rows: Rows, sharing: bool) -> Needs:
     """For each send, the first and the last entry that compute its data; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]

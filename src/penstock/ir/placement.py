@@ -47,12 +47,12 @@ class Placement:
     @classmethod
     def v(cls, ranks: int) -> Placement:
         """Down the ranks and up again: rank r holds stages r and 2 ranks - 1 - r."""
-        return cls._build("v", ranks, [_waves(ranks, 1)])
+        return cls._build("v", ranks, [_list_waves(ranks, 1)])
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
         """The V, repeated: 2 x waves chunks per rank."""
-        return cls._build("wave", ranks, [_waves(ranks, waves)])
+        return cls._build("wave", ranks, [_list_waves(ranks, waves)])
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
@@ -136,7 +136,7 @@ class Placement:
         return recognise(cls.custom(*data["copies"], ranks=data["ranks"]))
 
 
-def _waves(ranks: int, waves: int) -> list[int]:
+def _list_waves(ranks: int, waves: int) -> list[int]:
     down = list(range(ranks))
     return (down + down[::-1]) * waves
 

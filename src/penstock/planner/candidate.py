@@ -170,7 +170,7 @@ class Candidate:
         for own, reference, same, more, less in pairs:
             if own is not None and reference:
                 change = own / reference - 1
-                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_percent(abs(change))} {more if change > 0 else less}")
+                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_format_percent(abs(change))} {more if change > 0 else less}")
         return ", ".join(filter(None, words))
 
     def describe(self) -> str:
@@ -201,7 +201,7 @@ def count_verdicts(candidates: Sequence[Candidate]) -> str:
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Two digits: 0.34%, 1.4%, 42%."""
     return f"{float(f'{100 * share:.2g}'):g}%"
 

@@ -177,12 +177,12 @@ class Explorer:
                 self._add(candidate)
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if request.offload and request.limits is not None:
-            self._offload(share)
+            self._try_offload(share)
         if self.best is None and request.searches and not tried_least:
             self.try_one_at_a_time()
         self._recut()
 
-    def _offload(self, share: float) -> None:
+    def _try_offload(self, share: float) -> None:
         """Move activations to the host under the fastest schedules that memory holds back."""
         held_back = [candidate for candidate in self.candidates if is_held_back(candidate, self.request)]
         for candidate in sorted(held_back, key=lambda candidate: candidate.time_or_inf)[:_OFFLOADED]:

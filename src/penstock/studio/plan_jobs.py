@@ -202,7 +202,7 @@ class _Planner:
         best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
         if self._find_chosen(best) is None:  # its cuts were shifted since its candidate was told
             self.send_candidate(Candidate.of_timeline(best.name, best.problem, best.schedule, best.predicted))
-        self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
+        self.connection.send(("done", self._send_result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
@@ -214,7 +214,7 @@ class _Planner:
             ("candidate", describe_candidate(candidate, index, self.limits), pack_candidate(candidate, index, self.in_bytes))
         )
 
-    def _result(self, plan: Plan) -> dict[str, Any]:
+    def _send_result(self, plan: Plan) -> dict[str, Any]:
         return {
             "best": self._find_chosen(plan),
             "cancelled": False,

@@ -73,7 +73,7 @@ def profile(
         measured = measure(layers, sample, **options, progress=lambda what, at, of: step(what))
     if output is not None:
         measured.save(output)
-    deliver(lambda _: _lines(measured, output), measured.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(measured, output), measured.to_json, as_json=as_json, output=None)
 
 
 def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -87,7 +87,7 @@ def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, A
     return built[0], built[1], dict(zip(("loss_fn", "target"), built[2:], strict=False))
 
 
-def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
+def _write_lines(measured: Profile, output: Path | None) -> Iterator[str]:
     """One table per microbatch size."""
     units = Units(measured.time_unit, in_bytes=True)
     yield measured.source

@@ -93,7 +93,7 @@ class TrainConsole:
     @contextmanager
     def show_training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Train {format_count(steps, 'step')} of {format_count(batch, 'sample')}")
-        with _bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
+        with _open_bar(steps, batch) if self._live else nullcontext(self._lines(steps)) as show:
 
             def tell(progress: TrainingProgress) -> None:
                 self.step = max(self.step, progress.step)
@@ -148,7 +148,7 @@ class TrainConsole:
         peak = units.size(max(plan.predicted.peak_memory))
         limit = "" if plan.memory_limit is None else f" of {units.size(max(plan.memory_limit))} allowed"
         self.say(f"layers per stage {', '.join(map(str, plan.partition))}; the fullest rank holds {peak}{limit}")
-        self.say("\n" + "\n".join(_candidate_lines(plan, SHOWN)))
+        self.say("\n" + "\n".join(_write_candidates(plan, SHOWN)))
 
     def report_other_plan(self, name: str, plan: Plan | str) -> None:
         if isinstance(plan, str):
@@ -160,7 +160,7 @@ class TrainConsole:
 
     def proof(self, proof: Proof, plan: Plan | None) -> None:
         self.head("Prove it before it runs")
-        self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
+        self.say(str(proof) if plan is None else _write_proof_text(proof, plan))
 
     def report_training(self, done: TrainingResult, options: TrainOptions) -> None:
         if done.loaded is not None:
@@ -199,7 +199,7 @@ class TrainConsole:
         self.out.print(f"\nThe {result} is in [bold]{path}[/bold]")
 
 
-def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
+def _write_candidates(plan: Plan, shown: int) -> Iterator[str]:
     """The fastest candidates that fit and the fastest that do not, one line each."""
     units = plan.units
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
@@ -208,7 +208,7 @@ def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
     fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
     for candidate in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
         excess = "" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over the limit"
-        rows.append(("->" if candidate is chosen else "", *candidate_cells(plan, candidate), excess))
+        rows.append(("->" if candidate is chosen else "", *write_candidate_cells(plan, candidate), excess))
     yield from format_table(rows, left=(1, 2, 7), indent="  ")
     yield f"  {plan.tally}"
 
@@ -266,7 +266,7 @@ def format_median(seconds: list[float]) -> str:
     return f"{median / length:.3g} {unit}"
 
 
-def candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
+def write_candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
     units = plan.units
     microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
@@ -285,7 +285,7 @@ def sparkline(values: list[float], width: int = 32) -> str:
     return terminal.sparkline(heights, len(terminal.BARS)) if can_print(terminal.BARS) and np.isfinite(heights).all() else ""
 
 
-def _proof_in_units(proof: Proof, plan: Plan) -> str:
+def _write_proof_text(proof: Proof, plan: Plan) -> str:
     """Write the proof with memory in the plan's units."""
     lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
     if plan.memory_limit is None:
@@ -296,7 +296,7 @@ def _proof_in_units(proof: Proof, plan: Plan) -> str:
 
 
 @contextmanager
-def _bar(steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
+def _open_bar(steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
     """Show a bar with the loss and its curve."""
     losses: list[float] = []
     with show_bar(steps) as update:
@@ -332,10 +332,12 @@ def write_report(session: Session) -> str:
     )
     if session.cores is not None and session.plan is not None:
         lead.append(describe_sharing(table.ranks, session.cores))
-    return report_html("Penstock training report", lead, list(_cards(session, done)), list(_sections(session, done)), _machine(done))
+    return report_html(
+        "Penstock training report", lead, list(_list_cards(session, done)), list(_list_sections(session, done)), _describe_machine(done)
+    )
 
 
-def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
+def _list_cards(session: Session, done: TrainingResult) -> Iterator[Card]:
     if session.contest is not None:
         own, other = session.contest.own, session.contest.other
         name, faster = f"against {session.contest.plan.name}, measured", session.contest.speedup
@@ -367,20 +369,20 @@ def _plan_cards(plan: Plan) -> Iterator[Card]:
     yield Card("bubble, predicted", f"{plan.predicted.bubble:.1%}", f"with a core for every rank; {describe_gap(plan)}")
 
 
-def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
+def _list_sections(session: Session, done: TrainingResult) -> Iterator[Section]:
     plan, differences = session.plan, session.differences
     if session.contest is not None:
         yield _contest(session)
     if plan is not None:
-        yield _model(plan)
-        yield _candidates(plan)
-    yield _proof(session)
+        yield _write_model(plan)
+        yield _write_candidate_section(plan)
+    yield _write_proof(session)
     if plan is not None:
-        yield _predicted(plan, None if session.contest is None else session.contest.plan)
+        yield _write_predicted(plan, None if session.contest is None else session.contest.plan)
     if done.losses:
         yield _write_training(done)
     if done.parity:
-        yield _parity(done)
+        yield _write_parity(done)
     if differences is not None:
         yield _overlay(differences, session.cores)
     elif done.timeline is not None:
@@ -389,7 +391,7 @@ def _sections(session: Session, done: TrainingResult) -> Iterator[Section]:
         text = "One of the last steps, the one that took the median time."
         figure = draw_timelines(done.timeline, names=["measured"], unit="s", memory=False)
         yield Section("The measured step", text).figure(figure, "the measured timeline")
-    yield Section("Run it again", "The command that made this page.").code(_command())
+    yield Section("Run it again", "The command that made this page.").code(_write_command())
 
 
 def _contest(session: Session) -> Section:
@@ -406,7 +408,7 @@ def _contest(session: Session) -> Section:
     return Section(f"The plan against {name}", text).table(header, rows, chosen=0)
 
 
-def _model(plan: Plan) -> Section:
+def _write_model(plan: Plan) -> Section:
     units = plan.units
     rows, first = [], 0
     for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
@@ -421,7 +423,7 @@ def _model(plan: Plan) -> Section:
     return Section("The model, measured", text).table(header, rows)
 
 
-def _candidates(plan: Plan) -> Section:
+def _write_candidate_section(plan: Plan) -> Section:
     units, chosen = plan.units, plan.alternatives[plan.chosen]
     timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
@@ -429,7 +431,7 @@ def _candidates(plan: Plan) -> Section:
     rows = []
     for candidate in shown:
         fits = "fits" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over"
-        rows.append([*candidate_cells(plan, candidate), fits])
+        rows.append([*write_candidate_cells(plan, candidate), fits])
     header = ("candidate", "placement", "microbatches", "step", "bubble", "peak", "limit")
     bound = describe_bound(plan)
     text = f"{plan.tally}. {bound[0].upper()}{bound[1:]}. The table lists {len(shown)} of them."
@@ -439,14 +441,14 @@ def _candidates(plan: Plan) -> Section:
     return section.table(header, rows, chosen=shown.index(chosen))
 
 
-def _proof(session: Session) -> Section:
+def _write_proof(session: Session) -> Section:
     proof = session.proof
     assert proof is not None
     text = "Each of these rules holds for every action and message of the program that ran."
     return Section("Proved before it ran", text).table(("rule", "what holds"), list(proof.rules.items()))
 
 
-def _predicted(plan: Plan, other: Plan | None) -> Section:
+def _write_predicted(plan: Plan, other: Plan | None) -> Section:
     text = (
         "A step as the planner predicts it, with a core for every rank. Each row is a rank, and each box the forward or backward of one "
         "microbatch; the memory of the ranks is below."
@@ -463,7 +465,7 @@ def _write_training(done: TrainingResult) -> Section:
     return Section("Training", f"The measured loss of each step.{begun}").figure(figure, "the measured loss by step")
 
 
-def _parity(done: TrainingResult) -> Section:
+def _write_parity(done: TrainingResult) -> Section:
     rows = []
     for step, parity in done.parity.items():
         for comparison in parity.all:
@@ -487,14 +489,14 @@ def _overlay(differences: Differences, cores: int | None) -> Section:
     return section.texts(list(describe_differences(differences, "s")), "all figures, and where they part")
 
 
-def _command() -> str:
+def _write_command() -> str:
     """The command, one option per line."""
     if sys.argv[1:2] != ["train"]:
         return "make demo"
     return re.sub(r" (?=-{1,2}[a-z])", " \\\\\n    ", f"penstock {shlex.join(sys.argv[1:])}")
 
 
-def _machine(done: TrainingResult) -> str:
+def _describe_machine(done: TrainingResult) -> str:
     from importlib.metadata import version
 
     from penstock import __version__

@@ -87,14 +87,14 @@ class Session:
             self.console = TrainConsole(quiet=True, silent=True)
         ranks = self.options.ranks
         if self.options.loaded is not None and not is_under_torchrun():
-            ranks = self._file_ranks()
+            ranks = self._read_file_ranks()
         with self.console.announce_start(ranks), open_ranks(ranks) as started:
             self._prepare(started)
             self._train(started)
             if self.contest is not None:
                 self._measure_both(started)
 
-    def _file_ranks(self) -> int:
+    def _read_file_ranks(self) -> int:
         loaded, asked = self.options.loaded, self.options.ranks
         ranks = int(getattr(loaded, "schedule", loaded).ranks)
         if asked not in (None, ranks):

@@ -365,7 +365,7 @@ class PipelineEngine:
             proved: Program | None = None
             strange = next(filter(None, map(proofs.find_unknown, streams)), None)
             if strange is None:
-                program = proved = proofs.program_of(streams, count, buffers, strict=self.strict, labels=labels, name=made[0])
+                program = proved = proofs.build_program(streams, count, buffers, strict=self.strict, labels=labels, name=made[0])
             else:
                 logger.info("%s is an instruction of your own: the streams run without a proof", strange)
                 program = proofs.build_unproved_program(streams, count, buffers, training=training, labels=labels)

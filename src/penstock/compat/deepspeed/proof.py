@@ -49,7 +49,7 @@ def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = T
     Without it sends return at once, and every buffer has a loss and a gradient of its own.
     """
     program = to_program(factory, micro_batches=micro_batches, stages=stages, strict=strict)
-    return verify(program, semantics=_semantics(strict))
+    return verify(program, semantics=_choose_semantics(strict))
 
 
 def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Program:
@@ -60,7 +60,7 @@ def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: boo
         raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
     made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
     name = getattr(factory, "__name__", "")
-    return program_of(
+    return build_program(
         [to_plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name
     )
 
@@ -75,7 +75,7 @@ def find_unknown(stream: Stream) -> Instruction | None:
     return next((each for step in stream for each in step if each.name not in KNOWN), None)
 
 
-def program_of(
+def build_program(
     streams: Sequence[Stream],
     micro_batches: int,
     buffers: Sequence[int],
@@ -95,7 +95,7 @@ def program_of(
     if findings:
         raise VerifyError(findings, _describe(name, streams, micro_batches, findings))
     program = _join(readers, micro_batches, name)
-    semantics = _semantics(strict)
+    semantics = _choose_semantics(strict)
     findings = check(program, semantics=semantics) or ([] if strict else list(find_blocked(program)))
     if findings:
         raise VerifyError(findings, f"{report(program, semantics, findings)}\n\n{_describe_places(readers, findings)}")
@@ -121,7 +121,7 @@ def build_unproved_program(
     return SendReceive("just-in-time").apply(Program.start(by_name("gpipe" if training else "inference", len(streams), micro_batches)))
 
 
-def _semantics(strict: bool) -> str:
+def _choose_semantics(strict: bool) -> str:
     return "rendezvous" if strict else "channels"
 
 
@@ -239,7 +239,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def num_pipe_buffers(self: Any) -> int:
         """The number of buffers that the stream uses."""
-        return _num_buffers(stream(self))
+        return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
         proved(schedule.microbatches, schedule.ranks)
@@ -289,7 +289,7 @@ def _prove_streams(table: Table) -> Sequence[Stream]:
     """The streams of all stages, proved for an engine with one loss, one gradient and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
     found = write_streams(_pair_last_rank(merged) if table.training else merged)
-    program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
+    build_program(found, table.microbatches, [_count_buffers(stream) for stream in found], name=table.name)
     return found
 
 
@@ -303,6 +303,6 @@ def _pair_last_rank(schedule: Schedule) -> Schedule:
     return Schedule.from_rows(Rows.join(rows), schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name)
 
 
-def _num_buffers(stream: Stream) -> int:
+def _count_buffers(stream: Stream) -> int:
     """The number of buffers that a stream uses, at least one."""
     return 1 + max((each.buffer_id for step in stream for each in step if each.buffer_id is not None), default=0)

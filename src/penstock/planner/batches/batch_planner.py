@@ -193,7 +193,9 @@ class BatchPlanner:
         """Held while a batch is planned, because the scratch columns of the loops are shared."""
         self._check_names()
         count = self.schedule.microbatches
-        _BatchSearch(replace(self.problem, memory_limit=None), self._list_lowered(count), self._slowest, 1).run()  # compiles the loops
+        _BatchSearch(
+            replace(self.problem, memory_limit=None), self._list_lowered(count), self._build_slowest, 1
+        ).run()  # compiles the loops
 
     def _read_shares(self, sequence: int, quadratic: float | Sequence[float]) -> tuple[LengthCosts, ...]:
         """How the time of each stage depends on lengths."""
@@ -266,7 +268,7 @@ class BatchPlanner:
         """The same for times and sizes that you know: `costs` with one value per stage and microbatch."""
         with self._lock:
             problem = replace(self.problem, costs=costs, microbatches=microbatches)
-            return _BatchSearch(problem, self._list_lowered(microbatches), self._slowest, self.tries).run()
+            return _BatchSearch(problem, self._list_lowered(microbatches), self._build_slowest, self.tries).run()
 
     def ahead(self, batches: Iterable[Batch], lengths: Callable[[Batch], Any]) -> Iterator[tuple[Batch, BatchOrder]]:
         """Yield each batch with its order, planned in a thread while the caller works on the batch before.
@@ -313,7 +315,7 @@ class BatchPlanner:
             self._lowered[microbatches] = known
         return known
 
-    def _slowest(self, microbatches: int) -> _LoweredSchedule:
+    def _build_slowest(self, microbatches: int) -> _LoweredSchedule:
         """One microbatch after the other, if nothing else fits: no schedule holds less."""
         if microbatches not in self._fallbacks:
             problem = replace(self.problem, microbatches=microbatches)
@@ -386,7 +388,7 @@ class _BatchSearch:
     def _pick_fitting(self, starts: list[TimedOrder], excesses: Mapping[int, float]) -> list[TimedOrder]:
         """The fastest that fit; among equals the fixed order and the source's own schedule are first."""
         ranked = sorted(starts, key=lambda start: start.objective)
-        fitting = (start for start in ranked if not excesses.get(id(start)) and self._excess(start) is None)
+        fitting = (start for start in ranked if not excesses.get(id(start)) and self._find_excess_per_rank(start) is None)
         return list(islice(fitting, _STARTS))
 
     def _pick_repairable(self, starts: list[TimedOrder], excesses: Mapping[int, float], best: float) -> list[TimedOrder]:
@@ -419,7 +421,7 @@ class _BatchSearch:
         orders = {"fixed": range(len(totals)), "ascending": ascending, "descending": ascending[::-1], "pyramid": pyramid}
         return {name: tuple(order) for name, order in orders.items()}
 
-    def _excess(self, timed: TimedOrder) -> Any:
+    def _find_excess_per_rank(self, timed: TimedOrder) -> Any:
         """The memory of each rank over its limit; None if it fits."""
         if timed.fits:
             return None
@@ -457,7 +459,7 @@ class _BatchSearch:
             improved = TimedOrder(lowered, order, retime(lowered.timeline, self.problem.costs.permuted(order)), self.problem)
             if best is not None and improved.objective >= best.objective * (1 - _BETTER):
                 return best
-            excess = self._excess(improved)
+            excess = self._find_excess_per_rank(improved)
             if excess is None:
                 return improved
             self.reserve = self.reserve + excess
@@ -465,7 +467,7 @@ class _BatchSearch:
 
     def _explain_excess(self, starts: list[TimedOrder]) -> PlanError:
         """Of all orders, the one that is least over a limit."""
-        peaks = [(max(self._excess(start)), start) for start in starts]
+        peaks = [(max(self._find_excess_per_rank(start)), start) for start in starts]
         over, nearest_fit = min(peaks, key=lambda pair: pair[0])
         held, limits = nearest_fit.timeline.peak_memory, self.problem.limits
         rank = max(range(len(held)), key=lambda rank: held[rank] - limits[rank])

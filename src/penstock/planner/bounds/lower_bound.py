@@ -12,12 +12,12 @@ import numpy as np
 from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import (
     RankTerms,
+    bound_chains,
     bound_first_backward,
     bound_holding,
     bound_one_machine,
-    chains,
+    bound_work,
     list_rank_terms,
-    work,
 )
 from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
@@ -30,8 +30,8 @@ ROUNDING = 1e-9
 ON_FLOW = 0.6
 """Share of the budget for the linear programs."""
 QUICK: dict[str, Callable[[RankTerms], float]] = {
-    "work": work,
-    "chains": chains,
+    "work": bound_work,
+    "chains": bound_chains,
     "one machine": bound_one_machine,
     "first backward": bound_first_backward,
     "holding": bound_holding,

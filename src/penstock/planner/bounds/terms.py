@@ -106,7 +106,7 @@ class Terms:
 
     @classmethod
     def of(cls, problem: Problem) -> Terms:
-        costs, copies = problem.costs, _model_copies(problem)
+        costs, copies = problem.costs, _list_model_copies(problem)
         reduce, steps = costs.per_stage("reduce", problem.stages), costs.per_rank("optimizer", problem.placement)
         after = tuple(tuple(time + step for time in reduce) for step in steps.tolist())
         room = (
@@ -116,7 +116,7 @@ class Terms:
         return cls(problem, copies, after, tuple(_find_usable(copies, rank, size) for rank, size in enumerate(room)))
 
 
-def _model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
+def _list_model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
     costs, shape, placed = problem.costs, (problem.stages, problem.units), problem.placement.copies
     f, i, w, b, activation, stash, output = (
         costs.table(name, *shape) for name in ("f", "i", "w", "b", "activation", "weight_stash", "output")
@@ -232,7 +232,7 @@ def find_earliest_starts(terms: Terms, copy: ModelCopy, first: int = 0) -> Event
                     begin = max(begin, down[s])
                 now_g[s] = begin
                 now_w[s] = max(begin + g[s], start_w[k - 1][s] + w[s] if k else 0.0)
-    return _events(start_f, start_g, start_w)
+    return _collect_events(start_f, start_g, start_w)
 
 
 def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None) -> Events:
@@ -265,7 +265,7 @@ def find_remaining_times(terms: Terms, copy: ModelCopy, only: int | None = None)
                     up[s] = hop[s + 1] + max(now_f[s + 1], up[s])
                     follows = max(follows, up[s])
                 now_f[s] = f[s] + follows
-    return _events(rest_f, rest_g, rest_w)
+    return _collect_events(rest_f, rest_g, rest_w)
 
 
 def _group_by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> list[list[tuple[int, int]]]:
@@ -277,5 +277,5 @@ def _group_by_stage(copy: ModelCopy, delays: list[Wait], by_forward: bool) -> li
     return held
 
 
-def _events(*times: list[list[float]]) -> Events:
+def _collect_events(*times: list[list[float]]) -> Events:
     return {kind: np.array(table).T for kind, table in zip(KINDS, times, strict=True)}

@@ -79,11 +79,11 @@ def _describe_rest(plan: JobPlan, trial: Trial) -> str:
 
 def write_report(plan: JobPlan) -> str:
     """The plan, what each GPU holds, and the other values of each dimension."""
-    parts = [_summary(plan), _schedules(plan), _memory(plan), _list_others(plan)]
+    parts = [_write_summary(plan), _write_schedules(plan), _write_memory(plan), _list_others(plan)]
     return "\n\n".join("\n".join(lines) for lines in map(list, parts) if lines)
 
 
-def _summary(plan: JobPlan) -> Iterator[str]:
+def _write_summary(plan: JobPlan) -> Iterator[str]:
     chosen, units, machines = plan.configuration, plan.units, plan.job.machines
     degrees = f"pipeline {chosen.pipeline} x data {chosen.data} x tensor {chosen.tensor} x context {chosen.context}"
     yield f"job: {plan.job.transformer.parameters / 1e9:.3g}G parameters on {machines.gpus} GPUs: {degrees}"
@@ -119,7 +119,7 @@ def _format_counts(counts: tuple[int, ...]) -> str:
     return ", ".join(words)
 
 
-def _schedules(plan: JobPlan) -> Iterator[str]:
+def _write_schedules(plan: JobPlan) -> Iterator[str]:
     """The schedules on the chosen configuration."""
     trial = next(trial for trial in plan.trials if trial.configuration == plan.configuration)
     if len(trial.schedules) < 2:
@@ -138,7 +138,7 @@ def _schedules(plan: JobPlan) -> Iterator[str]:
     yield from format_table(rows, left=(1, 6), indent="  ")
 
 
-def _memory(plan: JobPlan) -> Iterator[str]:
+def _write_memory(plan: JobPlan) -> Iterator[str]:
     """What the GPUs of each pipeline rank hold, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
     layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)

@@ -106,7 +106,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
         weight_stash=sum_layers("weight_stash"),
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
+        reduce=_time_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
         optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         contention=profile.contention,
@@ -118,7 +118,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     )
 
 
-def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
+def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
     if copies == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0

@@ -71,7 +71,7 @@ class Layer:
         if slices is not None and not isinstance(slices, SliceCosts):
             object.__setattr__(self, "slices", SliceCosts.from_json(slices))
         for field in fields(self)[1:-1]:
-            object.__setattr__(self, field.name, _size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
+            object.__setattr__(self, field.name, _parse_size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
 
     @property
     def time(self) -> float:
@@ -156,10 +156,10 @@ class Profile:
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
         for name in ("latency", "input", "host_latency"):
-            object.__setattr__(self, name, _size(name, getattr(self, name), text=name == "input"))
+            object.__setattr__(self, name, _parse_size(name, getattr(self, name), text=name == "input"))
         for name in ("bandwidth", "host_bandwidth"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _size(name, getattr(self, name)))
+                object.__setattr__(self, name, _parse_size(name, getattr(self, name)))
                 if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
         check_count("microbatch", self.microbatch)
@@ -226,9 +226,9 @@ class Profile:
             raise CostsError(f"sequences cannot be cut into slices on this profile: {self.lacks_slices}")
         if any(type(length) is not int or length < 1 for length in lengths) or sum(lengths) != self.tokens:
             raise CostsError(f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {self.tokens}")
-        return tuple(self._slice_at(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
+        return tuple(self._find_slice(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
 
-    def _slice_at(self, length: int, prefix: int) -> Profile:
+    def _find_slice(self, length: int, prefix: int) -> Profile:
         assert self.tokens is not None
         if (length, prefix) not in self._slices:
             layers = [layer.slice_at(length, prefix, self.tokens) for layer in self.layers]
@@ -299,7 +299,7 @@ class Profile:
         from penstock.ir.formats.csv_form import write_whole
 
         data = self.to_json()
-        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else toml_text(data)
+        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else write_toml(data)
         write_whole(path, text)
 
     @classmethod
@@ -330,31 +330,31 @@ def _layers_from_json(data: Any) -> Iterable[Layer]:
         yield from [layer] * count
 
 
-def _size(name: str, value: Any, text: bool = True) -> float:
+def _parse_size(name: str, value: Any, text: bool = True) -> float:
     if isinstance(value, str) and not text:
         raise CostsError(f"{name} must be a number, got {value!r}")
     return parse_size(value, name)
 
 
-def toml_text(data: dict[str, Any]) -> str:
+def write_toml(data: dict[str, Any]) -> str:
     """Plain values first, then lists of tables, which may hold such lists themselves."""
-    return "\n".join(_toml_lines(data, "")) + "\n"
+    return "\n".join(_write_toml_lines(data, "")) + "\n"
 
 
-def _toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
+def _write_toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {_write_toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
-            yield from _toml_lines(row, f"{prefix}{name}.")
+            yield from _write_toml_lines(row, f"{prefix}{name}.")
 
 
-def _toml_value(value: Any) -> str:
+def _write_toml_value(value: Any) -> str:
     """A plain value, or a table in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml_value(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_write_toml_value(inner)}" for name, inner in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)

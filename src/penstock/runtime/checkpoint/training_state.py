@@ -366,7 +366,7 @@ class TrainingState:
         """Load everything but the model and the optimizers; optimizers are only compared with the saved options and keys."""
         names = self.model.list_first_names()
         for optimizer in list_optimizers(self.optimizer):
-            check_optimizer(optimizer, names, _optimizer_entries(values), _optimizer_entries(dict.fromkeys(tensor_keys)))
+            check_optimizer(optimizer, names, _list_optimizer_entries(values), _list_optimizer_entries(dict.fromkeys(tensor_keys)))
         for key, stateful in self.list_others().items():
             _check_groups(stateful, values[key][0])
             stateful.load_state_dict(values[key][0])
@@ -376,7 +376,7 @@ class TrainingState:
         entries = {key.removeprefix("model."): unwrap_collection(value) for key, value in tensors.items() if key.startswith("model.")}
         self.model.load(entries)
         for optimizer in list_optimizers(self.optimizer):
-            load_optimizer(optimizer, self.model.list_first_names(), _optimizer_entries(tensors) | _optimizer_entries(values))
+            load_optimizer(optimizer, self.model.list_first_names(), _list_optimizer_entries(tensors) | _list_optimizer_entries(values))
         self.model.set_stream_position(values["training"][0])
         set_random_state(values[f"random.{rank}"][0])
 
@@ -393,7 +393,7 @@ class TrainingState:
             raise
 
 
-def _optimizer_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
+def _list_optimizer_entries(entries: Mapping[str, Any]) -> dict[str, Any]:
     return {key.removeprefix("optimizer."): value for key, value in entries.items() if key.startswith("optimizer.")}
 
 

@@ -183,7 +183,7 @@ class SavedTensors:
         self._moved = [moved for moved in by_storage.values() if moved.original is not None and moved.original.numel()]
         if not self._moved:
             return
-        taken = [self._memory.take(_size(moved), moved.device.type == "cuda") for moved in self._moved]
+        taken = [self._memory.take(_count_bytes(moved), moved.device.type == "cuda") for moved in self._moved]
         with torch.no_grad(), self._memory.out.copy_behind(self._moved[0].device, [event for _, event in taken]) as record:
             for moved, (buffer, _) in zip(self._moved, taken, strict=True):
                 buffer.copy_(moved.original, non_blocking=True)  # type: ignore[arg-type]
@@ -206,7 +206,7 @@ class SavedTensors:
         self.release()
         if not self._moved:
             return
-        memory = [torch.empty(_size(moved), dtype=torch.uint8, device=moved.device) for moved in self._moved]
+        memory = [torch.empty(_count_bytes(moved), dtype=torch.uint8, device=moved.device) for moved in self._moved]
         with torch.no_grad(), self._memory.back.copy_behind(self._moved[0].device) as record:
             for moved, target in zip(self._moved, memory, strict=True):
                 assert moved.host is not None
@@ -238,7 +238,7 @@ def _unpack(saved: Any) -> Tensor:
     return saved.unpack() if isinstance(saved, _Slot) else saved
 
 
-def _size(moved: _Moved) -> int:
+def _count_bytes(moved: _Moved) -> int:
     source = moved.original if moved.host is None else moved.host
     assert source is not None
     return source.numel()

@@ -122,9 +122,9 @@ class MeasuredSlice(MeasuredLayer):
         self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in kept) / tokens
         return kept
 
-    def _workspace(self, held: int) -> int:
+    def _measure_workspace(self, held: int) -> int:
         made = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
-        return super()._workspace(held + made)
+        return super()._measure_workspace(held + made)
 
 
 # All layers -----------------------------------------------------------------------------------------------------------

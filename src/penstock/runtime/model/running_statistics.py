@@ -57,7 +57,7 @@ class RunningStatistics:
         self.modules = {stage: module.module if isinstance(module, Recomputed) else module for stage, module in modules.items()}
         self._several = {stage for stage in self.modules if len({copy[stage] for copy in placement.copies}) > 1}
         """The stages that several ranks hold."""
-        self._norms = {stage: dict(_norm_layers(module)) for stage, module in self.modules.items()}
+        self._norms = {stage: dict(_list_norm_layers(module)) for stage, module in self.modules.items()}
         self.gathers = False
         """Whether ranks exchange their statistics at the end of a step."""
         if len(placement.copies) > 1:
@@ -161,7 +161,7 @@ def _fold(part: NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tup
         yield part.num_batches_tracked, part.num_batches_tracked + (count - before)
 
 
-def _norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
+def _list_norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
     """Yield the norm layers that keep running statistics in a known way."""
     for name, part in module.named_modules():
         if isinstance(part, NormBase) and type(part).forward in _KNOWN and part.running_mean is not None and not is_lazy(part.running_mean):

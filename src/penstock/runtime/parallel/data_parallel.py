@@ -67,7 +67,7 @@ class DataParallel:
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
-        self.replicated = ReplicatedTensors(modules, {index: self._managed(index) for index in stages})
+        self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
         if self.group is not None:
             self.group.gather(self.group.rank, "start", None, deadline)
             self.replicated.broadcast(self._connection, self.replicated.list_everything())
@@ -89,7 +89,7 @@ class DataParallel:
         processes = mesh.data_processes
         if index in self.sharded:
             self.sharded[index].check(processes, mesh.data_dims)
-        known, others = self._managed(index), set(processes) - {processes[mesh.data.rank]}
+        known, others = self._list_managed(index), set(processes) - {processes[mesh.data.rank]}
         for name, parameter in module.named_parameters():
             if is_dtensor(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
                 raise PlacementError(
@@ -97,7 +97,7 @@ class DataParallel:
                     "or let the pipeline do it with shard=True"
                 )
 
-    def _managed(self, index: int) -> set[int]:
+    def _list_managed(self, index: int) -> set[int]:
         """Return the ids of a stage's sharded parameters."""
         return self.sharded[index].managed if index in self.sharded else set()
 
@@ -159,7 +159,7 @@ class DataParallel:
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
         for index in reversed(reduces):
-            skip, own = seen | self._managed(index), self.stages[index].module.parameters()
+            skip, own = seen | self._list_managed(index), self.stages[index].module.parameters()
             parameters[index] = [p for p in own if (p.requires_grad or self.replicas.is_postponed(p)) and id(p) not in skip]
             seen |= {id(p) for p in parameters[index]}
         return parameters
@@ -411,7 +411,7 @@ class ReplicaGradients:
         """Move new gradients into the sums in higher precision."""
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and self._sums_up(parameter):
+            if grad is not None and self._is_summed(parameter):
                 total = self._sums.get(id(parameter))
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
@@ -421,27 +421,27 @@ class ReplicaGradients:
                     total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
 
-    def _sums_up(self, parameter: nn.Parameter) -> bool:
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
         return self.dtype is not None and gradient_dtype(parameter) != self.dtype and parameter.is_floating_point()
 
-    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+    def _sum_total(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient so far."""
         return self._sums.get(id(parameter), parameter.grad)
 
     def present(self, stage: int) -> list[bool]:
         """Return for each of a stage's parameters whether it has a gradient in this step."""
-        return [self._total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
+        return [self._sum_total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
 
     def reduce(self, stage: int, wanted: Sequence[bool], connection: Any) -> None:
         """Start to sum a stage's gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
         buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in compress(self._of_stage.get(stage, ()), wanted):
-            total = self._total(parameter)
+            total = self._sum_total(parameter)
             if total is not None and total.is_sparse:
                 raise ScheduleError(
                     f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
                 )
-            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else gradient_dtype(parameter)
+            dtype = self.dtype if self.dtype is not None and self._is_summed(parameter) else gradient_dtype(parameter)
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
             shapes = [to_local(parameter.detach()).shape for parameter in parameters]
@@ -449,7 +449,7 @@ class ReplicaGradients:
             split = torch.split(flat, [shape.numel() for shape in shapes])
             parts = [(parameter, part.view(shape)) for parameter, part, shape in zip(parameters, split, shapes, strict=True)]
             for parameter, part in parts:
-                total = self._total(parameter)
+                total = self._sum_total(parameter)
                 if total is not None:
                     part.copy_(to_local(redistribute_like(total, parameter)))
             self._running.append((stage, connection.allreduce([flat]), parts))

@@ -357,7 +357,7 @@ def activate(deferral: Deferral | None) -> Deferral | None:
 
 def _check_request(inputs: Sequence[Any], create_graph: bool) -> None:
     """Check a call of autograd: inside a split forward, the graph has stand-ins in place of the weights."""
-    if here.tied and any(id(_tensor_of(value)) in here.tied for value in inputs):
+    if here.tied and any(id(_find_tensor(value)) in here.tied for value in inputs):
         raise ScheduleError(
             "a stage or the loss asks autograd for the gradient of a weight that another stage uses too, and would get only its "
             "own stage's part: ask for that of a weight that is not tied"
@@ -370,7 +370,7 @@ def _check_request(inputs: Sequence[Any], create_graph: bool) -> None:
         reason = "differentiates a gradient (create_graph=True)"
     elif not inputs and not guarded.beside:
         reason = "runs a backward of its own"
-    elif any(id(_tensor_of(value)) in guarded.stand_ins for value in inputs):
+    elif any(id(_find_tensor(value)) in guarded.stand_ins for value in inputs):
         reason = "asks autograd for a weight's gradient"
     else:
         return
@@ -393,7 +393,7 @@ def autograd_request(inputs: Sequence[Any], create_graph: bool) -> Iterator[None
         deferral is None
         or not (inputs and deferral.backward)
         or _current_graph_task() == -1
-        or any(id(_tensor_of(value)) in deferral.stand_ins for value in inputs)
+        or any(id(_find_tensor(value)) in deferral.stand_ins for value in inputs)
     ):
         yield
         return
@@ -404,6 +404,6 @@ def autograd_request(inputs: Sequence[Any], create_graph: bool) -> Iterator[None
         deferral.backward = True
 
 
-def _tensor_of(asked: Any) -> Any:
+def _find_tensor(asked: Any) -> Any:
     """Return the tensor whose gradient is asked for; it may be given as an edge of the graph."""
     return asked if isinstance(asked, Tensor) else getattr(getattr(asked, "node", None), "variable", None)

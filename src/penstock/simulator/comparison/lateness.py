@@ -88,7 +88,7 @@ class Lateness:
         seen: set[int] = set()  # a file can hold an order that leads in a circle
         while place >= 0 and place not in seen:
             seen.add(place)
-            delays += reversed(self._pieces(place))
+            delays += reversed(self._list_pieces(place))
             place = int(self.cause[place])
         return delays[::-1]
 
@@ -110,7 +110,7 @@ class Lateness:
         delays.append(Delay(SLACK, rank, None, predicted.makespan - finished[0], 0.0))
         return [delay for delay in delays if delay.predicted or delay.measured]
 
-    def _pieces(self, place: int) -> list[Delay]:
+    def _list_pieces(self, place: int) -> list[Delay]:
         """The delays of one computation, in the order of time."""
         measured, rank = self.match.measured, int(self.match.measured.rank[place])
         action = measured.action(place)
