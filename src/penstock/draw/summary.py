@@ -94,12 +94,12 @@ def list_summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple
     unit, in_bytes = unit_of(timeline, unit), timeline.units.in_bytes
     idle = timeline.idle_by_cause
     total = sum(idle.values())
-    peak, held = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
+    peak, peaks = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),
         ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
         ("span bubble", f"{format_percent(timeline.span_bubble)} of the longest rank's span"),
-        ("peak memory", f"{held[peak]} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
+        ("peak memory", f"{peaks[peak]} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
         ("messages", str(timeline.num_messages)),
         ("idle", format_time(total, unit)),
     ]

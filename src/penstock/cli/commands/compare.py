@@ -295,9 +295,9 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
                 raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
             laid.refused[other.name] = str(error)
         else:
-            found = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
-            factor = found.scale  # one factor for all pairs
-            laid.pairs.append(Pair(base, other, found))
+            compared = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = compared.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, compared))
     return _rescale(laid)
 
 
