@@ -37,27 +37,27 @@ class Placement:
     @classmethod
     def linear(cls, ranks: int) -> Placement:
         """Stage s on rank s."""
-        return cls._made("linear", ranks, [range(ranks)])
+        return cls._build("linear", ranks, [range(ranks)])
 
     @classmethod
     def looped(cls, ranks: int, chunks: int) -> Placement:
         """Stage s on rank s mod ranks: each rank is passed `chunks` times in the same direction."""
-        return cls._made("looped", ranks, [[s % ranks for s in range(ranks * chunks)]])
+        return cls._build("looped", ranks, [[s % ranks for s in range(ranks * chunks)]])
 
     @classmethod
     def v(cls, ranks: int) -> Placement:
         """Down the ranks and up again: rank r holds stages r and 2 ranks - 1 - r."""
-        return cls._made("v", ranks, [_waves(ranks, 1)])
+        return cls._build("v", ranks, [_waves(ranks, 1)])
 
     @classmethod
     def wave(cls, ranks: int, waves: int) -> Placement:
         """The V, repeated: 2 x waves chunks per rank."""
-        return cls._made("wave", ranks, [_waves(ranks, waves)])
+        return cls._build("wave", ranks, [_waves(ranks, waves)])
 
     @classmethod
     def bidirectional(cls, ranks: int) -> Placement:
         """Two copies of the model in opposite directions: rank r holds stage r of one and ranks - 1 - r of the other."""
-        return cls._made("bidirectional", ranks, [range(ranks), range(ranks - 1, -1, -1)])
+        return cls._build("bidirectional", ranks, [range(ranks), range(ranks - 1, -1, -1)])
 
     @classmethod
     def custom(cls, *copies: Sequence[int], ranks: int | None = None) -> Placement:
@@ -67,10 +67,10 @@ class Placement:
         if any(len(copy) != len(copies[0]) for copy in copies):
             raise PlacementError(f"each copy must place the same stages, got copies of {[len(c) for c in copies]} stages")
         highest = max(max(copy) for copy in copies)
-        return cls._made("custom", highest + 1 if ranks is None else ranks, copies)
+        return cls._build("custom", highest + 1 if ranks is None else ranks, copies)
 
     @classmethod
-    def _made(cls, kind: str, ranks: int, copies: Iterable[Iterable[int]]) -> Placement:
+    def _build(cls, kind: str, ranks: int, copies: Iterable[Iterable[int]]) -> Placement:
         if index(ranks) < 1:
             raise PlacementError(f"{ranks} ranks: a {kind} placement needs at least 1")
         maps = tuple(tuple(index(rank) for rank in copy) for copy in copies)
