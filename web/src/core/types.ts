@@ -55,6 +55,8 @@ export interface Finding {
   cycle?: CycleLink[];
   /** The changes that the remedy names, if the page can make them. */
   fix?: Edit[] | null;
+  /** Of a cycle: the changes that each of its waits would need to end. */
+  ways?: Edit[][];
 }
 
 /** Where an action waits, and where the action stands that it waits for: rank and step of each. */

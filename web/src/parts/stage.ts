@@ -128,6 +128,7 @@ export class Stage {
   detach(): void {
     cancelAnimationFrame(this.frame);
     this.frame = 0;
+    this.pointer.value = null;
     this.ends.forEach((end) => end());
     this.ends = [];
   }
