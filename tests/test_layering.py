@@ -53,7 +53,7 @@ ALLOWED: dict[str, set[str]] = {
 # Beyond that only inside a function: timelines and plans are saved by the part that draws them.
 WHEN_CALLED = {("simulator", "draw"), ("planner", "draw")}
 TORCH = {"runtime", "compat", "integrations"}
-# Who may use the package by its public names, which reach into every part.
+# Parts that may use the package by its public names, which reach into every part.
 ON_TOP = {"cli", "testing", "__main__"}
 
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -193,7 +193,7 @@ def test_every_folder_says_what_lives_in_it() -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
 def test_no_private_name_crosses_a_module(path: Path) -> None:
-    """The drop-in for PyTorch is left out where torch itself has the private name; 2.11 and 2.12 do not have all of them yet."""
+    """The drop-in for PyTorch is left out if torch itself has the private name; 2.11 and 2.12 do not have all of them yet."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("penstock"):
             private = [alias.name for alias in node.names if alias.name.startswith("_") and not alias.name.startswith("__")]

@@ -1,4 +1,4 @@
-"""What commands read: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
+"""Inputs of commands: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ _PER_SLICE = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 
 
 class Per(StrEnum):
-    """What one number in the costs is for."""
+    """The unit of one number in the costs."""
 
     STAGE = "stage"
     RANK = "rank"

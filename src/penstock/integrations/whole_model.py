@@ -1,4 +1,4 @@
-"""What the adapters need of a pipeline as a whole: its size from what the user gave, and state dicts of the unpipelined model."""
+"""The whole model of a pipeline, for adapters: its size by the user's arguments, and state dicts of the unpipelined model."""
 
 from __future__ import annotations
 

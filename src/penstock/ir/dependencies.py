@@ -1,4 +1,4 @@
-"""Which action must come before which: the one home of the dependency rules.
+"""Dependencies between actions: the one home of their rules.
 
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.

@@ -51,7 +51,7 @@ class Lifetime(NamedTuple):
     """How long something is held: from the start or end of an action to the end of an action. `I` stands for any backward."""
 
     size: str
-    """What it is, as sizes are named."""
+    """Its name, as sizes are named."""
     begin: Kind
     when: When
     end: Kind
@@ -196,6 +196,6 @@ def _list_changes(category: int, entries: Ints, when: When, size: Floats) -> Cha
 
 
 def sum_static(table: Table, costs: Costs) -> Floats:
-    """What each rank holds all the time."""
+    """The memory that each rank holds all the time."""
     sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
     return costs.per_rank("shard" if sharded else "parameters", table.placement)

@@ -100,7 +100,7 @@ def _name_all(candidates: list[Candidate]) -> str:
 
 
 def _list_remedies(explorer: Explorer) -> Iterator[str]:
-    """What would fit, found by trying."""
+    """Settings that would fit, found by trying."""
     request, trials = explorer.request, _Trials()
     units = request.units
 

@@ -126,7 +126,7 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[str, str, int]:
-        """What a plan is told apart by from its runners-up: the schedule and its placement."""
+        """The schedule and its placement: runners-up of a plan differ in it."""
         return self.name, self.placement, self.chunks
 
     @property

@@ -277,8 +277,8 @@ def plan(
     - `memory_limit`: one size, or one per rank, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
     - `headroom`: the share of each limit that stays free; by default 5 % if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for searched orders; all by default;
-    - `recompute`: whether stages may run their forward again to hold less, where the memory limit holds a schedule back;
-    - `offload`: whether activations may be moved to host memory where the memory limit holds a schedule back, `host_memory` the most that
+    - `recompute`: whether stages may run their forward again to hold less, if the memory limit holds a schedule back;
+    - `offload`: whether activations may be moved to host memory if the memory limit holds a schedule back, `host_memory` the most that
       each rank may have there, and `host_bandwidth` what its link carries per unit of time, instead of the profile's;
     - `barrier`: whether all ranks wait for each other before the optimizer step (the makespan counts) or not (the longest span counts);
     - `split`: whether the backward may be split;

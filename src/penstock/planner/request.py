@@ -198,7 +198,7 @@ def check_batch(
 
 
 def sum_slice_times(profile: Profile, chosen: Sequence[bool], recompute: Sequence[bool] = ()) -> SliceCost:
-    """Time of a slice on the chosen layers together, forward and backward, with a second forward where it is recomputed."""
+    """Time of a slice on the chosen layers together, forward and backward, with a second forward if it is recomputed."""
     total = SliceCost()
     for place, layer in enumerate(profile.layers):
         if chosen[place] and layer.slices is not None:

@@ -686,7 +686,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Which processes or threads are the ranks, and how they exchange messages."""
+    """The processes or threads that are the ranks, and how they exchange messages."""
 
     group: Any
     mesh: Any
@@ -734,7 +734,7 @@ class BatchOptions:
         return self.inputs, self.targets, self.kwargs
 
     def make_cutter(self, table: Table, loss: Loss, plan: Any) -> SequenceCutter | None:
-        """What cuts microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
+        """The cutter of microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
         if table.slices == 1:
             if self.slice_lengths is not None:
                 raise ScheduleError(

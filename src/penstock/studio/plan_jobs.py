@@ -97,7 +97,7 @@ class PlanJob:
 
     @contextmanager
     def follow(self) -> Iterator[None]:
-        """Count a page that follows the job. The job ends with its last page: nobody else knows its key, and only one plan can run."""
+        """Count a page that follows the job. The job ends with its last page: no other client knows its key, and only one plan can run."""
         self.followers += 1
         try:
             yield
@@ -187,7 +187,7 @@ class _Planner:
         self.candidates: list[Candidate] = []
         self.in_bytes = False
         self.limits: tuple[float, ...] | None = None
-        """What each rank may hold by the request, without the share that stays free."""
+        """The memory limit of each rank in the request, without the share that stays free."""
 
     def plan(self, body: Any) -> None:
         from penstock.planner.candidate import Candidate

@@ -101,7 +101,7 @@ function placeOf(panels: Shown[], k: number): string {
 /** Letters of a label that has room in a narrow column. */
 const SHORT = 10;
 
-/** A panel's label, or its place where the card has no room for it. */
+/** A panel's label, or its place if the card has no room for it. */
 function Head({ label, place }: { label: string; place: string }) {
   if (label.length <= SHORT) return <>{label}</>;
   return (

@@ -72,10 +72,10 @@ def plan(
         str | None, text_option("The schedules to try; 'searched' is an order found by search.  [default: all]", "NAME,NAME", "--schedules")
     ] = None,
     recompute: Annotated[
-        bool, typer.Option("--recompute", help="Let stages recompute their forward where memory holds a schedule back.")
+        bool, typer.Option("--recompute", help="Let stages recompute their forward if memory holds a schedule back.")
     ] = False,
     offload: Annotated[
-        bool, typer.Option("--offload", help="Let activations move to host memory where memory holds a schedule back.")
+        bool, typer.Option("--offload", help="Let activations move to host memory if memory holds a schedule back.")
     ] = False,
     host_memory: Annotated[
         str | None, text_option("With --offload: the most host memory per rank, like 100GiB.", "SIZE", "--host-memory")

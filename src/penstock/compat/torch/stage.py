@@ -734,7 +734,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
             return super().get_fwd_send_ops(fwd_chunk_id)
         if self.is_last:
             return []
-        # Without a backward, nobody reads the outputs again.
+        # Without a backward, the outputs are not read again.
         outputs = self._read_outputs(fwd_chunk_id) if self.has_backward else self._take_forward(fwd_chunk_id)[0]
         if self.has_backward:
             self._mark_as_sent(fwd_chunk_id)

@@ -190,7 +190,7 @@ def _infer_graph(rows: Rows, stages: int) -> StageGraph:
 
 
 def _is_program(rows: Rows, placement: Placement, graph: StageGraph) -> bool:
-    """Messages or sharding make a program; so do reductions alone where nothing has to cross ranks."""
+    """Messages or sharding make a program; so do reductions alone if nothing has to cross ranks."""
     if rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS, Kind.UNSHARD, Kind.RESHARD).any():
         return True
     crosses = any(copy[a] != copy[b] for copy in placement.copies for a, b in graph.edges)

@@ -48,7 +48,7 @@ class SearchResult:
     schedule: Schedule | None
     objective: float
     source: str = ""
-    """What it grew from: `list`, or the name of a schedule."""
+    """Its origin: `list`, or the name of a schedule."""
     rounds: float = 0.0
     """How many orders were timed, a try of a move counted as a part of one."""
     late: bool = False

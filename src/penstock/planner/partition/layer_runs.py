@@ -18,7 +18,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
+    """The memory of a rank at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
 
     Both are counted in microbatches; a slice is a part of one.
     """

@@ -67,7 +67,7 @@ def _find_first_layers(sizes: Sequence[int]) -> list[int]:
 
 
 def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
-    """What each stage holds of each slice if it is recomputed: its input, and what its layers keep in any case."""
+    """Memory of each stage for each slice if it is recomputed: its input, and the part that its layers keep in any case."""
     assert profile.tokens is not None
     first = profile.input * np.array(lengths) / profile.tokens
     inputs = np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
@@ -127,7 +127,7 @@ def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas:
 
 
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
     for rank, size in enumerate(reserve):
         static[placement.stages_of(rank)[0]] += size
@@ -135,7 +135,7 @@ def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, 
 
 
 def _sum_kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
-    """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
+    """Memory of each stage per microbatch if it is recomputed: its input, and the part that its layers keep in any case."""
     cut = split_layers(profile, sizes)
     inputs = [profile.input, *(run[-1].output for run in cut[:-1])]
     return [size + sum(layer.kept for layer in run) for size, run in zip(inputs, cut, strict=True)]

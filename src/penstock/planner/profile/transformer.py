@@ -1,7 +1,7 @@
 """The profile of a transformer from its size alone.
 
 With b samples per microbatch, s tokens each, T = bs; h the width, a heads of d numbers each, k the width of all keys (less than ad where
-several heads share them), g the width of the feed-forward part and n its matrices (3 where it is gated, else 2), V the vocabulary, e the
+several heads share them), g the width of the feed-forward part and n its matrices (3 if it is gated, else 2), V the vocabulary, e the
 bytes of a number. A matrix product counts 2 operations for each of its terms; everything else (norms, additions, look-ups) is free.
 
     linear maps    2T (2h ad + 2hk + n hg)       attention    4bs^2 ad, and half of that if it is causal and flash skips what is masked;

@@ -36,7 +36,7 @@ ParameterNames = dict[Hashable, list[tuple[Place, str]]]
 TiedNames = list[tuple[str, ...]]
 """The names of each tied parameter, starting with its name in the first layer that has it."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiled and checkpointed modules add to parameter names."""
+"""Parts that compiled and checkpointed modules add to parameter names."""
 Optimizers = Optimizer | Sequence[Optimizer] | None
 STATE, OPTIONS = "state.", "param_groups."
 Aliases = dict[str, list[str]]
@@ -133,7 +133,7 @@ class ModelState:
 
 
 Model: TypeAlias = "Pipeline | nn.Module | ModelState"
-"""What can be saved and loaded; a plain module is on one process."""
+"""Models that can be saved and loaded; a plain module is on one process."""
 
 
 def strip_wrappers(name: str) -> str:

@@ -190,7 +190,7 @@ _unscale_all = find_private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class ScaledPipeline(Protocol):
-    """What a `GradScaler` uses of a pipeline."""
+    """The part of a pipeline that a `GradScaler` uses."""
 
     scaler: Any
     """The scaler whose scale a training step multiplies its losses by; None for no scaling."""

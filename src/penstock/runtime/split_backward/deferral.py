@@ -204,7 +204,7 @@ class Observation:
     beside: bool = False
     """Whether the forward runs another stage's backward as well."""
     reason: str | None = None
-    """What it does that a split forward cannot; None if nothing was seen."""
+    """The reason why it cannot be split; None if there is none."""
 
 
 class GradientAdder:
