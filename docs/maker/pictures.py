@@ -49,9 +49,16 @@ def _uneven() -> bytes:
 
 
 def _candidates() -> bytes:
-    """What a plan for unequal layers is chosen from."""
-    layers = [ps.Layer(f=t, i=t, w=t, activation=t, weight_stash=t / 2, parameters=2 * t) for t in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])]
-    plan = ps.plan(ps.Profile(layers=layers, latency=0.1), ranks=RANKS, microbatches=MICROBATCHES, memory_limit=16.0, seconds=0.5)
+    """What a plan for unequal layers is chosen from: forwards of 5 and 7.5 ms, activations of 1 and 1.5 GiB."""
+    ms, gib = 1e-3, 2.0**30
+    layers = [
+        ps.Layer(
+            f=5 * ms * share, i=5 * ms * share, w=5 * ms * share, activation=gib * share, weight_stash=gib * share / 2, parameters=2 * gib
+        )
+        for share in (1.0, *UNEVEN, 1.0, *UNEVEN[:2])
+    ]
+    profile = ps.Profile(layers=layers, latency=0.5 * ms, time_unit="s")
+    plan = ps.plan(profile, ranks=RANKS, microbatches=MICROBATCHES, memory_limit="16GiB", seconds=0.5)
     return render(draw_tradeoff(plan), "svg")
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_assignments, read_size, text_option, whole_numbers
+from penstock.cli.options import count_option, read_size, text_option, whole_numbers
 from penstock.errors import CostsError, UsageError
+from penstock.text.options import read_assignments
 
 if TYPE_CHECKING:
     from penstock.planner.job import Job, Machines

@@ -16,6 +16,7 @@ from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Ints, Rows, pack_rows
+from penstock.text.numbers import format_count
 
 
 class Table(ABC):
@@ -139,7 +140,7 @@ class Table(ABC):
     def describe(self) -> str:
         """One line: `v, 4 ranks, 8 stages, 6 microbatches`, and the slices if there are any."""
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.placement.describe()}, {self.microbatches} microbatches{slices}"
+        return f"{self.placement.describe()}, {format_count(self.microbatches, 'microbatch')}{slices}"
 
     def _checked(self, rank: int) -> int:
         if not -self.ranks <= rank < self.ranks:

@@ -9,6 +9,7 @@ from penstock.errors import UsageError
 from penstock.planner.profile import Profile
 from penstock.planner.request import check_batch, check_count, check_limits, check_names, check_share
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
+from penstock.text.numbers import format_count
 
 _PLAN: dict[str, tuple[type, ...]] = {
     "profile": (dict, type(None)),
@@ -43,7 +44,7 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     if seconds > MOST_SECONDS:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
-        raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+        raise UsageError(f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one")
     total, profiles = check_batch(profile, options.get("microbatches"), options.get("batch"), options.get("microbatch_sizes"))
     check_actions(3 * ranks * (total // min(each.microbatch for each in profiles)), MOST_PLANNED)
     check_limits(options.get("memory_limit"), ranks)

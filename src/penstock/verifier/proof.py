@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 
 
@@ -36,11 +37,15 @@ class Proof:
 
     def __str__(self) -> str:
         what = "program" if self.lowered else "schedule"
-        counts = f"{self.actions} actions, {self.messages} messages" if self.lowered else f"{self.actions} actions"
+        counts = (
+            f"{format_count(self.actions, 'action')}, {format_count(self.messages, 'message')}"
+            if self.lowered
+            else f"{format_count(self.actions, 'action')}"
+        )
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
         lines = [
-            f"proved: {f'{self.name!r}, ' if self.name else ''}a {what} on {self.ranks} ranks "
-            f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches{slices}), {counts}"
+            f"proved: {f'{self.name!r}, ' if self.name else ''}a {what} on {format_count(self.ranks, 'rank')} "
+            f"({self.placement}, {format_count(self.stages, 'stage')}, {format_count(self.microbatches, 'microbatch')}{slices}), {counts}"
         ]
         lines += format_table(list(self.rules.items()), left=None, indent="  ")
         lines += [f"  {self._assumptions()}"] if self.lowered else []

@@ -14,10 +14,10 @@ from penstock.cli.job_options import JobOptions
 from penstock.cli.options import (
     AsJson,
     check_suffix,
+    complete_schedule_list,
     count_option,
     existing_file,
     file_option,
-    read_assignments,
     read_size,
     refuse_unitless,
     text_option,
@@ -25,6 +25,7 @@ from penstock.cli.options import (
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
 from penstock.errors import CostsError, PlanError, UsageError
+from penstock.text.options import read_assignments, split_names
 from penstock.text.units import Units, has_byte_unit
 
 if TYPE_CHECKING:
@@ -69,7 +70,13 @@ def plan(
         text_option("The share of each limit to keep free.  [default: 0.05 for estimated profiles, else 0]", "SHARE", "--headroom"),
     ] = None,
     schedules: Annotated[
-        str | None, text_option("The schedules to try; 'searched' is an order found by search.  [default: all]", "NAME,NAME", "--schedules")
+        str | None,
+        text_option(
+            "The schedules to try; 'searched' is an order found by search.  [default: all]",
+            "NAME,NAME",
+            "--schedules",
+            complete=complete_schedule_list,
+        ),
     ] = None,
     recompute: Annotated[
         bool, typer.Option("--recompute", help="Let stages recompute their forward where memory holds a schedule back.")
@@ -249,4 +256,4 @@ def _limit(text: str | None) -> Any:
 
 
 def _names(text: str | None) -> list[str] | None:
-    return None if text is None else [name.strip() for name in text.split(",") if name.strip()]
+    return None if text is None else split_names(text)

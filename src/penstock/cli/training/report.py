@@ -75,7 +75,7 @@ class TrainConsole:
     def starting(self, ranks: int | None) -> AbstractContextManager[None]:
         """Announce that processes start, which takes seconds in which nothing else is printed."""
         if ranks is not None:
-            self.err.print(f"[dim]starting {ranks} processes ...[/dim]")
+            self.err.print(f"[dim]starting {format_count(ranks, 'process')} ...[/dim]")
         return nullcontext()
 
     @contextmanager
@@ -136,12 +136,14 @@ class TrainConsole:
         units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
         times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
         held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
-        self.say(f"{len(profile)} layers, {times}; parameters, gradients and optimizer {units.size(held)}")
+        self.say(f"{format_count(len(profile), 'layer')}, {times}; parameters, gradients and optimizer {units.size(held)}")
         if profile.bandwidth is not None:
             self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
 
     def plan(self, plan: Plan) -> None:
-        self.head(f"Plan: {plan.name}, {plan.placement.kind} placement, {plan.microbatches} microbatches of {plan.microbatch}")
+        self.head(
+            f"Plan: {plan.name}, {plan.placement.kind} placement, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}"
+        )
         units = plan.units
         self.say(f"predicted with a core for every rank: {units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
         self.say(f"{describe_bound(plan)}")
@@ -155,7 +157,9 @@ class TrainConsole:
             self.say(f"\n{name} cannot be compared: {plan}")
             return
         peak = plan.units.size(max(plan.predicted.peak_memory))
-        self.say(f"\nto compare with: {name} within the same limit, {plan.microbatches} microbatches of {plan.microbatch}, {peak}")
+        self.say(
+            f"\nto compare with: {name} within the same limit, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}, {peak}"
+        )
         self.say(f"predicted with a core for every rank: {plan.units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
 
     def proof(self, proof: Proof, plan: Plan | None) -> None:
@@ -225,7 +229,7 @@ def describe_sharing(ranks: int, cores: int) -> str:
     """Say why measured times differ from those of the plan, and what they are compared with."""
     shared = format_count(cores, "core")
     return (
-        f"{ranks} processes share {shared} of this machine, so a step takes longer than with a core for every rank. "
+        f"{format_count(ranks, 'process')} share {shared} of this machine, so a step takes longer than with a core for every rank. "
         f"Measured times are compared with a prediction for {shared}."
     )
 
@@ -349,7 +353,12 @@ def _cards(session: Session, done: TrainingResult) -> Iterator[Card]:
         yield Card("loss and gradients", value, "against the unpipelined model, same microbatches", done.equal)
     proof = session.proof
     assert proof is not None
-    yield Card("proof", f"{len(proof.rules)} rules hold", f"{proof.actions} actions, {proof.messages} messages", True)
+    yield Card(
+        "proof",
+        f"{len(proof.rules)} rules hold",
+        f"{format_count(proof.actions, 'action')}, {format_count(proof.messages, 'message')}",
+        True,
+    )
     if session.plan is not None:
         yield from _plan_cards(session.plan)
     if session.differences is not None:

@@ -23,6 +23,7 @@ from penstock.planner.plan import Plan, plan
 from penstock.simulator.comparison.differences import AUTO as AUTO_SCALE
 from penstock.simulator.comparison.differences import Differences, differences
 from penstock.simulator.shared_cores import share_cores
+from penstock.text.numbers import format_count
 from penstock.verifier.verify import verify
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ class Session:
         assert done is not None
         equal = describe_parity(done)
         if contest is None or self.plan is None:
-            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {self.table.ranks} ranks{equal}."
+            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {format_count(self.table.ranks, 'rank')}{equal}."
         limit = self.plan.memory_limit
         within = "" if limit is None else f"Within the same {self.plan.units.size(max(limit))} per rank, "
         faster = f"{contest.speedup:.2f} times as fast as" if contest.speedup >= SAME else f"{1 / contest.speedup:.2f} times as long as"

@@ -23,6 +23,7 @@ from penstock.planner.job.job import Job
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.pipelines import SCHEDULES, Orders, Pipeline, PipelineTrials
 from penstock.planner.job.search import Outcome, Search, Trial, bound_seconds, list_configurations
+from penstock.planner.named_schedules import list_candidates
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, check_count, check_names
 from penstock.simulator.timeline import Timeline
@@ -227,19 +228,21 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     """
     fields = {name: (value,) for name, value in configuration.to_json().items()}
     chosen = list_configurations(job, fields)[0]
-    orders, limit = Orders(check_names(schedule.partition("{")[0])), None if recompute is None else math.inf
-    trials = PipelineTrials(LayerCosts(job, chosen, bool(recompute)), orders, recompute is None, limit).run()
-    matching = [trial for trial in trials if trial.name == schedule or trial.name.partition("{")[0] == schedule]
-    if not matching:
-        raise PlanError(f"{schedule!r} is none of the schedules for these degrees: {', '.join(trial.name for trial in trials) or 'none'}")
-    best = matching[0]
+    orders, limit = Orders(check_names(schedule)), None if recompute is None else math.inf
+    costs = LayerCosts(job, chosen, bool(recompute))
+    trials = PipelineTrials(costs, orders, recompute is None, limit).run()
+    if not trials:
+        reasons = list_candidates(orders.names, chosen.pipeline, job.transformer.layers + sum(costs.ends))[1]
+        reason = next(iter(reasons.values()), "it does not take so many microbatches")
+        raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
+    best = trials[0]
     if best.pipeline is None:
         raise PlanError(
             f"{chosen.describe()} does not fit with {schedule}: {Units('s', True).size(best.excess)} over the limit of a GPU; "
             "with recompute=False or recompute=True it is predicted all the same"
         )
     bound = bound_seconds(LayerCosts(job, chosen), best.pipeline.candidate.microbatches)
-    trial = Trial(chosen, bound, Outcome.FITS, tuple(matching))
+    trial = Trial(chosen, bound, Outcome.FITS, tuple(trials))
     return JobPlan(job, chosen, best.pipeline, (trial,))
 
 

@@ -12,6 +12,7 @@ from penstock.planner.job.configuration import DIMENSIONS
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.search import Outcome, Trial
 from penstock.planner.partition.stage_costs import split_layers
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _summary(plan: JobPlan) -> Iterator[str]:
     yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
     yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
-        f"  {'pipeline':<12} {plan.name}, {plan.microbatches} microbatches of {chosen.microbatch}; "
+        f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
         f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
     )
     blocks = sum(plan.recomputed)
