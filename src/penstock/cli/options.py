@@ -12,7 +12,7 @@ import typer
 
 from penstock.errors import CostsError, FileFormatError, UsageError
 from penstock.schedules.registry import CLASS_NAMES, algorithms
-from penstock.text.units import has_byte_unit, parse_size, seconds_per
+from penstock.text.units import SECONDS, has_byte_unit, parse_size, parse_time, seconds_per
 
 STDOUT = Path("-")
 TEXT = ("", ".txt", ".md", ".log")
@@ -37,11 +37,34 @@ def whole_numbers(option: str, text: str | None) -> list[int] | None:
         raise UsageError(f"{option}: {text!r} is not a list of whole numbers, like 1,2,4") from None
 
 
-def refuse_unitless(option: str, text: str | None) -> None:
+def refuse_unitless(option: str, text: str | None, what: str = "memory is in bytes", unit: str = "GiB") -> None:
     """Ask for the unit of a size that would be a few bytes; sizes below this are never meant in bytes."""
     for part in (text or "").split(","):
         if part.strip() and not has_byte_unit(part) and (read_size(option, part) or 0.0) < LEAST_BYTES:
-            raise UsageError(f"{option} {part.strip()}: memory is in bytes here, so write the unit, like {part.strip()}GiB")
+            raise UsageError(f"{option} {part.strip()}: {what} here, so write the unit, like {part.strip()}{unit}")
+
+
+def read_rate(option: str, text: str | None, in_bytes: bool = True) -> float | None:
+    """Read an option that is a bandwidth, like 50GB; if sizes are in bytes, its unit must be written."""
+    rate = read_size(option, text)
+    if in_bytes:
+        refuse_unitless(option, text, "bandwidth is in bytes per second", "GB")
+    return rate
+
+
+def read_time(option: str, text: str | None, unit: str = "s") -> float | None:
+    """Read an option that is a time, like 5us, in `unit`; a plain number is in that unit, and must not be a whole second or more."""
+    if text is None:
+        return None
+    try:
+        value, written = parse_time(text, option)
+    except CostsError as error:
+        raise UsageError(str(error)) from None
+    if written and unit not in SECONDS:
+        raise UsageError(f"{option} {text}: the profile's times have no unit: write a plain number")
+    if not written and unit in SECONDS and value * SECONDS[unit] >= 1.0:
+        raise UsageError(f"{option} {text}: that would be {value:g} {unit}, so write the unit, like {value:g}us")
+    return value * (SECONDS[written] / SECONDS[unit] if written else 1.0)
 
 
 def read_size(option: str, text: str | None) -> float | None:

@@ -106,7 +106,7 @@ def summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple[str,
     unit, in_bytes = unit_of(timeline, unit), timeline.units.in_bytes
     idle = timeline.idle_by_cause
     total = sum(idle.values())
-    unit_name = f" {memory_unit(timeline)}" if memory_unit(timeline).startswith("activations") else ""
+    unit_name = " activations" if memory_unit(timeline).startswith("activations") else ""
     peak, held = fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),

@@ -48,7 +48,9 @@ def read_assignments(what: str, parts: Iterable[str], example: str) -> dict[str,
     values: dict[str, Any] = {}
     for part in parts:
         name, equals, text = map(str.strip, part.partition("="))
-        if not equals or not name.isidentifier() or not text:
+        if name.isidentifier() and equals and not text:
+            raise UsageError(f"{what}: {name}= has no value: write {example}")
+        if not equals or not name.isidentifier():
             raise UsageError(f"{what}: {part.strip()!r} is not NAME=VALUE: write {example}")
         if name in values:
             raise UsageError(f"{what}: {name} is given twice")

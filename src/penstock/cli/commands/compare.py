@@ -17,7 +17,7 @@ from penstock.cli.sources import OptionalLowering, Per, PerOption, TimelineSourc
 from penstock.errors import UsageError
 from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
-from penstock.text.units import seconds_per
+from penstock.text.units import SECONDS, seconds_per
 
 if TYPE_CHECKING:
     from penstock.simulator.comparison.differences import Differences
@@ -139,7 +139,7 @@ def compare(
             entries.append(NamedTimeline(name, _timeline(source, unit)))
         step("comparing")
         laid = lay_over(entries, overlay, scale, tolerance)
-        if laid.pairs and unit is None and any(entry.is_measured for entry in entries):
+        if unit is None and any(entry.is_measured for entry in entries):
             unit = "s"
         ranked = sorted(laid.entries, key=lambda entry: (_value(entry, by), _value(entry, By.PEAK)))
         data = {"by": by.value, "results": [_data(entry, ranked[0], by) for entry in ranked], **(laid.data(unit) if as_json else {})}
@@ -150,11 +150,20 @@ def compare(
 
 
 def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
-    """A measured timeline is not simulated, only converted from seconds."""
+    """A prediction, in `unit` if it does not know its own; a measured timeline is not simulated, only converted from seconds."""
     measured = timed.measured()
-    if measured is None:
-        return timed.timeline()
-    return measured if unit is None else measured.scaled(1 / seconds_per(unit))
+    if measured is not None:
+        return measured if unit is None else _name_unit(measured.scaled(1 / seconds_per(unit)), unit)
+    predicted = timed.timeline()
+    return predicted if unit is None or _knows_unit(predicted) else _name_unit(predicted, unit)
+
+
+def _knows_unit(timeline: Timeline) -> bool:
+    return timeline.units.time_unit in SECONDS
+
+
+def _name_unit(timeline: Timeline, unit: str) -> Timeline:
+    return timeline.in_units(replace(timeline.units, time_unit=unit))
 
 
 def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dict[str, Any]) -> None:
@@ -273,11 +282,14 @@ class Overlay:
 
 
 def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | None, tolerance: float | None) -> Overlay:
-    """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first."""
+    """Lay each measured timeline over the first predicted one; with `asked`, lay each timeline over the first, and with False none.
+
+    Either way, predictions get the unit of the measured timelines, and are refused if there is no telling how.
+    """
     from penstock.simulator.comparison.differences import TOLERANCE, differences
     from penstock.simulator.comparison.matching import match
 
-    base, others = _split(entries, asked)
+    base, others = _split(entries, bool(asked))
     if not others:
         _refuse_unused(asked, scale, tolerance)
         return Overlay(list(entries))
@@ -291,18 +303,17 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
                 raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
             laid.refused[other.name] = str(error)
         else:
-            found = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
-            factor = found.scale  # one factor for all pairs
-            laid.pairs.append(Pair(base, other, found))
-    return _rescale(laid)
+            pair = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = pair.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, pair))
+    laid = replace(laid, entries=_convert(laid.entries, factor))
+    return Overlay(laid.entries) if asked is False else laid
 
 
-def _split(entries: Sequence[NamedTimeline], asked: bool | None) -> tuple[NamedTimeline, list[NamedTimeline]]:
+def _split(entries: Sequence[NamedTimeline], all_over_first: bool) -> tuple[NamedTimeline, list[NamedTimeline]]:
     """Find the prediction and the timelines to lay over it."""
-    if asked is False:
-        return entries[0], []
     base = next((entry for entry in entries if not entry.is_measured), entries[0])
-    return base, [entry for entry in entries if entry is not base and (asked or entry.is_measured)]
+    return base, [entry for entry in entries if entry is not base and (all_over_first or entry.is_measured)]
 
 
 def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | None) -> None:
@@ -313,10 +324,25 @@ def _refuse_unused(asked: bool | None, scale: str | None, tolerance: float | Non
             raise UsageError(f"{option} is for timelines laid over each other: one of them must be measured, or give --overlay")
 
 
-def _rescale(laid: Overlay) -> Overlay:
-    """Convert the simulated timelines to the unit of the measured ones."""
-    factor = laid.pairs[0].differences.scale if laid.pairs else 1.0
-    if factor == 1.0:
-        return laid
-    entries = [entry if entry.is_measured else replace(entry, timeline=entry.timeline.scaled(factor)) for entry in laid.entries]
-    return replace(laid, entries=entries)
+def _convert(entries: Sequence[NamedTimeline], factor: float | str | None) -> list[NamedTimeline]:
+    """Convert the predictions to the unit of the measured timelines: from their own unit, or by the factor if they do not know it."""
+    from penstock.simulator.comparison.differences import is_alike
+
+    measured = next((entry.timeline for entry in entries if entry.is_measured), None)
+    if measured is None:
+        return list(entries)
+
+    def convert(timeline: Timeline) -> Timeline:
+        if _knows_unit(timeline) and _knows_unit(measured):
+            return timeline.scaled(seconds_per(timeline.units.time_unit) / seconds_per(measured.units.time_unit))
+        if isinstance(factor, float):
+            return timeline.scaled(factor)
+        ratio = float(measured.busy.sum() / timeline.busy.sum()) if timeline.busy.sum() else 1.0
+        if not is_alike(ratio):
+            raise UsageError(
+                f"the unit of the predicted times is not known, and the measured work takes {ratio:.4g} times as long as the predicted: "
+                "name the unit of the costs with --unit, or give the factor with --scale"
+            )
+        return timeline
+
+    return [entry if entry.is_measured else replace(entry, timeline=convert(entry.timeline)) for entry in entries]
