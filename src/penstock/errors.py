@@ -36,6 +36,10 @@ class ScheduleError(PenstockError, ValueError):
     """Arguments that no schedule can be built from."""
 
 
+class ScheduleTypeError(ScheduleError, TypeError):
+    """Something else than a schedule or program, such as a name; the message says how to get one."""
+
+
 class UnknownNameError(ScheduleError, LookupError):
     """A name that is not registered; the message offers the nearest ones."""
 

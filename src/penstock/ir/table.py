@@ -8,7 +8,7 @@ from functools import cached_property
 from os import PathLike
 from typing import Any, Self
 
-from penstock.errors import ScheduleError
+from penstock.errors import ScheduleError, ScheduleTypeError
 from penstock.ir.action import Action, unpack_row
 from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.dependencies import Deliveries, Linker, Links, find_deliveries
@@ -164,6 +164,23 @@ class Table(ABC):
         from penstock.ir.formats.json_form import encode
 
         return encode(self)
+
+
+def check_table(value: object, function: str) -> None:
+    """Refuse anything but a schedule or program as the argument of a function."""
+    if isinstance(value, Table):
+        return
+    hint = ""
+    if isinstance(value, str | PathLike):
+        is_file = str(value).lower().endswith((".csv", ".json"))
+        hint = (
+            f": load the file, penstock.load({str(value)!r})"
+            if is_file
+            else f": build it, penstock.schedule({value!r}, ranks, microbatches)"
+        )
+    elif isinstance(getattr(value, "schedule", None), Table):
+        hint = f": take the schedule of the {type(value).__name__}, its .schedule"
+    raise ScheduleTypeError(f"{function} takes a Schedule or a Program, got {type(value).__name__}{hint}")
 
 
 def check_counts(placement: Placement, microbatches: int, slices: int) -> None:

@@ -8,9 +8,9 @@ from itertools import islice
 import numpy as np
 
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, VerifyError, nearest
-from penstock.ir.costs import Costs
+from penstock.ir.costs import Costs, check_costs
 from penstock.ir.kind import SENDS
-from penstock.ir.table import Table
+from penstock.ir.table import Table, check_table
 from penstock.text.units import parse_size
 from penstock.verifier.context import Context
 from penstock.verifier.finding import Finding, report
@@ -111,13 +111,12 @@ def _proof(context: Context, with_memory: bool) -> Proof:
 def _context(
     table: Table, semantics: str, costs: Costs | None, outstanding: int | None, *, memory_limit: Limit, host_memory_limit: Limit
 ) -> Context:
-    if not isinstance(table, Table):
-        raise ScheduleError(f"verify takes a Schedule or a Program, got {type(table).__name__}")
+    check_table(table, "verify")
     if semantics not in SEMANTICS:
         raise UnknownNameError(f"there are no semantics {semantics!r}: {nearest(str(semantics), SEMANTICS)}")
     if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
         raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
-    costs = costs or Costs()
+    costs = check_costs(costs)
     costs.check(table.stages, table.units)
     limits, in_bytes = _limits("memory_limit", memory_limit, table.ranks)
     host_limits, host_in_bytes = _limits("host_memory_limit", host_memory_limit, table.ranks)

@@ -82,13 +82,18 @@ class TrainConsole:
     def measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
         if not self._live:
+            self._note("measuring ...")
             yield lambda progress: None
             return
         with self.err.status("measuring") as status:
             yield lambda progress: status.update(progress.activity)
 
-    def planning(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
-        return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
+    def planning(self, profile: Profile, what: str, seconds: float) -> AbstractContextManager[Callable[[Any], None]]:
+        """Show the search for a plan: of `what`, for at most so many seconds after the named schedules."""
+        if self._live:
+            return show_planning(Units(profile.time_unit, in_bytes=True))
+        self._note(f"planning {what}, searching for up to {seconds:g} s ...")
+        return nullcontext(lambda progress: None)
 
     @contextmanager
     def training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
@@ -107,10 +112,9 @@ class TrainConsole:
         self.head(f"Measure the plan and {name} in turns, within the same limit")
         done = count(1)
         if not self._live:
+            self._note(f"measuring {format_count(steps, 'step')} ...")
             yield lambda progress: None
             return
-        from penstock.cli.output import show_bar
-
         with show_bar(steps) as update:
 
             def tell(progress: TrainingProgress) -> None:
@@ -118,6 +122,10 @@ class TrainConsole:
                     update(completed=next(done))
 
             yield tell
+
+    def _note(self, text: str) -> None:
+        """Print a line of progress where no bar can be drawn."""
+        self.err.print(f"[dim]   {text}[/dim]")
 
     def _lines(self, steps: int) -> Callable[[TrainingProgress], None]:
         """Print a line now and then."""
@@ -204,7 +212,7 @@ class TrainConsole:
 def _candidate_lines(plan: Plan, shown: int) -> Iterator[str]:
     """The fastest candidates that fit and the fastest that do not, one line each."""
     units = plan.units
-    timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted((each for each in plan.candidates if each.objective is not None), key=lambda each: each.objective or 0.0)
     chosen = plan.alternatives[plan.chosen]
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
     fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
@@ -430,7 +438,7 @@ def _model(plan: Plan) -> Section:
 
 def _candidates(plan: Plan) -> Section:
     units, chosen = plan.units, plan.alternatives[plan.chosen]
-    timed = sorted((each for each in plan.alternatives if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted((each for each in plan.candidates if each.objective is not None), key=lambda each: each.objective or 0.0)
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
     shown.sort(key=lambda each: (not each.fits, each.objective or 0.0))
     rows = []

@@ -144,7 +144,8 @@ class Session:
         given = self.options
         options: dict[str, Any] = {"memory_limit": given.memory_limit, "recompute": given.recompute, "seconds": given.seconds}
         options["schedules"] = schedules
-        with catch_interrupt() as stopped, self.console.planning(profile) as tell:
+        what = "every schedule" if schedules is None else ", ".join(schedules)
+        with catch_interrupt() as stopped, self.console.planning(profile, what, given.seconds) as tell:
             best = plan(profile, ranks=ranks, batch=given.batch, seed=given.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
