@@ -41,9 +41,9 @@ class Verdict(StrEnum):
 
 IN_WORDS = {
     Verdict.FITS: "fit",
-    Verdict.OVER: "over their memory limit",
+    Verdict.OVER: "over the memory limit",
     Verdict.TOO_LARGE: "too large for one microbatch at a time",
-    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
+    Verdict.SLOW: "not timed, because the work alone takes longer than the best plan",
     Verdict.REFUSED: "not possible here",
 }
 """The verdicts of several candidates, after their number."""
@@ -206,7 +206,7 @@ class Candidate:
 
 
 def count_verdicts(candidates: Sequence[Candidate]) -> str:
-    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over their memory limit"."""
+    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
     return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(
         f"{counts[verdict]} {text}" for verdict, text in IN_WORDS.items() if counts[verdict]

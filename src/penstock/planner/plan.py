@@ -152,7 +152,8 @@ class Plan:
     @cached_property
     def proof(self) -> Proof:
         """The proof that the program neither hangs, drops work nor exceeds the limit."""
-        return verify(self.program, memory_limit=self.memory_limit, host_memory_limit=self.host_memory_limit, costs=self.costs)
+        proof = verify(self.program, memory_limit=self.memory_limit, host_memory_limit=self.host_memory_limit, costs=self.costs)
+        return replace(proof, in_bytes=self.in_bytes)
 
     @cached_property
     def objective(self) -> float:

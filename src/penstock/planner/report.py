@@ -55,7 +55,8 @@ def _summary(plan: Plan) -> Iterator[str]:
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
     yield from _offload(plan)
-    yield from (f"  {'note':<12} {note}" for note in plan.notes)
+    for note in plan.notes:
+        yield from wrap(f"  {'note':<12} {note}", _WIDTH, subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
 def _offload(plan: Plan) -> Iterator[str]:
@@ -244,7 +245,7 @@ def _unfit(plan: Plan) -> Iterator[str]:
     over = sorted((line for line in plan.candidates if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
     if over:
         yield ""
-        yield f"over their memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
+        yield f"over the memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
         titles = ("microbatches", *(["slices"] if is_sliced(plan) else []), "recomputed")
         rows: list[tuple[str, ...]] = [("candidate", *titles, "would take", "over by", "on rank")]
         for line in over[:_SHOWN]:

@@ -102,6 +102,7 @@ def _proof(context: Context, with_memory: bool) -> Proof:
         memory_limit=context.limits,
         host_memory=tuple(peak_host_memory(table, context.costs)) if with_memory and has_copies(context) else None,
         host_memory_limit=context.host_limits,
+        in_bytes=context.in_bytes,
     )
 
 

@@ -204,12 +204,14 @@ def _lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[st
     from penstock.draw.summary import format_memory, format_time, unit_of
 
     rows = [("", "schedule", "ranks", "microbatches", "makespan", "bubble", "peak", "messages", f"{by} / best")]
+    in_bytes = any(entry.timeline.units.in_bytes for entry in ranked)  # peaks in another unit cannot be compared with those
     for place, entry in enumerate(ranked, start=1):
         timeline, relative = entry.timeline, _relative(entry, ranked[0], by)
         slices = f" x {timeline.table.slices}" if timeline.table.slices > 1 else ""
         shape = entry.name, str(timeline.ranks), f"{timeline.table.microbatches}{slices}"
         makespan = format_time(timeline.makespan, unit_of(timeline, unit))
-        figures = makespan, format_percent(timeline.bubble), format_memory(max(timeline.peak_memory), timeline.units.in_bytes)
+        peak = format_memory(max(timeline.peak_memory), timeline.units.in_bytes) if timeline.units.in_bytes >= in_bytes else "-"
+        figures = makespan, format_percent(timeline.bubble), peak
         rows.append((str(place), *shape, *figures, str(timeline.num_messages), "-" if relative is None else f"{relative:.3f}"))
     yield from format_table(rows, left=(1,))
     if len({(entry.timeline.ranks, entry.timeline.table.microbatches) for entry in ranked}) > 1:

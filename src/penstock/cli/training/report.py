@@ -170,9 +170,9 @@ class TrainConsole:
         )
         self.say(f"predicted with a core for every rank: {plan.units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
 
-    def proof(self, proof: Proof, plan: Plan | None) -> None:
+    def proof(self, proof: Proof) -> None:
         self.head("Prove it before it runs")
-        self.say(str(proof) if plan is None else _proof_in_units(proof, plan))
+        self.say(str(proof))
 
     def trained(self, done: TrainingResult, options: TrainOptions) -> None:
         if done.loaded is not None:
@@ -293,16 +293,6 @@ def sparkline(values: list[float], width: int = 32) -> str:
     low, high = means.min(), means.max()
     heights = 0.5 + np.round((means - low) / ((high - low) or 1.0) * (len(terminal.BARS) - 1))
     return terminal.sparkline(heights, len(terminal.BARS)) if can_print(terminal.BARS) and np.isfinite(heights).all() else ""
-
-
-def _proof_in_units(proof: Proof, plan: Plan) -> str:
-    """Write the proof with memory in the plan's units."""
-    lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
-    if plan.memory_limit is None:
-        return "\n".join(lines)
-    rank = max(range(len(plan.predicted.peak_memory)), key=plan.predicted.peak_memory.__getitem__)
-    held, limit = plan.predicted.peak_memory[rank], plan.memory_limit[rank]
-    return "\n".join([*lines, f"  peak memory: {plan.units.size(held)} of {plan.units.size(limit)} allowed, on rank {rank}"])
 
 
 @contextmanager

@@ -113,7 +113,7 @@ class Session:
         else:
             self.table = chosen
             self.proof = verify(chosen if chosen.lowered else lower(chosen))
-        self.console.proof(self.proof, self.plan)
+        self.console.proof(self.proof)
 
     def _make_plan(self, started: RankProcesses) -> Plan:
         from penstock.runtime.train.trainer import profile_file

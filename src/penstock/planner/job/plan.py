@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from os import PathLike
@@ -90,7 +90,7 @@ class JobPlan:
     def proof(self) -> Proof:
         """The proof that the pipeline neither hangs, drops work nor exceeds the memory limit."""
         limits = (self.job.limit,) * self.configuration.pipeline
-        return verify(lower(self.schedule), memory_limit=limits, costs=self.costs)
+        return replace(verify(lower(self.schedule), memory_limit=limits, costs=self.costs), in_bytes=True)
 
     @property
     def seconds(self) -> float:

@@ -169,7 +169,7 @@ def _others(plan: JobPlan) -> Iterator[str]:
     counts = {outcome: sum(trial.outcome == outcome for trial in plan.trials) for outcome in Outcome}
     yield (
         f"{len(plan.trials)} configurations: {counts[Outcome.FITS]} timed and fit; {counts[Outcome.OVER]} do not fit; "
-        f"{counts[Outcome.SLOWER]} not timed, because their bound is above the best"
+        f"{counts[Outcome.SLOWER]} not timed, because the bound is above the best"
     )
     if len(rows) > 1:
         yield ""
