@@ -120,7 +120,7 @@ def test_a_model_that_does_not_fit_is_a_finding(refused, profile, tmp_path):
                 ("flops=0", "flops=0: flops is the number of operations per second"),
                 ("flops=-1", "flops=-1: flops is the number of operations per second"),
                 ("flops=", "flops= has no value: write"),
-                ("", "a transformer needs flops; flops is the number of operations per second"),
+                ("", "a transformer: 'flops' is missing; flops is the number of operations per second"),
             )
         ),
         *(

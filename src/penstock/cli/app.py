@@ -24,7 +24,7 @@ from penstock.cli.commands.verify import verify
 from penstock.cli.options import expand_groups
 
 
-def help_records(command: Any, context: Any, kind: str) -> list[tuple[str, str]]:
+def list_help_records(command: Any, context: Any, kind: str) -> list[tuple[str, str]]:
     """The arguments or options of a command with their help: choices without brackets, and no Python types."""
     records: list[tuple[str, str]] = []
     for parameter in command.get_params(context):
@@ -36,7 +36,7 @@ def help_records(command: Any, context: Any, kind: str) -> list[tuple[str, str]]
     return records
 
 
-def usage_line(command: Any, context: Any) -> str:
+def write_usage_line(command: Any, context: Any) -> str:
     """The arguments of a command as they are written: those that are required without braces."""
     return " ".join(command.collect_usage_pieces(context)).replace("{", "").replace("}", "")
 
@@ -45,17 +45,17 @@ class _Command(TyperCommand):
     """Writes help without the names of Python types."""
 
     def format_usage(self, ctx: Any, formatter: Any) -> None:
-        formatter.write_usage(ctx.command_path, usage_line(self, ctx))
+        formatter.write_usage(ctx.command_path, write_usage_line(self, ctx))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         for kind in ("argument", "option"):
-            records = help_records(self, ctx, kind)
+            records = list_help_records(self, ctx, kind)
             if records:
                 with formatter.section(f"{kind.capitalize()}s"):
                     formatter.write_dl(records)
 
 
-class _Group(TyperGroup):
+class _CommandList(TyperGroup):
     """Lists the commands with their whole first lines, however narrow the terminal is."""
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -66,7 +66,7 @@ class _Group(TyperGroup):
 
 # Plain help loads much faster than Rich's, and reads the same in a pipe.
 app = typer.Typer(
-    cls=_Group,
+    cls=_CommandList,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},

@@ -21,7 +21,7 @@ LEAST_BYTES = 2**16
 """A limit of fewer bytes must be written with a unit."""
 
 
-def whole_number(text: str) -> int:
+def read_count(text: str) -> int:
     """Read an option that counts something."""
     try:
         return int(text)
@@ -29,7 +29,7 @@ def whole_number(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is not a whole number") from None
 
 
-def whole_numbers(option: str, text: str | None) -> list[int] | None:
+def read_counts(option: str, text: str | None) -> list[int] | None:
     """Read an option with several counts, like 1,2,4."""
     try:
         return None if text is None else [int(number) for number in text.split(",")]
@@ -75,7 +75,7 @@ def read_size(option: str, text: str | None) -> float | None:
         raise UsageError(str(error)) from None
 
 
-def existing_file(path: Path, option: str = "") -> Path:
+def check_file(path: Path, option: str = "") -> Path:
     """Refuse a path at which there is no file."""
     if path.is_dir():
         raise UsageError(f"{option}{path} is a folder, not a file")
@@ -84,7 +84,7 @@ def existing_file(path: Path, option: str = "") -> Path:
     return path
 
 
-def writable(path: Path | None) -> Path | None:
+def check_writable(path: Path | None) -> Path | None:
     """Refuse a path that no file can be written to before any work is done; `-` is stdout."""
     if path is None or path == STDOUT:
         return path
@@ -97,7 +97,7 @@ def writable(path: Path | None) -> Path | None:
 
 def file_or_stdout(path: Path | None) -> Path | None:
     """Read a path to write to; None is stdout."""
-    return None if path == STDOUT else writable(path)
+    return None if path == STDOUT else check_writable(path)
 
 
 def check_suffix(output: Path | None, suffixes: Sequence[str]) -> str | None:
@@ -120,7 +120,7 @@ def check_unit(unit: str | None) -> None:
 
 def count_option(text: str, *names: str, metavar: str = "N") -> Any:
     """Declare an option that counts something."""
-    return typer.Option(*names, metavar=metavar, parser=whole_number, help=text)
+    return typer.Option(*names, metavar=metavar, parser=read_count, help=text)
 
 
 def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], list[str]] | None = None) -> Any:
@@ -130,7 +130,7 @@ def text_option(text: str, metavar: str, *names: str, complete: Callable[[str], 
 
 def file_option(text: str, *names: str, stdout: bool = True) -> Any:
     """Declare an option that names a file to write; with `stdout`, `-` is stdout."""
-    return typer.Option(*names, metavar="FILE", callback=file_or_stdout if stdout else writable, help=text)
+    return typer.Option(*names, metavar="FILE", callback=file_or_stdout if stdout else check_writable, help=text)
 
 
 def complete_schedules(incomplete: str) -> list[str]:
@@ -181,21 +181,21 @@ Unit = Annotated[str | None, text_option("The unit of the costs' times: s, ms, u
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON and nothing else.")]
 
 
-def _text_file(path: Path | None) -> Path | None:
+def _check_text_file(path: Path | None) -> Path | None:
     """Refuse a suffix of anything but text before any work is done."""
     if path is not None and path.suffix.lower() not in (*TEXT, ".json"):
         raise UsageError(f"{path}: the suffix is neither .txt nor .json, and the result is text")
     return file_or_stdout(path)
 
 
-def _program_file(path: Path | None) -> Path | None:
+def _check_program_file(path: Path | None) -> Path | None:
     if path is not None and path.suffix.lower() not in (*TEXT, ".csv", ".json"):
         hint = "'penstock simulate --lower -o' draws pictures"
         raise UsageError(f"{path}: the suffix is not one of .csv, .json, .txt; {hint}")
     return file_or_stdout(path)
 
 
-def _schedule_file(path: Path | None) -> Path | None:
+def _check_schedule_file(path: Path | None) -> Path | None:
     from penstock.draw.save import PICTURES
 
     if path is not None and path.suffix.lower() not in TEXT:
@@ -203,16 +203,18 @@ def _schedule_file(path: Path | None) -> Path | None:
     return file_or_stdout(path)
 
 
-def _output(check: Callable[[Path | None], Path | None], forms: str) -> Any:
+def _declare_output(check: Callable[[Path | None], Path | None], forms: str) -> Any:
     text = f"Write to FILE, whole or not at all, instead of printing: {forms}."
     return typer.Option("-o", "--output", metavar="FILE", callback=check, help=text)
 
 
-TextOutput = Annotated[Path | None, _output(_text_file, ".txt or .json")]
-ProgramOutput = Annotated[Path | None, _output(_program_file, ".csv (for PyTorch too) or .json to load it again, .txt as printed")]
+TextOutput = Annotated[Path | None, _declare_output(_check_text_file, ".txt or .json")]
+ProgramOutput = Annotated[
+    Path | None, _declare_output(_check_program_file, ".csv (for PyTorch too) or .json to load it again, .txt as printed")
+]
 ScheduleOutput = Annotated[
     Path | None,
-    _output(_schedule_file, ".csv or .json to load it again, .svg, .pdf, .png or .html as a picture, .txt as printed"),
+    _declare_output(_check_schedule_file, ".csv or .json to load it again, .svg, .pdf, .png or .html as a picture, .txt as printed"),
 ]
 
 

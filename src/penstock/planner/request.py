@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import CostsError, ScheduleError, UnknownNameError, nearest
-from penstock.ir.codes import MAX_MICROBATCHES, MAX_STAGES
+from penstock.ir.codes import MAX_MICROBATCHES
 from penstock.ir.placement import Placement
 from penstock.planner.partition.cut import LayerCut, cut_layers
 from penstock.planner.partition.layer_runs import PeakMoment
@@ -18,7 +18,7 @@ from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
 from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
-from penstock.text.units import Units, has_byte_unit, parse_size
+from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
@@ -186,11 +186,11 @@ def check_batch(
     if microbatches is not None:
         if sizes is not None:
             raise ScheduleError("microbatch_sizes= goes with batch=: with microbatches= the size is the profile's")
-        count = check_count("microbatches", microbatches, MAX_MICROBATCHES)
+        count = check_count("microbatches", microbatches, most=MAX_MICROBATCHES, error=ScheduleError)
         return count * profile.microbatch, (profile.at(profile.microbatch),)
-    total = check_count("batch", batch, None)
+    total = check_count("batch", batch, error=ScheduleError)
     listed = profile.sizes if sizes is None else _check_list("microbatch_sizes= takes whole numbers", sizes)
-    wanted = [check_count("a microbatch size", size, None) for size in listed]
+    wanted = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
     even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
@@ -221,7 +221,7 @@ def check_slices(profile: Profile, slices: int | Sequence[int] | None, granulari
         short = f"a sequence of {profile.tokens} tokens is too short for slices of {LEAST_TOKENS}: ask for shorter ones with slices="
         return (1, *counts), "" if counts else short
     listed = [slices] if isinstance(slices, (int, np.integer)) else _check_list("slices= takes whole numbers", slices)
-    wanted = tuple(sorted({check_count("slices", count, MAX_MICROBATCHES) for count in listed}))
+    wanted = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
     if not wanted:
         raise ScheduleError("slices= is empty: name at least one number, or leave it out")
     if wanted == (1,):
@@ -307,14 +307,6 @@ def _check_list(what: str, value: Any) -> list[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise ScheduleError(f"{what}: give a list of them, got {value!r}")
     return list(value)
-
-
-def check_count(name: str, value: Any, most: int | None = MAX_STAGES, least: int = 1) -> int:
-    """A whole number from `least` up to `most`."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least or (most is not None and value > most):
-        until = "" if most is None else f" and at most {most}"
-        raise ScheduleError(f"{name} must be a whole number of at least {least}{until}, got {value!r}")
-    return int(value)
 
 
 def check_share(name: str, value: Any, below: float = float("inf")) -> float:

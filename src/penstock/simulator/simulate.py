@@ -26,7 +26,7 @@ def simulate(table: Table, costs: Costs | None = None, *, engine: str = "auto") 
     and back run beside everything else, one at a time in each direction of a link. `engine` is `auto`, `plain` or `compiled` (needs numba).
     """
     check_table(table, "simulate")
-    return _time(_flat(table), check_costs(costs), engine)
+    return _time(_lay_flat(table), check_costs(costs), engine)
 
 
 def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timeline:
@@ -34,7 +34,7 @@ def retime(timeline: Timeline, costs: Costs, *, engine: str = "auto") -> Timelin
     return _time(timeline.flat, costs, engine)
 
 
-def _flat(table: Table) -> Flat:
+def _lay_flat(table: Table) -> Flat:
     """Lay the table flat; refuse actions that do not come after everything they need of their own rank."""
     rows, (before, after), missing = table.rows, table.links.local, table.links.missing
     if len(missing.after):
@@ -96,7 +96,7 @@ def simulate_many(
         raise ScheduleError(f"scenarios={scenarios}, jitter={jitter}: at least 1 scenario, and a jitter from 0 up to 1")
     check_table(table, "simulate_many")
     costs = check_costs(costs)
-    flat = _flat(table)
+    flat = _lay_flat(table)
     graph, takes = flat.graph(costs.contention, costs.host_link_shared), flat.durations(costs)
     chance = np.random.default_rng(seed)
     spread = np.sqrt(np.log1p(jitter**2))

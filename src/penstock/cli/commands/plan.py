@@ -13,17 +13,17 @@ import typer
 from penstock.cli.job_options import JobOptions
 from penstock.cli.options import (
     AsJson,
+    check_file,
     check_suffix,
     complete_schedule_list,
     count_option,
-    existing_file,
     file_option,
+    read_counts,
     read_rate,
     read_size,
     read_time,
     refuse_unitless,
     text_option,
-    whole_numbers,
 )
 from penstock.cli.output import INTERRUPTED, catch_interrupt, deliver, show_planning
 from penstock.errors import CostsError, PlanError, UsageError
@@ -148,7 +148,7 @@ def plan(
         links = {"memory": read_size("--memory-limit", memory_limit), "latency": read_time("--latency", latency)}
         links["bandwidth"] = read_rate("--bandwidth", bandwidth)
         refuse_unitless("--memory-limit", memory_limit)
-        choices = {"schedules": _names(schedules), "microbatch": whole_numbers("--microbatch-sizes", microbatch_sizes), **job.choices}
+        choices = {"schedules": _read_names(schedules), "microbatch": read_counts("--microbatch-sizes", microbatch_sizes), **job.choices}
         return _plan_job(job.make_job(_read_sizes(transformer), links, headroom), choices, as_json, output)
     if ranks is None:
         raise UsageError("Missing option '-p' / '--ranks': the ranks of the pipeline; --gpus plans a whole job instead")
@@ -165,8 +165,8 @@ def plan(
     options |= {"offload": offload, "host_memory": read_size("--host-memory", host_memory)}
     options |= {"host_bandwidth": read_rate("--host-bandwidth", host_bandwidth, in_bytes)}
     options |= {"barrier": barrier, "split": split, "headroom": headroom, "seconds": seconds, "rounds": rounds, "seed": seed}
-    options |= {"schedules": _names(schedules), "microbatch_sizes": whole_numbers("--microbatch-sizes", microbatch_sizes)}
-    options |= {"slices": whole_numbers("--slices", slices), "slice_granularity": slice_granularity}
+    options |= {"schedules": _read_names(schedules), "microbatch_sizes": read_counts("--microbatch-sizes", microbatch_sizes)}
+    options |= {"slices": read_counts("--slices", slices), "slice_granularity": slice_granularity}
     with catch_interrupt() as stopped, show_planning(Units(model.time_unit, is_in_bytes(model, limit))) as tell:
         try:
             best = planning.plan(model, ranks=ranks, **options, progress=tell, stop=stopped)
@@ -178,7 +178,7 @@ def plan(
         best.save(output)
     if figure is not None:
         best.save(figure)
-    deliver(lambda _: _lines(best, output), best.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(best, output), best.to_json, as_json=as_json, output=None)
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
@@ -200,7 +200,7 @@ def _plan_job(job: Job, choices: dict[str, Any], as_json: bool, output: Path | N
             return _report_interrupt(str(error))
     if output is not None:
         best.save(output)
-    deliver(lambda _: _lines(best, output), best.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(best, output), best.to_json, as_json=as_json, output=None)
     return _report_interrupt("this is the best plan so far") if stopped() else 0
 
 
@@ -209,7 +209,7 @@ def _report_interrupt(result: str) -> int:
     return INTERRUPTED
 
 
-def _lines(best: Plan | JobPlan, output: Path | None) -> Iterator[str]:
+def _write_lines(best: Plan | JobPlan, output: Path | None) -> Iterator[str]:
     yield from best.report().splitlines()
     if output is not None:
         yield ""
@@ -223,7 +223,7 @@ def _load_model(profile: Path | None, transformer: str | None) -> Profile:
     if (profile is None) == (transformer is None):
         raise UsageError("give one model: --profile FILE or --transformer SIZES" + (", not both" if profile else ""))
     if profile is not None:
-        return Profile.load(existing_file(profile, "--profile: "))
+        return Profile.load(check_file(profile, "--profile: "))
     try:
         return Profile.transformer(**_read_sizes(transformer))
     except CostsError as error:
@@ -262,5 +262,5 @@ def _limit(text: str | None) -> Any:
     return limits[0] if len(limits) == 1 else limits
 
 
-def _names(text: str | None) -> list[str] | None:
+def _read_names(text: str | None) -> list[str] | None:
     return None if text is None else split_names(text)

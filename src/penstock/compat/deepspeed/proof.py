@@ -50,7 +50,7 @@ def prove(factory: Factory, *, micro_batches: int, stages: int, strict: bool = T
     Without it sends return at once, and every buffer has a loss and a gradient of its own.
     """
     program = to_program(factory, micro_batches=micro_batches, stages=stages, strict=strict)
-    return verify(program, semantics=_semantics(strict))
+    return verify(program, semantics=_choose_semantics(strict))
 
 
 def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: bool = True) -> Program:
@@ -61,20 +61,22 @@ def to_program(factory: Factory, *, micro_batches: int, stages: int, strict: boo
         raise ScheduleError(f"a pipeline has at least one stage, got stages={stages}")
     made = [factory(micro_batches=micro_batches, stages=stages, stage_id=stage) for stage in range(stages)]
     name = getattr(factory, "__name__", "")
-    return program_of([plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name)
+    return build_program(
+        [to_plain(each) for each in made], micro_batches, [each.num_pipe_buffers() for each in made], strict=strict, name=name
+    )
 
 
-def plain(steps: Iterable[Iterable[Any]]) -> Stream:
+def to_plain(steps: Iterable[Iterable[Any]]) -> Stream:
     """The instructions of any schedule, ours or DeepSpeed's own, as the values that the passes use."""
     return [[Instruction(each.name, each.kwargs.get("buffer_id")) for each in step] for step in steps]
 
 
-def unknown(stream: Stream) -> Instruction | None:
+def find_unknown(stream: Stream) -> Instruction | None:
     """The first instruction whose meaning is not known."""
     return next((each for step in stream for each in step if each.name not in KNOWN), None)
 
 
-def program_of(
+def build_program(
     streams: Sequence[Stream],
     micro_batches: int,
     buffers: Sequence[int],
@@ -85,7 +87,7 @@ def program_of(
 ) -> Program:
     """The proved program of these streams, one per stage; `labels` says whether the last stage needs labels for its loss."""
     for stage, stream in enumerate(streams):
-        strange = unknown(stream)
+        strange = find_unknown(stream)
         if strange is not None:
             raise PassError(f"stage {stage}: the meaning of {strange} is not known, so its stream cannot be proved")
     training = any(each.name in TRAINING for stream in streams for step in stream for each in step)
@@ -94,14 +96,16 @@ def program_of(
     if findings:
         raise VerifyError(findings, _describe(name, streams, micro_batches, findings))
     program = _join(readers, micro_batches, name)
-    semantics = _semantics(strict)
+    semantics = _choose_semantics(strict)
     findings = check(program, semantics=semantics) or ([] if strict else list(find_blocked(program)))
     if findings:
         raise VerifyError(findings, f"{report(program, semantics, findings)}\n\n{_describe_places(readers, findings)}")
     return program
 
 
-def unproved_program_of(streams: Sequence[Stream], micro_batches: int, buffers: Sequence[int], *, training: bool, labels: bool) -> Program:
+def build_unproved_program(
+    streams: Sequence[Stream], micro_batches: int, buffers: Sequence[int], *, training: bool, labels: bool
+) -> Program:
     """The program of streams with instructions of unknown meaning, which are passed over.
 
     If the other instructions make no sense by themselves, it has the microbatches in their order, all forwards first.
@@ -118,7 +122,7 @@ def unproved_program_of(streams: Sequence[Stream], micro_batches: int, buffers: 
     return SendReceive("just-in-time").apply(Program.start(by_name("gpipe" if training else "inference", len(streams), micro_batches)))
 
 
-def _semantics(strict: bool) -> str:
+def _choose_semantics(strict: bool) -> str:
     return "rendezvous" if strict else "channels"
 
 
@@ -236,7 +240,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def num_pipe_buffers(self: Any) -> int:
         """The number of buffers that the stream uses."""
-        return _num_buffers(stream(self))
+        return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
         proved(schedule.microbatches, schedule.ranks)
@@ -285,12 +289,12 @@ def _fit_sizes(table: Table, micro_batches: int, stages: int) -> Table:
 def _prove_streams(table: Table) -> Sequence[Stream]:
     """The streams of all stages, proved for an engine with one loss, one gradient and sends that block."""
     merged = MergeBackward(apart=True).apply(Program.start(table)).schedule()
-    found = write_streams(_one_loss(merged) if table.training else merged)
-    program_of(found, table.microbatches, [_num_buffers(stream) for stream in found], name=table.name)
+    found = write_streams(_pair_last_rank(merged) if table.training else merged)
+    build_program(found, table.microbatches, [_count_buffers(stream) for stream in found], name=table.name)
     return found
 
 
-def _one_loss(schedule: Schedule) -> Schedule:
+def _pair_last_rank(schedule: Schedule) -> Schedule:
     """The same with each backward of the last rank right after its forward, where it can always run."""
     rows = [schedule.row(rank) for rank in range(schedule.ranks)]
     last = Rows.join([rows[-1]])
@@ -300,6 +304,6 @@ def _one_loss(schedule: Schedule) -> Schedule:
     return Schedule.from_rows(Rows.join(rows), schedule.placement, schedule.microbatches, graph=schedule.graph, name=schedule.name)
 
 
-def _num_buffers(stream: Stream) -> int:
+def _count_buffers(stream: Stream) -> int:
     """The number of buffers that a stream uses, at least one."""
     return 1 + max((each.buffer_id for step in stream for each in step if each.buffer_id is not None), default=0)

@@ -13,7 +13,7 @@ import numpy as np
 from penstock.draw.figures.canvas import FAINT, INK, POINTS, SMALL, TEXT, annotate, text_width, use_style
 from penstock.draw.figures.rank_rows import MOST_CURVES, PeakLabels, RankRows, draw_band, draw_curves, draw_map
 from penstock.draw.figures.sheet import Band, LegendEntry, Sheet, check_names, timeline_entries
-from penstock.draw.summary import WORDS, format_memory, format_time, fullest_rank, memory_unit, shape_of, title_of
+from penstock.draw.summary import WORDS, find_fullest_rank, format_memory, format_time, memory_unit, shape_of, title_of
 from penstock.ir.rows import Floats
 from penstock.simulator.comparison.differences import Differences
 from penstock.simulator.timeline import Timeline
@@ -71,7 +71,7 @@ class _Panels:
             yield [self.sheet.header(name, self._facts(timeline)), self._rows(panel, timeline), *self._memory(timeline)]
 
     def _facts(self, timeline: Timeline) -> list[str]:
-        peak, sheet = fullest_rank(timeline), self.sheet
+        peak, sheet = find_fullest_rank(timeline), self.sheet
         held = f"{format_memory(timeline.peak_memory[peak], timeline.units.in_bytes)} {memory_unit(timeline)}".rstrip()
         return [
             ", ".join(shape_of(timeline)),

@@ -87,10 +87,10 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
-    before, after = _neighbours(stages, microbatches)
+    before, after = _list_neighbours(stages, microbatches)
     sizes = costs.table("output", stages, microbatches)
     hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
-    travel, link, num_links = _links(problem, ranks, after, hops)
+    travel, link, num_links = _number_links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
     held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
@@ -150,12 +150,12 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
         full=full.copy(),
         takes=takes,
         keeps=keeps,
-        alone=_alone(flat, stash),
+        alone=_find_peak_alone(flat, stash),
         work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
     )
 
 
-def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
+def _list_neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     """The nodes before and after each node."""
     node = np.arange(3 * stages * microbatches).reshape(3, stages, microbatches)
     after = np.full_like(node, -1)
@@ -168,7 +168,7 @@ def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     return before, after.ravel()
 
 
-def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
+def _number_links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
     """Time and link of each message.
 
     A link is a channel, or several channels that contend for it. Messages of one sender go in its order, as in the simulation;
@@ -189,7 +189,7 @@ def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Fl
     return travel, link, len(keys)
 
 
-def _alone(flat: FlatProblem, stash: Floats) -> Floats:
+def _find_peak_alone(flat: FlatProblem, stash: Floats) -> Floats:
     """Peak memory of one microbatch alone: all its activations on the rank, and the stash of one stage while the others are held."""
     shape = (flat.stages, flat.microbatches)
     activation, kept = flat.activation.reshape(shape).max(axis=1), stash.reshape(shape).max(axis=1)

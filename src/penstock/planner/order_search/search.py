@@ -127,7 +127,7 @@ class _OrderSearch:
         """List scheduling, patterns, then local search."""
         with self.budget.part(_ON_RULES):
             pool = self._list_schedule() if len(self.problem.placement.copies) == 1 else []
-        evaluator = self._evaluator(self.problem)
+        evaluator = self._get_evaluator(self.problem)
         pool += [replace(order, objective=evaluator.time(order.nodes, order.full)) for order in self.starts]
         pool = _pick_different(pool, 3)
         with self.budget.part(_ON_PATTERNS):
@@ -135,7 +135,7 @@ class _OrderSearch:
         pool += [order for order in _pick_different(repeating, 1) if self._accept(order)]
         LocalSearch(evaluator, self.budget, self.chance, self._accept, lambda: self.over).run(pool)
 
-    def _evaluator(self, problem: Problem) -> Evaluator:
+    def _get_evaluator(self, problem: Problem) -> Evaluator:
         return Evaluator(flatten(problem, self.reserve.tolist()))
 
     def _list_schedule(self) -> list[Order]:
@@ -148,7 +148,7 @@ class _OrderSearch:
     def _leave_room(self) -> None:
         """Reserve as much memory for received messages as they take in orders of this kind."""
         for _ in range(_ROUNDS):
-            rules = RuleSearch(self._evaluator(self.problem), self.budget, self.chance)
+            rules = RuleSearch(self._get_evaluator(self.problem), self.budget, self.chance)
             rules.begin(_FEW)
             if not rules.orders or self._accept(rules.orders[0]):
                 return
@@ -157,7 +157,7 @@ class _OrderSearch:
     def _search_rules(self) -> list[Order]:
         """Search dispatch rules, with fewer microbatches first if there are many."""
         short = shorten(self.problem)
-        self.sample = self._evaluator(short or self.problem)
+        self.sample = self._get_evaluator(short or self.problem)
         rules = RuleSearch(self.sample, self.budget, self.chance, self.least if short is None else 0.0)
         with self.budget.part(0.4 if short is None else 0.3):
             rules.begin()
@@ -166,7 +166,7 @@ class _OrderSearch:
         self.sampled = rules.orders[:2]
         if short is None:
             return rules.orders
-        whole = RuleSearch(self._evaluator(self.problem), self.budget, self.chance, self.least)
+        whole = RuleSearch(self._get_evaluator(self.problem), self.budget, self.chance, self.least)
         whole.take_over(rules.tracks)
         whole.climb()
         return whole.orders

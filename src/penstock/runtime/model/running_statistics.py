@@ -57,7 +57,7 @@ class RunningStatistics:
         self.modules = {stage: module.module if isinstance(module, Recomputed) else module for stage, module in modules.items()}
         self._several = {stage for stage in self.modules if len({copy[stage] for copy in placement.copies}) > 1}
         """The stages that several ranks hold."""
-        self._norms = {stage: dict(_norm_layers(module)) for stage, module in self.modules.items()}
+        self._norms = {stage: dict(_list_norm_layers(module)) for stage, module in self.modules.items()}
         self.gathers = False
         """Whether ranks exchange their statistics at the end of a step."""
         if len(placement.copies) > 1:
@@ -74,7 +74,7 @@ class RunningStatistics:
 
     # Forwards ---------------------------------------------------------------------------------------------------------
 
-    def scattered(self, actions: Sequence[Action]) -> set[int]:
+    def find_scattered(self, actions: Sequence[Action]) -> set[int]:
         """Return the stages of this rank that do not run all microbatches in order here."""
         order: dict[int, list[int]] = {stage: [] for stage in self.modules}
         for action in actions:
@@ -83,7 +83,7 @@ class RunningStatistics:
                     order[part.stage].append(part.microbatch)
         return self._several | {stage for stage, microbatches in order.items() if microbatches != sorted(microbatches)}
 
-    def around(self, stage: int, microbatch: int, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap_forward(self, stage: int, microbatch: int, call: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap the forward of a scattered stage so that it writes into separate statistics."""
         module, norms = self.modules[stage], self._norms[stage]
 
@@ -161,7 +161,7 @@ def _fold(part: NormBase, forwards: Sequence[ForwardStatistics]) -> Iterator[tup
         yield part.num_batches_tracked, part.num_batches_tracked + (count - before)
 
 
-def _norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
+def _list_norm_layers(module: nn.Module) -> Iterator[tuple[str, NormBase]]:
     """Yield the norm layers that keep running statistics in a known way."""
     for name, part in module.named_modules():
         if isinstance(part, NormBase) and type(part).forward in _KNOWN and part.running_mean is not None and not is_lazy(part.running_mean):
@@ -180,7 +180,7 @@ def _refuse_other_changes(stage: int, module: nn.Module, skip: set[str], first: 
     versions = None if first else ModuleVersions.capture(module, skip=skip)
     yield
     if state is not None:
-        changed = [name for name in state.changed(set_first=False) if name not in skip]
+        changed = [name for name in state.list_changed(set_first=False) if name not in skip]
         if changed:
             state.restore()
     else:
