@@ -225,14 +225,14 @@ class _TraceEvents:
         for rank in range(self.timeline.ranks):
             curve = self.timeline.memory(rank)
             total = _remove_rounding(curve.static + curve.total, curve.peak)
-            held = {name: _remove_rounding(values, curve.peak) for name, values in curve.held.items() if values.any()}
+            series = {name: _remove_rounding(values, curve.peak) for name, values in curve.held.items() if values.any()}
             times = [self._to_ticks(time) for time in curve.times.tolist()]
             if not times or times[0] > 0:
                 yield _write_counter("memory", rank, 0.0, held=curve.static)
             for place in _find_last_of_each(times):
                 yield _write_counter("memory", rank, times[place], held=total[place])
-                if len(held) > 1:
-                    yield _write_counter("memory by use", rank, times[place], **{name: values[place] for name, values in held.items()})
+                if len(series) > 1:
+                    yield _write_counter("memory by use", rank, times[place], **{name: values[place] for name, values in series.items()})
 
 
 def _write_meta(what: str, rank: int, lane: int = 0, **args: Any) -> TraceEvent:

@@ -107,12 +107,12 @@ def list_summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple
     idle = timeline.idle_by_cause
     total = sum(idle.values())
     unit_name = " activations" if memory_unit(timeline).startswith("activations") else ""
-    peak, held = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
+    peak, peaks = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),
         ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
         ("span bubble", f"{format_percent(timeline.span_bubble)} of the longest rank's span"),
-        ("peak memory", f"{held[peak]}{unit_name} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
+        ("peak memory", f"{peaks[peak]}{unit_name} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
         ("messages", str(timeline.num_messages)),
         ("idle", format_time(total, unit)),
     ]

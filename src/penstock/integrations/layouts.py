@@ -107,7 +107,7 @@ def _join_parts(names: Sequence[Sequence[str]], plan: Plan) -> list[list[str]]:
 
 def _count_layers(names: Sequence[Sequence[str]], parts: Sequence[Sequence[str]], profile: Profile) -> tuple[int, ...]:
     """The layers in each part: the reverse of `_join_parts`, for parts that hold all names in order."""
-    part_of = [part for part, held in enumerate(parts) for _ in held]
+    part_of = [part for part, layers in enumerate(parts) for _ in layers]
     counts, place, here = [0] * len(parts), 0, 0
     for layer, own in enumerate(names):
         spread = part_of[place : place + len(own)]
@@ -198,7 +198,7 @@ class MegatronLayout:
             raise PlacementError(
                 f"a layout begins with its only E, ends with its only L, and has m only behind the last t; it reads {letters}"
             )
-        predicting = [stage for stage, held in enumerate(self.stages) if MTP in held]
+        predicting = [stage for stage, layers in enumerate(self.stages) if MTP in layers]
         if len(predicting) > 1:
             raise PlacementError(f"Megatron wants all m in one stage, and they are in stages {', '.join(map(str, predicting))}")
         if predicting and predicting[0] < (chunks - 1) * ranks:
@@ -367,7 +367,7 @@ def write_megatron(plan: Plan, kinds: str | None = None) -> Export:
         )
     notes += [*_note_added_ends(kinds), *_note_order(plan, order)]
     if all(plan.recompute):
-        most = max(held.count(BLOCK) for held in layout.stages)
+        most = max(layers.count(BLOCK) for layers in layout.stages)
         settings |= {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": str(max(most, 1))}
     elif any(plan.recompute):
         stages = [str(stage) for stage, again in enumerate(plan.recompute) if again]
@@ -541,16 +541,19 @@ def read_torchtitan(
     parts = _parse_parts(text, source)
     chunks = _count_chunks(len(parts), ranks, "the list")
     names = _list_modules(_check_kinds(profile, kinds))
-    wanted = [name for own in names for name in own]
-    listed = [(part, name) for part, held in enumerate(parts) for name in held]
+    expected = [name for own in names for name in own]
+    listed = [(part, name) for part, names_in_part in enumerate(parts) for name in names_in_part]
     for place, (part, name) in enumerate(listed):
-        if place >= len(wanted) or name != wanted[place]:
-            due = repr(wanted[place]) if place < len(wanted) else "nothing"
+        if place >= len(expected) or name != expected[place]:
+            due = repr(expected[place]) if place < len(expected) else "nothing"
             raise PlacementError(
-                f"part {part} has {name!r} where {due} is due: the profile's {len(profile)} layers are {wanted[0]} to {wanted[-1]} in order"
+                f"part {part} has {name!r} where {due} is due: the profile's {len(profile)} layers "
+                f"are {expected[0]} to {expected[-1]} in order"
             )
-    if len(listed) < len(wanted):
-        raise PlacementError(f"{wanted[len(listed)]!r} is in no part: the profile's {len(profile)} layers are {wanted[0]} to {wanted[-1]}")
+    if len(listed) < len(expected):
+        raise PlacementError(
+            f"{expected[len(listed)]!r} is in no part: the profile's {len(profile)} layers are {expected[0]} to {expected[-1]}"
+        )
     partition = _count_layers(names, parts, profile)
     note = f"read from torchtitan's module names of {format_count(len(parts), 'part')}, {format_count(chunks, 'part')} per rank"
     return _build_plan(profile, partition, ranks=ranks, microbatches=microbatches, note=note)

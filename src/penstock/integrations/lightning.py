@@ -199,8 +199,8 @@ class PipelineStrategy(DDPStrategy):
         state, aliases = optimizer_state(getattr(optimizer, "_optimizer", optimizer), names)
         state |= {other: state[key] for key, others in aliases.items() for other in others}
         whole: dict[str, Any] = {}
-        for theirs in self.pipeline.gather("optimizer", state):
-            whole.update(theirs)
+        for share in self.pipeline.gather("optimizer", state):
+            whole.update(share)
         return {_OPTIMIZER: whole} if self.is_global_zero else {}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -166,12 +166,12 @@ def _split_steps(ranges: Iterable[Range]) -> list[list[Range]]:
     """A step ends where an action comes again."""
     steps: list[list[Range]] = []
     seen: set[Action] = set()
-    for each in ranges:
-        if not steps or each.action in seen:
+    for span in ranges:
+        if not steps or span.action in seen:
             steps.append([])
             seen = set()
-        steps[-1].append(each)
-        seen.add(each.action)
+        steps[-1].append(span)
+        seen.add(span.action)
     return steps
 
 
@@ -179,13 +179,13 @@ def build_timeline(ranges: Sequence[Sequence[Range]], files: Sequence[str] = ())
     """The timeline of one step, from the ranges of each rank."""
     files = files or [f"rank {rank}" for rank in range(len(ranges))]
     try:
-        schedule = Schedule.from_actions([[each.action for each in row] for row in ranges], name="traced")
+        schedule = Schedule.from_actions([[span.action for span in row] for row in ranges], name="traced")
         program = lower(schedule)
     except PenstockError as error:
         raise FileFormatError(", ".join(files), f"the ranges of this step are not a whole schedule: {error}") from error
     ahead = align_clocks(program, ranges)
-    times = {part: (each, ahead[rank]) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
-    zero = min(each.start - offset for each, offset in times.values())
+    times = {part: (span, ahead[rank]) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
+    zero = min(span.start - offset for span, offset in times.values())
     start, end = _collect_action_times(program, times, zero)
     depart, arrive = _collect_message_times(program, times, zero)
     nothing = np.full(len(start), -1.0)
@@ -204,8 +204,8 @@ def _collect_action_times(program: Program, times: Times, zero: float) -> tuple[
         clock = 0.0
         for action in program[rank]:
             known = [times[part] for part in action.parts if part in times]
-            begun = min((each.start - ahead - zero for each, ahead in known), default=clock)
-            clock = max((each.end - ahead - zero for each, ahead in known), default=clock)
+            begun = min((span.start - ahead - zero for span, ahead in known), default=clock)
+            clock = max((span.end - ahead - zero for span, ahead in known), default=clock)
             starts.append(begun / 1e6)
             ends.append(clock / 1e6)
     return np.array(starts), np.array(ends)
@@ -238,7 +238,7 @@ def align_clocks(program: Program, ranges: Sequence[Sequence[Range]]) -> list[fl
     A computation cannot begin before the one that made its input has ended. Messages in both directions bound the difference of two
     clocks from both sides. A difference of 0 stays if it is possible, because ranks of one machine share a clock.
     """
-    times = {part: (rank, each) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
+    times = {part: (rank, span) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
     rows, messages = program.rows, Flat(program).messages
     least: dict[tuple[int, int], float] = {}
     for maker, after in zip(messages.maker.tolist(), messages.after.tolist(), strict=True):

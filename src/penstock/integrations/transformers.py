@@ -100,8 +100,8 @@ class PipelineMixin:
                 "compute_loss_func= needs the outputs of the whole model, but the loss of a pipeline is computed on its last stage: give "
                 'pipeline_options={"loss_fn": ..., "weight": ...} instead'
             )
-        given = kwargs.get("optimizers") or (None, None)
-        if given[0] is not None:
+        optimizers = kwargs.get("optimizers") or (None, None)
+        if optimizers[0] is not None:
             raise IntegrationError(
                 "optimizers= has an optimizer of the whole model, but each rank updates its own layers: give optimizer_cls_and_kwargs=, or "
                 "choose one by args.optim"

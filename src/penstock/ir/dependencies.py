@@ -375,10 +375,10 @@ class Linker:
         keys = self.graph.edge_table @ (self.graph.stages, 1)
         if not len(keys):
             return np.full(len(one), -1, dtype=np.int64)
-        wanted = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
-        at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+        asked = np.minimum(one, other) * self.graph.stages + np.maximum(one, other)
+        at = np.minimum(np.searchsorted(keys, asked), len(keys) - 1)
         inside = (np.minimum(one, other) >= 0) & (np.maximum(one, other) < self.graph.stages)
-        return np.where((keys[at] == wanted) & inside, at, -1)
+        return np.where((keys[at] == asked) & inside, at, -1)
 
     def _crosses(self, one: Ints, other: Ints, microbatch: Ints) -> Flags:
         return np.not_equal(self.placement.ranks_of(one, microbatch), self.placement.ranks_of(other, microbatch))

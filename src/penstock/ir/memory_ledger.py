@@ -176,14 +176,14 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
-    kept = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
+    sizes = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
     return [
         _list_changes(_RECEIVE_BUFFERS, begin, when, size),
         _list_changes(_RECEIVE_BUFFERS, last, When.END, -size),
         _list_changes(_RECEIVE_BUFFERS, begun, When.END, partial),
         _list_changes(_RECEIVE_BUFFERS, made, When.END, -partial),
-        _list_changes(_RECEIVE_BUFFERS, send, When.START, kept),
-        _list_changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
+        _list_changes(_RECEIVE_BUFFERS, send, When.START, sizes),
+        _list_changes(_RECEIVE_BUFFERS, wait, When.END, -sizes),
     ]
 
 

@@ -96,11 +96,11 @@ class Placement:
 
     @cached_property
     def _held(self) -> tuple[tuple[int, ...], ...]:
-        held: list[dict[int, None]] = [{} for _ in range(self.ranks)]
+        stages: list[dict[int, None]] = [{} for _ in range(self.ranks)]
         for copy in self.copies:
             for stage, rank in enumerate(copy):
-                held[rank][stage] = None
-        return tuple(map(tuple, held))
+                stages[rank][stage] = None
+        return tuple(map(tuple, stages))
 
     @cached_property
     def _table(self) -> NDArray[np.int64]:

@@ -128,8 +128,8 @@ class Table(ABC):
         """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
-        mine, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
-        return mine == others and self.ranks == other.ranks and self.rows == other.rows
+        own, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
+        return own == others and self.ranks == other.ranks and self.rows == other.rows
 
     __hash__ = None  # type: ignore[assignment]
 

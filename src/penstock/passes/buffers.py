@@ -128,6 +128,6 @@ def _find_known(program: Program, sends: Ints, uses: Ints) -> Ints:
     order = np.argsort(heard)
     back = (target * len(rows) + source)[order]
     latest = np.maximum.accumulate(back * span + sends[order]) % span
-    wanted = source * len(rows) + target
-    at = np.searchsorted(heard[order], wanted * span + sends) - 1
-    return np.where((at >= 0) & (back[at] == wanted), latest[at], -1)
+    back_channel = source * len(rows) + target
+    at = np.searchsorted(heard[order], back_channel * span + sends) - 1
+    return np.where((at >= 0) & (back[at] == back_channel), latest[at], -1)

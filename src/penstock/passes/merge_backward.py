@@ -29,10 +29,10 @@ class MergeBackward(Pass):
         check_stages(self.name, self.stages, program)
         rows = program.rows
         inputs, weights = _pair_anywhere(rows, program) if self.apart else _pair_neighbours(rows)
-        wanted = is_within(self.stages, rows.stage[inputs])
+        allowed = is_within(self.stages, rows.stage[inputs])
         keep = np.ones(len(rows.codes), dtype=np.bool_)
-        keep[weights[wanted]] = False
-        merged = Rows(change_kind(rows.codes, inputs[wanted], Kind.B), rows.offsets)
+        keep[weights[allowed]] = False
+        merged = Rows(change_kind(rows.codes, inputs[allowed], Kind.B), rows.offsets)
         return self._record(program, rows=merged.keep(keep))
 
 

@@ -78,7 +78,7 @@ def _read_options(name: str, text: str) -> dict[str, str]:
 
 
 _CLASSES: tuple[type[Pass], ...] = (SplitBackward, MergeBackward, Offload, Shard, ReduceGrad, SendReceive, Receive, WaitSend, Buffers)
-_BY_NAME = {each.name: each for each in _CLASSES}
+_BY_NAME = {kind.name: kind for kind in _CLASSES}
 
 
 def passes() -> dict[str, str]:

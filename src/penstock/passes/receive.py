@@ -115,11 +115,11 @@ def _place_ahead(rows: Rows, messages: _Receives, depth: int) -> Rows:
     starts = np.unique(rows.group_starts[np.flatnonzero(rows.is_kind(*COMPUTE))])
     turn = np.searchsorted(starts, rows.group_starts[messages.use])
     first = np.searchsorted(starts, rows.offsets[messages.rank])
-    wanted = starts[np.maximum(turn - depth, first)]
+    places = starts[np.maximum(turn - depth, first)]
     order = np.argsort(messages.channel, kind="stable")
-    before = np.empty(len(wanted), dtype=np.int64)
-    before[order] = _find_least_to_come(wanted[order], messages.channel[order])
-    tie = np.empty(len(wanted), dtype=np.int64)
+    before = np.empty(len(places), dtype=np.int64)
+    before[order] = _find_least_to_come(places[order], messages.channel[order])
+    tie = np.empty(len(places), dtype=np.int64)
     tie[order] = np.arange(len(order))
     return rows.insert(before, messages.code, messages.rank, tie)
 

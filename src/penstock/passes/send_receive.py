@@ -77,5 +77,5 @@ def _list_sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
         return code, maker
     order = np.lexsort((maker, code))
     last = np.append(code[order][1:] != code[order][:-1], True)[: len(code)]
-    kept = np.sort(order[last])
-    return code[kept], maker[kept]
+    edges = np.sort(order[last])
+    return code[edges], maker[edges]

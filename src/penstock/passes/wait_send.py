@@ -98,7 +98,7 @@ class _Budget:
             moved = False
             for rank, end in enumerate(ends):
                 entry = at[rank]
-                if entry == end or not all(done[need] for each in range(entry, group_ends[entry]) for need in needs.get(each, ())):
+                if entry == end or not all(done[need] for part in range(entry, group_ends[entry]) for need in needs.get(part, ())):
                     continue
                 held = pending[rank]
                 held[:] = [send for send in held if places[send] > entry]  # retired where they stand
@@ -108,8 +108,8 @@ class _Budget:
                         continue
                     places[ready] = entry
                     held.remove(ready)
-                for each in range(entry, group_ends[entry]):
-                    done[each] = True
+                for part in range(entry, group_ends[entry]):
+                    done[part] = True
                 if entry in number:
                     held.append(number[entry])
                 if entry in message_of:

@@ -192,8 +192,8 @@ class Instance:
         time = unit_for([*np.concatenate([*times.values(), hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
         size = unit_for(np.concatenate([*sizes.values()]).ravel().tolist(), SIZE_STEPS)
         room = [
-            None if limit == math.inf else floor_units(limit * (1 + SLACK) - kept, size) if limit * (1 + SLACK) >= kept else -1
-            for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
+            None if limit == math.inf else floor_units(limit * (1 + SLACK) - static, size) if limit * (1 + SLACK) >= static else -1
+            for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         ]
         own = costs.per_rank("optimizer", problem.placement).tolist()
         f, i, w, b, travel = (_round_down(table, time) for table in (*times.values(), hops))
@@ -425,11 +425,11 @@ class SolverModel:
         """Let forwards wait for earlier gradients of their stage or a later one of the rank (see `bounds.events.list_waits`), for speed."""
         one = self.instance
         for alike in one.classes:
-            mine = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
-            for at, first in enumerate(mine):
-                held = sum(int(one.activation[own, alike[0]]) for own in mine[: at + 1])
-                for second in mine[at:] if held else ():
-                    more = sum(int(one.activation[own, alike[0]]) for own in mine if first < own <= second)
+            stages = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
+            for at, first in enumerate(stages):
+                held = sum(int(one.activation[own, alike[0]]) for own in stages[: at + 1])
+                for second in stages[at:] if held else ():
+                    more = sum(int(one.activation[own, alike[0]]) for own in stages if first < own <= second)
                     fit = (room - more) // held
                     for before, after in zip(alike, alike[fit:] if fit > 0 else (), strict=False):
                         self._put_before(self.gradient[second, before], self.forward[first, after])

@@ -190,12 +190,12 @@ def check_batch(
         return count * profile.microbatch, (profile.at(profile.microbatch),)
     total = check_count("batch", batch, error=ScheduleError)
     listed = profile.sizes if sizes is None else _check_list("microbatch_sizes= takes whole numbers", sizes)
-    wanted = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
-    even = sorted({size for size in wanted if total % size == 0 and total // size <= MAX_MICROBATCHES})
+    checked = [check_count("a microbatch size", size, error=ScheduleError) for size in listed]
+    even = sorted({size for size in checked if total % size == 0 and total // size <= MAX_MICROBATCHES})
     if not even:
         raise ScheduleError(
-            f"a batch of {total} is not a multiple of a microbatch size of {' or '.join(map(str, wanted))}: choose another batch, or other "
-            "sizes with microbatch_sizes="
+            f"a batch of {total} is not a multiple of a microbatch size of {' or '.join(map(str, checked))}: choose another batch, or "
+            "other sizes with microbatch_sizes="
         )
     return total, tuple(profile.at(size) for size in even)
 
@@ -221,22 +221,22 @@ def check_slices(profile: Profile, slices: int | Sequence[int] | None, granulari
         short = f"a sequence of {profile.tokens} tokens is too short for slices of {LEAST_TOKENS}: ask for shorter ones with slices="
         return (1, *counts), "" if counts else short
     listed = [slices] if isinstance(slices, (int, np.integer)) else _check_list("slices= takes whole numbers", slices)
-    wanted = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
-    if not wanted:
+    asked = tuple(sorted({check_count("slices", count, most=MAX_MICROBATCHES, error=ScheduleError) for count in listed}))
+    if not asked:
         raise ScheduleError("slices= is empty: name at least one number, or leave it out")
-    if wanted == (1,):
-        return wanted, "slices=1 asks for whole sequences"
+    if asked == (1,):
+        return asked, "slices=1 asks for whole sequences"
     if missing or profile.tokens is None:
         raise CostsError(
-            f"slices={wanted[-1]}: the profile cannot time a slice, because {missing}. Measure it with slices=, or plan with slices=1"
+            f"slices={asked[-1]}: the profile cannot time a slice, because {missing}. Measure it with slices=, or plan with slices=1"
         )
     places = len(list_edges(profile.tokens, granularity)) - 1
-    if wanted[-1] > places:
+    if asked[-1] > places:
         raise ScheduleError(
-            f"a sequence of {profile.tokens} tokens cannot be cut into {wanted[-1]} slices of multiples of {granularity} tokens: take at "
+            f"a sequence of {profile.tokens} tokens cannot be cut into {asked[-1]} slices of multiples of {granularity} tokens: take at "
             f"most {places} slices, or a finer slice_granularity"
         )
-    return wanted, ""
+    return asked, ""
 
 
 def forget_slices(profile: Profile) -> Profile:
@@ -277,13 +277,13 @@ def check_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     known = [*algorithms(), SEARCHED]
     if schedules is None:
         return tuple(known)
-    wanted = [schedules] if isinstance(schedules, str) else _check_list("schedules= takes names", schedules)
+    listed = [schedules] if isinstance(schedules, str) else _check_list("schedules= takes names", schedules)
     names: list[str] = []
-    for name in wanted:
+    for name in listed:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
         names.append(SEARCHED if name == SEARCHED else _check_name(name, known))
-    if not wanted:
+    if not listed:
         raise ScheduleError("schedules= is empty: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(names))
 

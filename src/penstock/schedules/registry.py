@@ -205,10 +205,10 @@ class Algorithm:
         unit, size = self.layout.unit
         if unit not in options:
             return chunks
-        wanted = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
-        if chunks not in (None, wanted):
-            raise ScheduleError(f"{self.name} has {wanted} chunks for {unit}={wanted // size}, got chunks={chunks}: give one of the two")
-        return wanted
+        implied = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
+        if chunks not in (None, implied):
+            raise ScheduleError(f"{self.name} has {implied} chunks for {unit}={implied // size}, got chunks={chunks}: give one of the two")
+        return implied
 
     def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
         """Each rank's row; a whole pipeline is generated once, when the first row is read."""

@@ -52,7 +52,7 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     if len(profile) < ranks:
         raise UsageError(f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one")
     total, profiles = check_batch(profile, options.get("microbatches"), options.get("batch"), options.get("microbatch_sizes"))
-    check_actions(3 * ranks * (total // min(each.microbatch for each in profiles)), MOST_PLANNED)
+    check_actions(3 * ranks * (total // min(size.microbatch for size in profiles)), MOST_PLANNED)
     check_limits(options.get("memory_limit"), ranks)
     for name, below in _SHARES.items():
         if name in options:

@@ -96,10 +96,10 @@ class Studio:
 
     async def candidate(self, request: Request) -> Response:
         job, index = self.jobs.get(request.path_params["job"]), request.path_params["index"]
-        kept = job.candidates[index] if index < len(job.candidates) else None
-        if kept is None:
+        candidate = job.candidates[index] if index < len(job.candidates) else None
+        if candidate is None:
             raise UnknownNameError(f"there is no candidate {index} to open: it was not timed, or does not exist")
-        return await self._respond(request, "candidate", unpack_candidate(kept))
+        return await self._respond(request, "candidate", unpack_candidate(candidate))
 
     async def events(self, request: Request) -> Response:
         from starlette.responses import StreamingResponse

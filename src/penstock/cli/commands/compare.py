@@ -309,9 +309,9 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
                 raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
             laid.refused[other.name] = str(error)
         else:
-            pair = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
-            factor = pair.scale  # one factor for all pairs
-            laid.pairs.append(Pair(base, other, pair))
+            compared = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = compared.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, compared))
     laid = replace(laid, entries=_convert(laid.entries, factor))
     return Overlay(laid.entries) if asked is False else laid
 

@@ -62,7 +62,7 @@ def _write_lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]
 
 
 def _pass_lines(passes: list[dict[str, str]], width: int | None) -> Iterator[str]:
-    rows = [(each["name"], each["summary"]) for each in passes]
+    rows = [(entry["name"], entry["summary"]) for entry in passes]
     return format_table(rows, left=None) if width is None else _wrap([(name, [summary]) for name, summary in rows], width)
 
 

@@ -99,8 +99,8 @@ def _write_lines(measured: Profile, output: Path | None) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [("layer", "F", "I", "W", "activation", "stash", "output", "parameters", "gradients", "optimizer")]
         for place, layer in enumerate(at.layers):
             times = (units.time(time) for time in (layer.f, layer.i, layer.w))
-            held = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
-            rows.append((layer.name or str(place), *times, *map(units.size, held)))
+            sizes = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
+            rows.append((layer.name or str(place), *times, *map(units.size, sizes)))
         yield ""
         yield f"microbatches of {size}: {units.time(at.time)} on one device"
         yield from format_table(rows, indent="  ")

@@ -143,8 +143,8 @@ class TrainConsole:
     def profile(self, profile: Profile) -> None:
         units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
         times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
-        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
-        self.say(f"{format_count(len(profile), 'layer')}, {times}; parameters, gradients and optimizer {units.size(held)}")
+        static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
+        self.say(f"{format_count(len(profile), 'layer')}, {times}; parameters, gradients and optimizer {units.size(static)}")
         if profile.bandwidth is not None:
             self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
 
@@ -214,10 +214,12 @@ class TrainConsole:
 def _write_candidates(plan: Plan, shown: int) -> Iterator[str]:
     """The fastest candidates that fit and the fastest that do not, one line each."""
     units = plan.units
-    timed = sorted((each for each in plan.candidates if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted(
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+    )
     chosen = plan.alternatives[plan.chosen]
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
-    fitting, over = [each for each in timed if each.fits], [each for each in timed if not each.fits]
+    fitting, over = [candidate for candidate in timed if candidate.fits], [candidate for candidate in timed if not candidate.fits]
     for candidate in [*dict.fromkeys([chosen, *fitting[:shown]]), *over[: shown // 2]]:
         excess = "" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over the limit"
         rows.append(("->" if candidate is chosen else "", *write_candidate_cells(plan, candidate), excess))
@@ -421,9 +423,9 @@ def _write_model(plan: Plan) -> Section:
     for stage, layers in enumerate(split_layers(plan.profile, plan.partition)):
         names = [layer.name or str(first + place) for place, layer in enumerate(layers)]
         times = [units.time(plan.costs.of_stage(name, stage)) for name in ("f", "i", "w")]
-        held = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)
+        static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in layers)
         ranks = "/".join(str(copy[stage]) for copy in plan.placement.copies)
-        rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(held)])
+        rows.append([str(stage), ranks, names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}", *times, units.size(static)])
         first += len(layers)
     header = ("stage", "rank", "layers", "forward", "backward, input", "backward, weights", "state")
     text = f"Every layer was {plan.profile.source}. The plan splits the layers into {format_count(len(rows), 'stage')}; times are measured."
@@ -432,9 +434,11 @@ def _write_model(plan: Plan) -> Section:
 
 def _write_candidate_section(plan: Plan) -> Section:
     units, chosen = plan.units, plan.alternatives[plan.chosen]
-    timed = sorted((each for each in plan.candidates if each.objective is not None), key=lambda each: each.objective or 0.0)
+    timed = sorted(
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+    )
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
-    shown.sort(key=lambda each: (not each.fits, each.objective or 0.0))
+    shown.sort(key=lambda candidate: (not candidate.fits, candidate.objective or 0.0))
     rows = []
     for candidate in shown:
         fits = "fits" if candidate.fits else f"{units.size(candidate.excess or 0.0)} over"
@@ -461,8 +465,8 @@ def _write_predicted(plan: Plan, other: Plan | None) -> Section:
         "microbatch; the memory of the ranks is below."
     )
     plans = [plan] if other is None else [plan, other]
-    names = [f"{each.name}, predicted" for each in plans]
-    figure = draw_timelines([each.predicted for each in plans], names=names, unit="s")
+    names = [f"{plan.name}, predicted" for plan in plans]
+    figure = draw_timelines([plan.predicted for plan in plans], names=names, unit="s")
     return Section("The predicted step", text).figure(figure, "the predicted timelines")
 
 

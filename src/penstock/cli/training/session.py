@@ -122,8 +122,8 @@ class Session:
         with self.console.show_measuring(sizes) as tell:
             profile = started.run(profile_file, self.load, self.how, sizes, report=tell)[0]
         self.console.profile(profile)
-        wanted = None if self.options.schedule == AUTO else [self.options.schedule]
-        plan: Plan = started.run_once(lambda: self._search(profile, started.ranks, wanted))
+        schedules = None if self.options.schedule == AUTO else [self.options.schedule]
+        plan: Plan = started.run_once(lambda: self._search(profile, started.ranks, schedules))
         self.console.plan(plan)
         against = self.options.against
         if against is not None:
@@ -141,12 +141,12 @@ class Session:
 
     def _search(self, profile: Any, ranks: int, schedules: list[str] | None) -> Plan:
         """Search for a plan. Ctrl-C ends the whole run here: half a plan is of no use to training."""
-        given = self.options
-        options: dict[str, Any] = {"memory_limit": given.memory_limit, "recompute": given.recompute, "seconds": given.seconds}
+        asked = self.options
+        options: dict[str, Any] = {"memory_limit": asked.memory_limit, "recompute": asked.recompute, "seconds": asked.seconds}
         options["schedules"] = schedules
         what = "every schedule" if schedules is None else ", ".join(schedules)
-        with catch_interrupt() as stopped, self.console.show_planning_progress(profile, what, given.seconds) as tell:
-            best = plan(profile, ranks=ranks, batch=given.batch, seed=given.seed, progress=tell, stop=stopped, **options)
+        with catch_interrupt() as stopped, self.console.show_planning_progress(profile, what, asked.seconds) as tell:
+            best = plan(profile, ranks=ranks, batch=asked.batch, seed=asked.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
         return best
@@ -274,7 +274,7 @@ class Session:
             "steps": self.options.steps,
             "losses": done.losses,
             "seconds": done.seconds,
-            "parity": {str(step): [each.in_words() for each in found.all] for step, found in done.parity.items()},
+            "parity": {str(step): [result.in_words() for result in parity.all] for step, parity in done.parity.items()},
             "equal": self.equal if done.parity else None,
             "predicted": None if self.plan is None else self.plan.predicted.makespan,
             "scale": None if laid is None else laid.scale,

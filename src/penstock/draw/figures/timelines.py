@@ -103,7 +103,7 @@ class _Panels:
             columns = max(int(sheet.inner * timeline.makespan / sheet.end * 150), 1)
             peaks = PeakLabels(SMALL * sheet.zoom, timeline.units.in_bytes)
             if form == "band":
-                most = max(max(each.peak_memory) for each in self.timelines) or 1.0
+                most = max(max(timeline.peak_memory) for timeline in self.timelines) or 1.0
                 draw_band(axes, timeline, most, columns, peaks)
                 sheet.name_axis(axes, "memory")
             else:

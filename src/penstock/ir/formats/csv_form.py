@@ -121,10 +121,10 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
         table[rows.stage[of_kind], rows.microbatch[of_kind]] = True
         return table
 
-    wanted = [("F", seen(Kind.F))]
+    needed = [("F", seen(Kind.F))]
     if rows.is_kind(Kind.B, Kind.I, Kind.W).any():
-        wanted += [("B, or I and W,", seen(Kind.B, Kind.I)), ("B, or I and W,", seen(Kind.B, Kind.W))]
-    for what, table in wanted:
+        needed += [("B, or I and W,", seen(Kind.B, Kind.I)), ("B, or I and W,", seen(Kind.B, Kind.W))]
+    for what, table in needed:
         if table.all():
             continue
         stage, microbatch = (int(v) for v in np.argwhere(~table)[0])
@@ -148,9 +148,9 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
 def _find_stray(cells: Cells, rows: Rows, microbatch: int, having: int, stages: int) -> FileFormatError:
     """Blame a microbatch that most stages lack on the stages that have it, or a later one: it is too much there, not missing elsewhere."""
     first = int(np.flatnonzero(rows.is_kind(*COMPUTE) & (rows.microbatch >= microbatch))[0])
-    held = f"only {having} of {stages} stages have" if having else "no stage has"
+    count = f"only {having} of {stages} stages have" if having else "no stage has"
     return cells.error(
-        first, f"{cells.name(first)} is beyond the others: {held} an F for {cells.unit_name(microbatch)}; microbatches count from 0"
+        first, f"{cells.name(first)} is beyond the others: {count} an F for {cells.unit_name(microbatch)}; microbatches count from 0"
     )
 
 

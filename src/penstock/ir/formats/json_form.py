@@ -83,7 +83,7 @@ def _decode(data: dict[str, Any], file: str) -> Table:
         raise FileFormatError(file, f"there are {len(rows)} rows for {placement.ranks} ranks")
     if data["type"] == "schedule":
         return Schedule.from_rows(rows, placement, data["microbatches"], graph=graph, name=data["name"], slices=slices)
-    buffers = _read(file, data, "buffers", lambda held: None if held is None else BufferCounts.from_json(held))
+    buffers = _read(file, data, "buffers", lambda value: None if value is None else BufferCounts.from_json(value))
     return Program(
         rows,
         placement,

@@ -58,7 +58,7 @@ class Duties:
             "BackwardPass": self.training,
             "SendGrad": self.training and not self.first,
         }
-        return tuple(name for name, wanted in steps.items() if wanted)
+        return tuple(name for name, runs in steps.items() if runs)
 
     def explain_absence(self, name: str) -> str:
         """Why the instruction cannot run on this stage; empty if it can."""

@@ -40,8 +40,8 @@ def parse_streams(text: str, file: str = "stream") -> list[Stream]:
         elif streams and (step := _STEP.fullmatch(line)) and int(step[1]) == len(streams[-1]):
             streams[-1].append([_read_instruction(call, file, number) for call in filter(None, step[2].split(", "))])
         else:
-            wanted = f"'rank {len(streams)}'" + (f" or step {len(streams[-1])} of rank {len(streams) - 1}" if streams else "")
-            raise FileFormatError(file, f"line {number} is {line.strip()!r}, but {wanted} comes next")
+            expected = f"'rank {len(streams)}'" + (f" or step {len(streams[-1])} of rank {len(streams) - 1}" if streams else "")
+            raise FileFormatError(file, f"line {number} is {line.strip()!r}, but {expected} comes next")
     if not streams:
         raise FileFormatError(file, "the stream is empty: it starts with 'rank 0'")
     return streams

@@ -221,19 +221,19 @@ class _Packer:
             high = int(np.argmax(costs))
             if costs[high] <= enough:
                 break
-            mine = np.array(groups[high])
+            samples = np.array(groups[high])
             others = np.flatnonzero(place_of != high)
-            taken = np.concatenate((others, np.full(self.count if len(mine) > 1 else 0, nothing)))
-            places = np.concatenate((place_of[others], np.arange(self.count if len(mine) > 1 else 0)))
-            shift = sample_costs[mine][:, None] - sample_costs[taken]
-            longer = sample_lengths[mine][:, None] - sample_lengths[taken]
+            taken = np.concatenate((others, np.full(self.count if len(samples) > 1 else 0, nothing)))
+            places = np.concatenate((place_of[others], np.arange(self.count if len(samples) > 1 else 0)))
+            shift = sample_costs[samples][:, None] - sample_costs[taken]
+            longer = sample_lengths[samples][:, None] - sample_lengths[taken]
             larger = np.maximum(costs[high] - shift, costs[places] + shift)
             fits = (tokens[places] + longer <= self.capacity) & (tokens[high] - longer <= self.capacity) & (places != high)
             larger = np.where(fits, larger, np.inf)
             best = int(np.argmin(larger))
             if larger.ravel()[best] >= costs[high] * (1 - _EVEN):
                 break
-            sample, other, low = int(mine[best // len(taken)]), int(taken[best % len(taken)]), int(places[best % len(taken)])
+            sample, other, low = int(samples[best // len(taken)]), int(taken[best % len(taken)]), int(places[best % len(taken)])
             groups[high].remove(sample)
             groups[low].append(sample)
             place_of[sample] = low

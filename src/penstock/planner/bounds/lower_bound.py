@@ -112,9 +112,9 @@ def fits_one_microbatch(terms: Terms) -> bool:
     """
     for copy in terms.copies:
         for rank in set(copy.ranks):
-            mine = list(copy.stages_of(rank))
-            held = _add_slices(copy.activation[mine], copy.slices).cumsum(axis=0)
-            held = held + np.maximum(copy.received[mine], copy.returned[mine])[:, copy.slices - 1 :: copy.slices]
+            stages = list(copy.stages_of(rank))
+            held = _add_slices(copy.activation[stages], copy.slices).cumsum(axis=0)
+            held = held + np.maximum(copy.received[stages], copy.returned[stages])[:, copy.slices - 1 :: copy.slices]
             if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)

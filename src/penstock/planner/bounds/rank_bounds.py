@@ -132,12 +132,12 @@ def bound_first_backward(rank_terms: RankTerms) -> float:
     """
     best = 0.0
     for at, stage in rank_terms.parts:
-        mine = tuple(own for copy, own in rank_terms.parts if copy == at)
+        stages = tuple(own for copy, own in rank_terms.parts if copy == at)
         others = sum(
             float(table[own].sum()) for copy, own in rank_terms.parts if copy != at for table in _list_times(rank_terms.copies[copy])
         )
         until = float(rank_terms.early[at]["gradient"][stage, 0])
-        done = others + _bound_most_before(rank_terms, rank_terms.copies[at], stage, mine)
+        done = others + _bound_most_before(rank_terms, rank_terms.copies[at], stage, stages)
         best = max(best, until + max(0.0, rank_terms.work - done) + rank_terms.after)
     return best
 
@@ -226,13 +226,13 @@ def jackson(release: Floats, takes: Floats, tail: Floats) -> float:
     return end
 
 
-def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, mine: tuple[int, ...]) -> float:
+def _bound_most_before(rank_terms: RankTerms, copy: ModelCopy, stage: int, stages: tuple[int, ...]) -> float:
     """The most work of the rank on its stages of this copy before the first gradient of this stage."""
-    below = [own for own in mine if own <= stage]
-    everything = sum(float(copy.forward[own].sum()) for own in mine)
-    everything += sum(float(table[own].sum()) for own in mine if own > stage for table in _list_times(copy)[1:])
+    below = [own for own in stages if own <= stage]
+    everything = sum(float(copy.forward[own].sum()) for own in stages)
+    everything += sum(float(table[own].sum()) for own in stages if own > stage for table in _list_times(copy)[1:])
     held, value, values = 0.0, 0.0, []
-    for own in mine:
+    for own in stages:
         held += float(copy.least.activation[own, 0]) if own <= stage else 0.0
         value += sum(float(table[own].max()) for table in (_list_times(copy) if own > stage else (copy.forward,)))
         values.append((value, held))

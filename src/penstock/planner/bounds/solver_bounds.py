@@ -71,17 +71,17 @@ def list_precedences(rank_terms: RankTerms) -> list[Precedence]:
     """The rank's part of each copy: up over its forwards, down over its gradients, and a weight part after each gradient."""
     order: list[Precedence] = []
     for at in range(len(rank_terms.copies)):
-        copy, mine = rank_terms.copies[at].least, [stage for of, stage in rank_terms.parts if of == at]
-        if not mine:
+        copy, stages = rank_terms.copies[at].least, [stage for of, stage in rank_terms.parts if of == at]
+        if not stages:
             continue
         heads, feet, turns = (table[:, 0].tolist() for table in (copy.heads, copy.feet, copy.turns))
-        for low, high in pairwise(mine):
+        for low, high in pairwise(stages):
             order.append(Precedence((at, low, "forward"), (at, high, "forward"), heads[high] - heads[low]))
-        order.append(Precedence((at, mine[-1], "forward"), (at, mine[-1], "gradient"), turns[mine[-1]]))
-        for high, low in pairwise(mine[::-1]):
+        order.append(Precedence((at, stages[-1], "forward"), (at, stages[-1], "gradient"), turns[stages[-1]]))
+        for high, low in pairwise(stages[::-1]):
             order.append(Precedence((at, high, "gradient"), (at, low, "gradient"), feet[high] - feet[low]))
         gradient, weight = copy.gradient[:, 0].tolist(), copy.weight[:, 0].tolist()
-        order += [Precedence((at, own, "gradient"), (at, own, "weight"), gradient[own]) for own in mine if weight[own] > 0]
+        order += [Precedence((at, own, "gradient"), (at, own, "weight"), gradient[own]) for own in stages if weight[own] > 0]
     return order
 
 

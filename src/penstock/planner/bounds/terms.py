@@ -110,8 +110,8 @@ class Terms:
         reduce, steps = costs.per_stage("reduce", problem.stages), costs.per_rank("optimizer", problem.placement)
         after = tuple(tuple(time + step for time in reduce) for step in steps.tolist())
         room = (
-            limit * (1 + 2 * SLACK) - kept if limit < math.inf else limit
-            for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
+            limit * (1 + 2 * SLACK) - static if limit < math.inf else limit
+            for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         )
         return cls(problem, copies, after, tuple(_find_usable(copies, rank, size) for rank, size in enumerate(room)))
 
@@ -141,9 +141,9 @@ def _find_usable(copies: tuple[ModelCopy, ...], rank: int, room: float) -> float
     """The largest sum of the rank's sizes within the room; the room itself if there are too many sums."""
     sizes: set[float] = set()
     for copy in copies:
-        mine = list(copy.stages_of(rank))
+        stages = list(copy.stages_of(rank))
         for table in (copy.activation, copy.stash, copy.received, copy.returned):
-            sizes.update(table[mine].ravel().tolist())
+            sizes.update(table[stages].ravel().tolist())
     shares = [size / room for size in sizes if size > 0] if 0 < room < math.inf else []
     if not shares or math.prod(1 / share + 1 for share in shares) > _MOST_SUMS:
         return room
@@ -191,12 +191,12 @@ def list_waits(terms: Terms, copy: ModelCopy) -> list[Wait]:
     """
     least, delays = copy.least, []
     for rank in sorted(set(copy.ranks)):
-        mine, room = copy.stages_of(rank), terms.room[rank]
-        for at, first in enumerate(mine if room < math.inf else ()):
-            held = float(least.activation[list(mine[: at + 1]), 0].sum())
-            for second in mine[at:]:
+        stages, room = copy.stages_of(rank), terms.room[rank]
+        for at, first in enumerate(stages if room < math.inf else ()):
+            held = float(least.activation[list(stages[: at + 1]), 0].sum())
+            for second in stages[at:]:
                 message = max(float(least.returned[second, 0]), min(float(least.received[first, 0]), float(least.received[second, 0])))
-                more = float(least.activation[[own for own in mine if first < own <= second], 0].sum()) + message
+                more = float(least.activation[[own for own in stages if first < own <= second], 0].sum()) + message
                 if held > 0 and held * copy.count > room - more:
                     # Room for less than one microbatch was refused before: less than all of its slices is rounding.
                     delays.append(Wait(first, second, max(copy.slices, int((room - more) / held))))

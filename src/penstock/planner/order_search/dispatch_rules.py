@@ -182,18 +182,18 @@ class RuleSearch:
         rules = DispatchRules(self.evaluator.flat)
         todo = [(rule, full) for rule in rules.list_usual() for full in self._list_fulls()]
         todo += [(rules.draw_rule(self.chance), full) for _ in range(_DRAWN) for full in self._list_fulls()]
-        kept: dict[float, tuple[DispatchRule, Flags]] = {}
+        by_objective: dict[float, tuple[DispatchRule, Flags]] = {}
         worst = math.inf
         for index in self.chance.permutation(len(todo))[:most].tolist():
             rule, full = todo[index]
             objective = self._time(rule, full, worst)
-            if 0 <= objective < math.inf and objective not in kept:
-                kept[objective] = rule, full
-                worst = sorted(kept)[_KEPT - 1] if len(kept) >= _KEPT else math.inf
-            if self._is_done(objective) or (self.budget.over and (kept or objective < 0)):
+            if 0 <= objective < math.inf and objective not in by_objective:
+                by_objective[objective] = rule, full
+                worst = sorted(by_objective)[_KEPT - 1] if len(by_objective) >= _KEPT else math.inf
+            if self._is_done(objective) or (self.budget.over and (by_objective or objective < 0)):
                 break
-        for objective in sorted(kept)[:_KEPT]:
-            self._add(*kept[objective])
+        for objective in sorted(by_objective)[:_KEPT]:
+            self._add(*by_objective[objective])
 
     def take_over(self, others: list[RuleTrack]) -> None:
         """Start from the rules of tracks that were found for fewer microbatches."""

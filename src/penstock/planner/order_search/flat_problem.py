@@ -92,7 +92,7 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
     travel, link, num_links = _number_links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
-    held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
+    stages_of_ranks = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
     cells, limits = stages * microbatches, np.array(problem.limits)
     room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - np.array(problem.static_memory)
@@ -125,8 +125,8 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         activation=activation,
         stash=stash,
         bounds=np.concatenate(([0], np.cumsum(np.bincount(np.tile(ranks.ravel(), 3), minlength=problem.ranks)))),
-        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in held]))),
-        stage_of=np.array([stage for stages_of in held for stage in stages_of], dtype=np.int64),
+        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in stages_of_ranks]))),
+        stage_of=np.array([stage for stages_of in stages_of_ranks for stage in stages_of], dtype=np.int64),
         alone=np.zeros(problem.ranks),
         work=np.zeros(problem.ranks),
     )
@@ -224,7 +224,7 @@ def build_schedule(problem: Problem, order: Ints, full: Flags, name: str = "sear
     stage, microbatch = cell // problem.microbatches, cell % problem.microbatches
     whole = full[cell] > 0
     code = np.where(kind == 0, int(Kind.F), np.where(kind == 2, int(Kind.W), np.where(whole, int(Kind.B), int(Kind.I))))
-    kept = ~((kind == 2) & whole)
+    stays = ~((kind == 2) & whole)
     ranks = problem.placement.ranks_of(stage, microbatch)
-    entries = codes.pack(stage, code, microbatch)[kept]
-    return Schedule.from_rows(Rows.sorted_by(entries, ranks[kept], problem.ranks), problem.placement, problem.microbatches, name=name)
+    entries = codes.pack(stage, code, microbatch)[stays]
+    return Schedule.from_rows(Rows.sorted_by(entries, ranks[stays], problem.ranks), problem.placement, problem.microbatches, name=name)

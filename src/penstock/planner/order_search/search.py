@@ -118,8 +118,8 @@ class _OrderSearch:
     def _check(self, schedule: Schedule) -> None:
         problem = self.problem
         if schedule.placement.copies != problem.placement.copies or schedule.microbatches != problem.microbatches:
-            wanted = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}"
-            raise ScheduleError(f"{schedule!r} cannot begin a search for {wanted}")
+            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}"
+            raise ScheduleError(f"{schedule!r} cannot begin a search for {expected}")
         if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")
 
@@ -204,10 +204,10 @@ def shorten(problem: Problem) -> Problem | None:
 
 def _pick_different(orders: list[Order], most: int) -> list[Order]:
     """The best orders without deadlock, each with another objective."""
-    kept: dict[float, Order] = {}
+    by_objective: dict[float, Order] = {}
     for order in sorted(orders, key=lambda order: order.objective):
-        kept.setdefault(order.objective, order)
-    return [order for order in kept.values() if order.objective >= 0][:most]
+        by_objective.setdefault(order.objective, order)
+    return [order for order in by_objective.values() if order.objective >= 0][:most]
 
 
 @cache

@@ -129,8 +129,8 @@ class Cutting:
 
     def moments_of(self, rank: int) -> list[PeakMoment]:
         """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has."""
-        held = len(self.placement.stages_of(rank))
-        return [PeakMoment(rank, (1,) * held, (0,) * held), *(moment for moment in self.moments if moment.rank == rank)]
+        count = len(self.placement.stages_of(rank))
+        return [PeakMoment(rank, (1,) * count, (0,) * count), *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
         """Time of a rank on a stage, for every run of layers."""

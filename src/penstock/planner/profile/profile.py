@@ -244,7 +244,11 @@ class Profile:
             return np.array([layer.output for layer in self.layers])[:, None] * length / self.tokens
         if name not in self._slice_terms:
             slices = [layer.slices for layer in self.layers]
-            costs = [SliceCost(token=each.keys) if name == "kept" else getattr(each, name) for each in slices if each is not None]
+            costs = [
+                SliceCost(token=layer_slices.keys) if name == "kept" else getattr(layer_slices, name)
+                for layer_slices in slices
+                if layer_slices is not None
+            ]
             self._slice_terms[name] = [np.array([getattr(cost, term) for cost in costs])[:, None] for term in TERMS]
         fixed, token, pair, before = self._slice_terms[name]
         return np.asarray(fixed + token * length + pair * (length * (prefix + length / 2)) + before * prefix)

@@ -139,9 +139,9 @@ def split_multiprocessors(parts: int, size: int, device: int) -> tuple[int, ...]
     _check(driver, "cuDeviceGetDevResource", number, whole, _MULTIPROCESSORS)
     if _count(whole, 0) < parts * size:
         raise ScheduleError(f"{parts} parts of {size} multiprocessors, but the device has {_count(whole, 0)}")
-    split, made = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
-    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(made), whole, rest, 0, size)
-    sizes = [_count(split, part) for part in range(made.value)]
+    split, count = ctypes.create_string_buffer(_SIZE * parts), ctypes.c_uint(parts)
+    _check(driver, "cuDevSmResourceSplitByCount", split, ctypes.byref(count), whole, rest, 0, size)
+    sizes = [_count(split, part) for part in range(count.value)]
     if sizes != [size] * parts:
         raise ScheduleError(
             f"the device gives parts of {sizes} multiprocessors, but {parts} parts of {size} were requested: request a size that it gives"

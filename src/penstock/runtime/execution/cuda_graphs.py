@@ -76,10 +76,10 @@ class Workspace:
 
     def fits(self, value: Any) -> bool:
         """Whether the value can be copied into the input."""
-        mine = self.input
-        if not isinstance(value, Tensor) or value.requires_grad != mine.requires_grad:
+        own = self.input
+        if not isinstance(value, Tensor) or value.requires_grad != own.requires_grad:
             return False
-        return (value.shape, value.stride(), value.dtype, value.device) == (mine.shape, mine.stride(), mine.dtype, mine.device)
+        return (value.shape, value.stride(), value.dtype, value.device) == (own.shape, own.stride(), own.dtype, own.device)
 
     def _try(self) -> None:
         """Run everything once, to see that it can be recorded."""
@@ -138,13 +138,13 @@ class GradientSums:
     @contextmanager
     def set_aside(self) -> Iterator[None]:
         """Leave the parameters' gradients as they are: what runs inside adds to none of them."""
-        kept = [(parameter, parameter.grad) for parameter, _ in self.sums]
-        for parameter, _ in kept:
+        saved = [(parameter, parameter.grad) for parameter, _ in self.sums]
+        for parameter, _ in saved:
             parameter.grad = None
         try:
             yield
         finally:
-            for parameter, grad in kept:
+            for parameter, grad in saved:
                 parameter.grad = grad
 
 
@@ -152,17 +152,17 @@ class GradientSums:
 def _keep_buffers(stage: Stage) -> Iterator[None]:
     """Leave a stage's buffers as they were: the trial before the recording must have no effect."""
     buffers = [(part, name, value) for part in stage.module.modules() for name, value in own_buffers(part).items()]
-    kept = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
+    saved = [(part, name, value, value.clone()) for part, name, value in buffers if value is not None]
     try:
         yield
-        replaced = next((name for module, name, value, _ in kept if own_buffers(module).get(name) is not value), None)
+        replaced = next((name for module, name, value, _ in saved if own_buffers(module).get(name) is not value), None)
         if replaced is not None:
             raise ScheduleError(
                 f"stage {stage.index} replaces its buffer {replaced} by another tensor, which recorded work cannot do: change it in place, "
                 "or leave graphs=True out"
             )
     finally:
-        for module, name, value, before in kept:
+        for module, name, value, before in saved:
             value.data.copy_(before)  # past autograd: another microbatch's backward may still read the restored values
             own_buffers(module)[name] = value
 

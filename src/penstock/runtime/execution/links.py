@@ -304,23 +304,23 @@ class SharedMessages:
     @classmethod
     def of(cls, program: Program, rank: int) -> SharedMessages:
         linker, edges, rank_of = program.linker, program.graph.edges, program.placement.rank_of
-        found = cls()
+        shared = cls()
         for what, forward in (("activations", True), ("gradients", False)):
             sharers: dict[Message, set[int]] = {}
             for edge, carrier, microbatch in zip(*(column.tolist() for column in linker.find_shared(forward)), strict=True):
                 (source, reader), named = edges[edge], edges[carrier][1]
                 if rank in (rank_of(source, microbatch), rank_of(reader, microbatch)):
-                    found.carriers[what, source, reader, microbatch] = named
+                    shared.carriers[what, source, reader, microbatch] = named
                 if rank == rank_of(reader, microbatch):
                     sharers.setdefault((source, named, microbatch), {named}).add(reader)
-            if sharers and not found.places:
-                found._find_places(program, rank)
+            if sharers and not shared.places:
+                shared._find_places(program, rank)
             for message, stages in sharers.items():
                 if forward:
-                    found.last_readers[message] = max((found.places[True, stage, message[2]], stage) for stage in stages)[1]
+                    shared.last_readers[message] = max((shared.places[True, stage, message[2]], stage) for stage in stages)[1]
                 else:
-                    found.sums[message] = sorted(stages, reverse=True)
-        return found
+                    shared.sums[message] = sorted(stages, reverse=True)
+        return shared
 
     def _find_places(self, program: Program, rank: int) -> None:
         parts = (part for action in program[rank] for part in action.parts)

@@ -254,13 +254,13 @@ class StageOperations:
             return [], []
         loss = self.loss(result, feed.targets, microbatch) if loss is None else loss
         scale = feed.scales[microbatch]
-        kept = loss.detach() if type(loss) is Tensor else gather_full(loss.detach())
-        if kept.untyped_storage().nbytes() > kept.element_size():  # torch's mean of squares keeps the memory of all of them
-            kept = kept.clone()
+        value = loss.detach() if type(loss) is Tensor else gather_full(loss.detach())
+        if value.untyped_storage().nbytes() > value.element_size():  # torch's mean of squares keeps the memory of all of them
+            value = value.clone()
         if feed.slices is None:
-            feed.share.losses[microbatch] = kept, scale
+            feed.share.losses[microbatch] = value, scale
         else:
-            feed.slices.note_loss(feed, microbatch, kept)
+            feed.slices.note_loss(feed, microbatch, value)
         if not (loss.requires_grad and scale):
             return [], []
         return [loss], [torch.full_like(loss, scale * feed.factor)]

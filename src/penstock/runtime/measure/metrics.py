@@ -107,10 +107,10 @@ OnStep = Callable[[StepMetrics], None]
 
 def list_callbacks(on_step: OnStep | Sequence[OnStep] | None) -> tuple[OnStep, ...]:
     """Return the callbacks as a tuple; refuse anything that cannot be called."""
-    given: Any = on_step
-    callbacks = () if given is None else (given,) if callable(given) else given
+    value: Any = on_step
+    callbacks = () if value is None else (value,) if callable(value) else value
     if not isinstance(callbacks, list | tuple) or not all(map(callable, callbacks)):
-        raise ScheduleError(f"on_step must be a function of a step's metrics, or a list of them, got {given!r}")
+        raise ScheduleError(f"on_step must be a function of a step's metrics, or a list of them, got {value!r}")
     return tuple(callbacks)
 
 

@@ -188,13 +188,13 @@ def compare_step(pipeline: ComparedPipeline, run: Callable[[StepInput], Tensor |
         references = _build_reference_parts(pipeline, parts, mine_parts)
         again = _copy_parts(references)
         before = get_rng_state()
-        mine = _run_step(pipeline, mine_parts, run, feed)
+        own = _run_step(pipeline, mine_parts, run, feed)
         after = get_rng_state()
     loop = _Reference(pipeline, references, replace(pieces, scales=feed.microbatch_scales, seed=feed.seed, first=feed.first))
     if not _is_random_state_right(pipeline, loop, before, after):
-        mine.mismatches.append(f"random state of rank {pipeline.rank}")
-    mine.mismatches += wrong
-    outcomes = pipeline.gather("parity", mine)
+        own.mismatches.append(f"random state of rank {pipeline.rank}")
+    own.mismatches += wrong
+    outcomes = pipeline.gather("parity", own)
     others = [difference for outcome in outcomes for difference in _find_other_differences(outcome, loop.outcome)]
     numbers = [outcome.numbers for outcome in outcomes]
     compared = compare_numbers("microbatch loop", numbers, pipeline.data.sum_values(loop.outcome.numbers), others)
@@ -304,12 +304,12 @@ def _join_batch(data_ranks: int, batch: StepArguments, feed: StepInput) -> StepI
 # The reference ----------------------------------------------------------------------------------------------------------
 
 
-def _build_reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], mine: Mapping[int, Part]) -> list[Part]:
+def _build_reference_parts(pipeline: ComparedPipeline, parts: Sequence[Part], trained: Mapping[int, Part]) -> list[Part]:
     """Copies of all stages, with the state of the ranks that train them, and without recomputation."""
     copies = _copy_parts(parts)
-    held = {stage: (_unwrap(part.module).state_dict(), _collect_state(part)) for stage, part in mine.items()}
-    for theirs in reversed(pipeline.gather("states", held)):  # a rank trains only its own stages
-        for stage, (tensors, state) in theirs.items():
+    own_states = {stage: (_unwrap(part.module).state_dict(), _collect_state(part)) for stage, part in trained.items()}
+    for states in reversed(pipeline.gather("states", own_states)):  # a rank trains only its own stages
+        for stage, (tensors, state) in states.items():
             copies[stage].module.load_state_dict(tensors)
             for prefix, layer in zip(copies[stage].layers, copies[stage].modules, strict=True):
                 own = {name.removeprefix(f"{prefix}."): value for name, value in state.items() if name.startswith(f"{prefix}.")}

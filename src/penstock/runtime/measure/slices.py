@@ -117,14 +117,14 @@ class MeasuredSlice(MeasuredLayer):
 
     def _list_shared(self) -> list[Tensor]:
         assert self._memory is not None
-        kept, tokens = self._memory.list_kept(), sum(self.lengths)
-        self.keys = bytes_of(kept) / tokens
-        self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in kept) / tokens
-        return kept
+        tensors, tokens = self._memory.list_kept(), sum(self.lengths)
+        self.keys = bytes_of(tensors) / tokens
+        self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in tensors) / tokens
+        return tensors
 
     def _measure_workspace(self, held: int) -> int:
-        made = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
-        return super()._measure_workspace(held + made)
+        shared = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
+        return super()._measure_workspace(held + shared)
 
 
 # All layers -----------------------------------------------------------------------------------------------------------

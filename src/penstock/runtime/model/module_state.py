@@ -105,10 +105,10 @@ class ModuleState:
 
     def assign(self, values: Mapping[str, Any]) -> None:
         """Give the module copies of these values, by dotted name; attributes that it does not have are added."""
-        held = {value.name: value for value in self._entries}
+        by_name = {value.name: value for value in self._entries}
         attributes = {place.prefix: place.holder for place in self._places}
         for name, contents in values.items():
-            value, (prefix, _, key) = held.get(name), name.rpartition(".")
+            value, (prefix, _, key) = by_name.get(name), name.rpartition(".")
             if value is not None:
                 value.assign(contents)
             elif prefix in attributes:
@@ -156,8 +156,8 @@ class ModuleVersions:
         parts = [(prefix, part) for prefix, part in module.named_modules() if _may_hold_state(part)]
         places = [_Place(prefix, holder) for prefix, part in parts for holder in (own_buffers(part), vars(part))]
         entries = [(place, key, value, _find_version(value)) for place in places for key, value in place.entries()]
-        kept = [entry for entry in entries if entry[0].name_of(entry[1]) not in skip]
-        return cls(kept, [(place, len(place.holder)) for place in places], skip)
+        others = [entry for entry in entries if entry[0].name_of(entry[1]) not in skip]
+        return cls(others, [(place, len(place.holder)) for place in places], skip)
 
     def changes(self, *, set_first: bool = True) -> tuple[ModuleState, list[str]]:
         """Return the earlier state of what was replaced or added, and the names of what was changed in place.
@@ -356,11 +356,11 @@ def _stand_in(value: Tensor, contents: Tensor) -> Tensor:
 
 def _restore_tensor(value: Tensor, copy: Tensor) -> None:
     # Through `data`, unseen by autograd: batch norm saves its buffers for the backward, which refuses changed ones.
-    mine = to_local(value.detach())
-    if mine.shape != copy.shape or mine.dtype != copy.dtype or mine.device != copy.device:
+    local = to_local(value.detach())
+    if local.shape != copy.shape or local.dtype != copy.dtype or local.device != copy.device:
         value.data = copy.clone()
-    elif not _is_equal(mine, copy):
-        mine.data.copy_(copy)
+    elif not _is_equal(local, copy):
+        local.data.copy_(copy)
 
 
 def _is_same(now: Any, value: Any, copy: Any) -> bool:

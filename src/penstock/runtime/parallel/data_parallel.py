@@ -55,8 +55,8 @@ class DataParallel:
         self.sharded = find_sharded_stages({index: stage.module for index, stage in stages.items()}, deadline)
         self.dtype, self.replicas = dtype, ReplicaGradients(dtype)
         self._check(dtype)
-        mine = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
-        everyone = [mine] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", mine, deadline)
+        own = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
+        everyone = [own] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", own, deadline)
         self.shard = shard if any(sharded for sharded, _ in everyone) else None
         """The pass that adds UNSHARD and RESHARD to programs, if any rank has sharded stages."""
         self.scattered = any(scattered for _, scattered in everyone)
@@ -122,8 +122,8 @@ class DataParallel:
             step_input.normalise(step_input.total)
             return
         share = step_input.share
-        mine = len(step_input.args), step_input.total, self.replicated.list_changed(), share.finalizes, step_input.items, share.schedule
-        gathered = self.group.gather(self.group.rank, name, mine, self.deadline)
+        own = len(step_input.args), step_input.total, self.replicated.list_changed(), share.finalizes, step_input.items, share.schedule
+        gathered = self.group.gather(self.group.rank, name, own, self.deadline)
         counts, totals, changed, finalizes, items, schedules = zip(*gathered, strict=True)
         order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
         for values, what, advice in (
@@ -200,8 +200,8 @@ class DataParallel:
         if self.group is None:
             return values
         total: dict[str, Tensor | None] = {}
-        for theirs in self.group.gather(self.group.rank, "sums", values, self.deadline):
-            for name, value in theirs.items():
+        for share in self.group.gather(self.group.rank, "sums", values, self.deadline):
+            for name, value in share.items():
                 before = total.get(name)
                 total[name] = before if value is None else value if before is None else before + value
         return total
@@ -292,9 +292,9 @@ class DataParallel:
         if not self._finalizes:
             return
         group, sharded = self.group, self.sharded.get(stage)
-        mine = self.replicas.present(stage), [] if sharded is None else sharded.present()
-        everyone = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
-        copies, shards = ([any(by_rank) for by_rank in zip(*theirs, strict=True)] for theirs in zip(*everyone, strict=True))
+        own = self.replicas.present(stage), [] if sharded is None else sharded.present()
+        everyone = [own] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", own, self.deadline)
+        copies, shards = ([any(by_rank) for by_rank in zip(*by_ranks, strict=True)] for by_ranks in zip(*everyone, strict=True))
         if group is not None and any(copies):
             self.replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
@@ -348,10 +348,10 @@ class ReplicatedTensors:
         for tensor in map(to_local, tensors):
             if tensor.device.type != "meta":
                 buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for held in buckets.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in held])
+        for bucket in buckets.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             connection.broadcast([flat]).wait()
-            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
 
@@ -382,7 +382,7 @@ class ReplicaGradients:
     def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
         """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
         self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
-        self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
+        self._before = [(parameter, parameter.grad) for parameters in of_stage.values() for parameter in parameters]
         self._backup = {key: (parameter, _copy(grad), _copy(total)) for key, (parameter, grad, total) in self._postponed.items()}
         for parameter, _ in self._before:
             _, grad, total = self._postponed.pop(id(parameter), (parameter, None, None))

@@ -257,8 +257,8 @@ def _find_shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
             by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
     for places in by_storage.values():
         for place in places if len(places) > 1 else ():
-            mine = leaves[place]
-            if any(leaves[other] is not mine and storage_overlaps(mine, leaves[other]) for other in places):
+            tensor = leaves[place]
+            if any(leaves[other] is not tensor and storage_overlaps(tensor, leaves[other]) for other in places):
                 yield place, "a tensor that shares memory with another tensor of the same message"
 
 
@@ -283,11 +283,11 @@ def storage_overlaps(one: Tensor, other: Tensor) -> bool:
         return True
     room = [sys.maxsize, *(big // small for big, small in itertools.pairwise(strides))]
     apart = False
-    for (stride, mine, theirs), most in zip(axes, room, strict=True):
+    for (stride, size, other_size), most in zip(axes, room, strict=True):
         (a, start), (b, end) = divmod(start, stride), divmod(end, stride)
-        if max(a + mine, b + theirs) > most:
+        if max(a + size, b + other_size) > most:
             return True
-        apart = apart or a + mine <= b or b + theirs <= a
+        apart = apart or a + size <= b or b + other_size <= a
     return not apart
 
 

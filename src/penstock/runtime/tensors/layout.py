@@ -31,8 +31,8 @@ def match_layout(grad: Tensor, parameter: Tensor) -> Tensor:
     """Give a gradient the strides that autograd would: the parameter's if it is dense, else contiguous ones."""
     if not is_dense(parameter):
         return grad.contiguous()
-    sizes = [(mine, wanted) for size, mine, wanted in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
-    if all(mine == wanted for mine, wanted in sizes):
+    sizes = [(own, expected) for size, own, expected in zip(grad.shape, grad.stride(), parameter.stride(), strict=True) if size != 1]
+    if all(own == expected for own, expected in sizes):
         return grad
     return grad.new_empty_strided(grad.shape, parameter.stride()).copy_(grad)
 

@@ -55,9 +55,9 @@ class DataOrder:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; raises if it is a position in another order."""
-        for what, mine in self._describe_kind().items():
-            if state[what] != mine:
-                raise CheckpointError(f"the data was read in an order with {what}={state[what]}, and this one has {what}={mine}")
+        for what, own in self._describe_kind().items():
+            if state[what] != own:
+                raise CheckpointError(f"the data was read in an order with {what}={state[what]}, and this one has {what}={own}")
         self.epoch, self.position = state["epoch"], state["position"]
 
     def _describe_kind(self) -> dict[str, Any]:

@@ -211,8 +211,8 @@ class FailureBoard:
             self.store.set(key, value)
 
     def _wait(self, keys: Iterable[str], seconds: float = _ANSWER) -> None:
-        wanted, until = list(keys), time.monotonic() + seconds
-        while time.monotonic() < until and not self._has(*wanted):
+        waiting, until = list(keys), time.monotonic() + seconds
+        while time.monotonic() < until and not self._has(*waiting):
             time.sleep(_PAUSE)
 
 

@@ -288,7 +288,7 @@ class Processes(Group):
     def open(self, routes: Iterable[Route], deadline: float) -> None:
         if self.direct:
             everyone = self.gather(self.rank, "routes", sorted(routes), deadline)
-            self._routes = sorted({*self._routes, *(route for theirs in everyone for route in theirs)})
+            self._routes = sorted({*self._routes, *(route for opened in everyone for route in opened)})
             assert self._devices is not None
             self._devices.open(self._routes)
 

@@ -159,9 +159,9 @@ class ThreadSubgroup(Subgroup):
             _, inbox, post = self._open_channel(member, deadline)
             inbox.begin()
             post()
-            theirs, values[member] = inbox.pull([EMPTY], 0)
-            if theirs != name:
-                text = f"{self.describe_rank(rank)} is at {name!r}, but {self.parent.describe_rank(member)} at {theirs!r}"
+            call, values[member] = inbox.pull([EMPTY], 0)
+            if call != name:
+                text = f"{self.describe_rank(rank)} is at {name!r}, but {self.parent.describe_rank(member)} at {call!r}"
                 raise self.report_failure(rank, f"{text}: every rank must make the same calls in the same order")
         return [values[member] for member in self.members]
 

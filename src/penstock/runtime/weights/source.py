@@ -359,10 +359,10 @@ class _FreeOthers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Free the tensors of a module that is built and now registered in another one."""
         for prefix in next(self._names, []):
             named = list(list_tensors(prefix, module))
-            kept = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
+            storages = {identify_storage(tensor.untyped_storage()) for name, tensor in named if name in self._owned}
             for _, tensor in named:
                 storage = tensor.untyped_storage()
-                if identify_storage(storage) not in kept | self._sizes.keys():
+                if identify_storage(storage) not in storages | self._sizes.keys():
                     self._sizes[identify_storage(storage)] = storage, storage.nbytes()
                     storage.resize_(0)
 

@@ -145,9 +145,9 @@ class Flat:
         key = (rows.rank * stages + rows.stage) * span + np.arange(span)
         order = np.argsort(key[unshards])
         at = np.searchsorted(key[unshards][order], key[uses]) - 1
-        found = unshards[order][np.maximum(at, 0)]
-        real = (at >= 0) & (rows.rank[found] == rows.rank[uses]) & (rows.stage[found] == rows.stage[uses])
-        return uses[real], found[real]
+        latest = unshards[order][np.maximum(at, 0)]
+        real = (at >= 0) & (rows.rank[latest] == rows.rank[uses]) & (rows.stage[latest] == rows.stage[uses])
+        return uses[real], latest[real]
 
     def _find_receives(self) -> tuple[Ints, Ints]:
         """Each message's receive node, and each node's received message; -1 if there is none."""

@@ -118,8 +118,8 @@ def run_independent(  # noqa: PLR0912, PLR0915, PLR0917 - one flat loop: calls w
                 break
             message, stop = send_at[node], send_at[node + 1]
             if any_slots and message < stop:
-                for each in range(message, stop):
-                    earlier = slot[each]
+                for part in range(message, stop):
+                    earlier = slot[part]
                     if earlier >= 0:
                         taken = start[receive[earlier]]
                         if taken < 0:

@@ -173,11 +173,11 @@ def disagreements(context: Context) -> Iterator[Finding]:
     """For each pair of ranks, the first exchange that is not the same message on both; nothing behind it ever completes."""
     lower, upper = (_Queues.of_side(context, side) for side in (True, False))
     parts = []
-    for mine, other, swapped in ((lower, upper, False), (upper, lower, True)):
-        partner = mine.partner(other)
-        unlike = np.flatnonzero(_describe_message(context, mine.entries) != _describe_message(context, partner))
-        one, two = (partner, mine.entries) if swapped else (mine.entries, partner)
-        parts.append(np.stack([mine.pair[unlike], mine.place[unlike], one[unlike], two[unlike]]))
+    for own, other, swapped in ((lower, upper, False), (upper, lower, True)):
+        partner = own.partner(other)
+        unlike = np.flatnonzero(_describe_message(context, own.entries) != _describe_message(context, partner))
+        one, two = (partner, own.entries) if swapped else (own.entries, partner)
+        parts.append(np.stack([own.pair[unlike], own.place[unlike], one[unlike], two[unlike]]))
     wrong = np.concatenate(parts, axis=1)
     wrong = wrong[:, np.lexsort((wrong[1], wrong[0]))]
     first = np.append(True, wrong[0, 1:] != wrong[0, :-1])[: wrong.shape[1]]

@@ -68,7 +68,7 @@ def _list_slot_waits(context: Context, buffers: BufferCounts) -> Waits:
     sends = sends[np.argsort(context.channel[sends], kind="stable")]
     channel = context.channel[sends]
     ids, group = np.unique(channel, return_inverse=True)
-    count = np.array([_count(context, buffers, each) for each in ids.tolist()], dtype=np.int64)[group]
+    count = np.array([_count(context, buffers, ident) for ident in ids.tolist()], dtype=np.int64)[group]
     waiting = np.flatnonzero(position_in(channel) >= count)
     after, earlier = sends[waiting], sends[waiting - count[waiting]]
     return Waits(_list_receive_waits(context)[earlier], after, _receive_codes(context, earlier), np.ones(len(after), dtype=np.bool_))
