@@ -249,3 +249,13 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

@@ -248,6 +248,11 @@ class Pipeline:
                 slices=self.table.slices,
             )
 
+    def __repr__(self) -> str:
+        name = f"{self.table.name!r}, " if self.table.name else ""
+        stages = ", ".join(map(str, self.stages))
+        return f"<Pipeline {name}{self.table.describe()}; rank {self.rank} has {'stage' if len(self.stages) == 1 else 'stages'} {stages}>"
+
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:

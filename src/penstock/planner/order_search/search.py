@@ -24,6 +24,7 @@ from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import build_schedule, flatten, read_order
 from penstock.planner.order_search.patterns import Pattern, PatternSearch
 from penstock.planner.problem import Problem
+from penstock.text.numbers import format_count
 
 Improved = Callable[[Schedule, float], None]
 
@@ -117,7 +118,7 @@ class _OrderSearch:
     def _check(self, schedule: Schedule) -> None:
         problem = self.problem
         if schedule.placement.copies != problem.placement.copies or schedule.microbatches != problem.microbatches:
-            expected = f"{problem.placement.describe()}, {problem.microbatches} microbatches"
+            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}"
             raise ScheduleError(f"{schedule!r} cannot begin a search for {expected}")
         if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")

@@ -20,6 +20,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment, memory_over
 from penstock.planner.profile import Profile
+from penstock.text.numbers import format_count
 
 MOST_CELLS = 2e8
 """Stages times pairs of layers in the dynamic programme; beyond that the load is bisected."""
@@ -74,7 +75,9 @@ def cut_layers(
     """
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
-        raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
+        raise PlacementError(
+            f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
+        )
     cutting = Cutting(
         LayerRuns(profile, tuple(lengths)), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack
     )
