@@ -1,8 +1,10 @@
 """What is held in memory from when to when: the one home of these rules.
 
-- An activation is held from the start of F to the end of I or B.
-  With slices this holds for each slice: its activation includes its keys and values, which later slices of the microbatch read, and the
-  room for their gradients. All uses lie between its F and its I or B, because forwards ascend through the slices and backwards descend.
+- An activation is held from the start of F to the end of I or B, of each slice if microbatches are cut.
+- What a slice keeps for later slices (keys and values) is held from the start of its F to the end of the I or B of the microbatch's first
+  slice, which is the last to run: the kept tensors of all slices lie in one memory. They stay on the device if the activation moves.
+- The sums of gradients of what is kept are held from the start of the I or B of the microbatch's last slice, which is the first to run and
+  adds to the sums of all earlier slices, to the end of the I or B of the slice itself.
 - An activation that is moved to the host is not held between the end of its OFFLOAD and the start of its RELOAD. The OFFLOAD ends where its
   rank waits for the copy (`dependencies.find_releases`): at the start of the first F behind the compute action that the copy runs beside,
   or of the RELOAD itself. The host holds it from the start of the OFFLOAD to the start of the I or B, which waits for the copy back.
@@ -120,10 +122,32 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     ]
     rows, inside = table.rows, _inside(table)
     changes = []
-    for category, kinds, when, sizes in (activations if table.training else []) + gathered:
+    for category, kinds, when, sizes in (activations + _list_kept(table, costs) if table.training else []) + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
         changes.append(_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
     return changes + _list_moves(table, activation)
+
+
+def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
+    """What slices keep for later ones, and the sums of its gradients: the changes of each stage (row) and slice (column)."""
+    if costs.kept == 0.0 and costs.kept_gradients == 0.0:
+        return []
+    kept, sums = _sizes(costs, table, "kept"), _sizes(costs, table, "kept_gradients")
+    number = np.arange(table.units) % table.slices
+    sums[:, number == table.slices - 1] = 0.0
+    backwards = Kind.B, Kind.I
+    return [
+        (_ACTIVATIONS, (Kind.F,), When.START, kept),
+        (_ACTIVATIONS, backwards, When.END, -np.where(number == 0, _sum_slices(kept, table.slices), 0.0)),
+        (_ACTIVATIONS, backwards, When.START, np.where(number == table.slices - 1, _sum_slices(sums, table.slices), 0.0)),
+        (_ACTIVATIONS, backwards, When.END, -sums),
+    ]
+
+
+def _sum_slices(sizes: Floats, slices: int) -> Floats:
+    """For each slice, the sum over all slices of its microbatch."""
+    stages, units = sizes.shape
+    return np.repeat(sizes.reshape(stages, units // slices, slices).sum(axis=2), slices, axis=1)
 
 
 def _list_moves(table: Table, activation: Floats) -> list[Changes]:

@@ -84,7 +84,8 @@ class FlatProblem(NamedTuple):
 def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     """The problem with split backwards if they are allowed; `reserve` is memory to leave free on each rank."""
     stages, microbatches, costs = problem.stages, problem.microbatches, problem.costs
-    tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
+    tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "weight_stash")}
+    tables["activation"] = costs.tabulate_held(stages, microbatches)
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
     before, after = _neighbours(stages, microbatches)
