@@ -27,7 +27,7 @@ from penstock.planner.named_schedules import (
     shift_lengths,
     time_named,
 )
-from penstock.planner.offload import is_held_back, offload
+from penstock.planner.offload import is_held_back, offload, time_without_limit
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import SEARCHED, Progress, Request
@@ -46,7 +46,7 @@ _SMALL = 200
 _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
 _OFFLOADED, _OFFLOAD_COST = 6, 12
-"""Schedules that are tried with activations on the host, and how often each is timed."""
+"""Schedules that are made to fit with activations on the host, and how often each is timed."""
 _NAMED_SHARE = 0.5
 """Share of the seconds for the named schedules if orders are searched too."""
 _STARTING = 4
@@ -72,6 +72,8 @@ class Explorer:
     _bounds: dict[object, Bound] = field(default_factory=dict)
     _copies: int = 1
     """The most copies of the model that a problem had."""
+    _tried: list[tuple[NamedSchedule, Profile, list[Candidate]]] = field(default_factory=list)
+    """The named schedules that were timed, and what came of each."""
     _cut_short: list[str] = field(default_factory=list)
     """Steps that were left out because the seconds were over."""
     _timed: tuple[float, int] = (0.0, 0)
@@ -173,8 +175,10 @@ class Explorer:
                 continue
             self._tell("timing", done, len(todo), named.name)
             before = time.monotonic()
-            for candidate in time_named(named, profile, request, self._is_slow):
+            candidates = time_named(named, profile, request, self._is_slow)
+            for candidate in candidates:
                 self._add(candidate)
+            self._tried.append((named, profile, candidates))
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if request.offload and request.limits is not None:
             self._offload(share)
@@ -183,13 +187,30 @@ class Explorer:
         self._recut()
 
     def _offload(self, share: float) -> None:
-        """Move activations to the host under the fastest schedules that memory holds back."""
-        held_back = [candidate for candidate in self.candidates if is_held_back(candidate, self.request)]
-        for candidate in sorted(held_back, key=lambda candidate: candidate.time_or_inf)[:_OFFLOADED]:
+        """Move activations to the host under the fastest schedules that memory holds back, until some of them fit."""
+        free = self._list_held_back(share)
+        fitting = 0
+        for candidate in sorted(free, key=lambda candidate: candidate.time_or_inf):
+            if fitting == _OFFLOADED or (self.best is not None and candidate.time_or_inf > self.best.time_or_inf * (1 + self.request.near)):
+                return
             if self._is_over("offload not tried", _OFFLOAD_COST * candidate.problem.cells, share):
                 return
             if (moved := offload(candidate, self.request)) is not None:
                 self._add(moved)
+                fitting += 1
+
+    def _list_held_back(self, share: float) -> list[Candidate]:
+        """The named schedules that memory holds back, each timed without a limit."""
+        request, free = self.request, []
+        for named, profile, candidates in self._tried:
+            even = request.make_problems(profile, named.placement, (False,) * named.placement.stages, named.slices, moves=True)
+            if not is_held_back(candidates, even):
+                continue
+            if self._is_over("offload not tried", sum(problem.cells for problem in even), share):
+                break
+            if (timed := time_without_limit(named, profile, request)) is not None:
+                free.append(timed)
+        return free
 
     def _recut(self) -> None:
         """Shift the cuts under the fastest that fit."""

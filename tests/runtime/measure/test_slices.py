@@ -215,6 +215,26 @@ def test_a_decoder_is_profiled_planned_and_trained_on_slices_of_the_planned_leng
     assert lengths == [*plan.slice_lengths] * 2
 
 
+def test_a_plan_with_slices_and_moves_is_run():
+    """Under a limit that the plan without moves exceeds, the activations that the plan moves are moved, and the numbers stay."""
+    model, x = decoder(6, torch.float32), words(4, 64)
+    measured = profile(model, x[:2], loss_fn=mean_loss, target=x[:2], slices=4, **QUICK)
+    options = {"ranks": 2, "microbatches": 2, "slices": 4, "slice_granularity": 8, "schedules": "seq1f1b", "seconds": 0}
+    limit = 0.8 * max(ps.plan(measured, **options).predicted.peak_memory)
+    plan = ps.plan(measured, **options, memory_limit=limit, offload=True, host_bandwidth=1e12)
+    wanted = mean_loss(model(x), x).item()
+
+    def train() -> tuple[float, int]:
+        pipe = Pipeline(model, plan, loss_fn=mean_loss)
+        loss = float(pipe.step(x, target=x).loss)
+        moves = pipe._executor(2, True).compute.moves
+        return loss, 0 if moves is None else moves.memory.peak
+
+    results = launch(train, 2)
+    assert [loss for loss, _ in results] == pytest.approx([wanted] * 2, rel=1e-5)
+    assert max(moved for _, moved in results) > 0
+
+
 def test_layers_that_mix_tokens_in_another_way_have_no_slices():
     layers = [nn.Embedding(11, WIDTH), CausalBlock(), nn.Conv1d(64, 64, 1), CausalBlock()]
     measured = profile(layers, words(1, 64), slices=2, **QUICK)

@@ -62,6 +62,7 @@ def cut_layers(
     moments: Sequence[PeakMoment] = (),
     slack: float = 0.0,
     lengths: Sequence[int] = (),
+    moves: bool = False,
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
@@ -70,14 +71,14 @@ def cut_layers(
     This is exact if each rank holds one stage, or a stage and its mirror image, and if branch and bound finishes; else cuts are
     shifted while that helps. If nothing fits, the cuts come as near as possible. A stage with `recompute` runs its forward
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
-    become more even. With `lengths`, sequences are cut into slices of so many tokens.
+    become more even. With `lengths`, sequences are cut into slices of so many tokens. With `moves`, activations may be moved to the host:
+    a rank then need not hold a microbatch in all of its stages.
     """
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
         raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
-    cutting = Cutting(
-        LayerRuns(profile, tuple(lengths)), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack
-    )
+    within = None if limits is None else tuple(limits)
+    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves)
     cuts, exact = _cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())

@@ -134,6 +134,8 @@ class Cutting:
     moments: tuple[PeakMoment, ...]
     slack: float = 0.0
     """Share by which the load may exceed the least one if that makes stages more even."""
+    moves: bool = False
+    """Whether activations may be moved to the host."""
 
     @property
     def stages(self) -> int:
@@ -157,9 +159,16 @@ class Cutting:
         """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has.
 
         With slices, that is when the last of them runs its backward on the rank's last stage, and the gradients of the others begin there.
+        If activations may move, only that of this backward must be there; what slices keep never moves.
         """
         held = len(self.placement.stages_of(rank))
-        own = PeakMoment(rank, (1,) * held, (0,) * held, kept_gradients=(*(0,) * (held - 1), 1))
+        none, last = (0,) * held, (*(0,) * (held - 1), 1)
+        if self.moves:
+            lengths = self.runs.lengths
+            least = (*none[1:], lengths[-1] / sum(lengths) if lengths else 1)
+            own = PeakMoment(rank, least, none, kept=(1,) * held, kept_gradients=last)
+        else:
+            own = PeakMoment(rank, (1,) * held, none, kept_gradients=last)
         return [own, *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
