@@ -84,6 +84,32 @@ def net_changes(lifetimes: Iterable[Lifetime], sizes: Mapping[str, Any]) -> dict
     return changes
 
 
+class KeptSizes(NamedTuple):
+    """What changes beside activations and stashes, for every stage (row) and microbatch or slice (column)."""
+
+    taken: Floats
+    """When an F starts: what its slice keeps."""
+    opened: Floats
+    """When an I or B starts: the sums of gradients of all other slices, if its slice is the microbatch's last."""
+    freed: Floats
+    """When an I or B ends: the sum of its own slice, and what all slices have kept if it is the microbatch's first."""
+
+
+def tabulate_kept(costs: Costs, stages: int, units: int, slices: int) -> KeptSizes:
+    """What slices keep for later ones and the sums of its gradients."""
+    kept, sums = (costs.table(name, stages, units) for name in ("kept", "kept_gradients"))
+    number = np.arange(units) % slices
+    sums[:, number == slices - 1] = 0.0
+    opened = np.where(number == slices - 1, _sum_slices(sums, slices), 0.0)
+    return KeptSizes(kept, opened, sums + np.where(number == 0, _sum_slices(kept, slices), 0.0))
+
+
+def _sum_slices(sizes: Floats, slices: int) -> Floats:
+    """For each slice, the sum over all slices of its microbatch."""
+    stages, units = sizes.shape
+    return np.repeat(sizes.reshape(stages, units // slices, slices).sum(axis=2), slices, axis=1)
+
+
 # A schedule or program -------------------------------------------------------------------------------------------------
 
 
@@ -129,25 +155,16 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
 
 
 def _list_kept(table: Table, costs: Costs) -> list[tuple[int, tuple[Kind, ...], When, Floats]]:
-    """What slices keep for later ones, and the sums of its gradients: the changes of each stage (row) and slice (column)."""
+    """What slices keep for later ones, and the sums of its gradients."""
     if costs.kept == 0.0 and costs.kept_gradients == 0.0:
         return []
-    kept, sums = _sizes(costs, table, "kept"), _sizes(costs, table, "kept_gradients")
-    number = np.arange(table.units) % table.slices
-    sums[:, number == table.slices - 1] = 0.0
+    taken, opened, freed = tabulate_kept(costs, table.stages, table.units, table.slices)
     backwards = Kind.B, Kind.I
     return [
-        (_ACTIVATIONS, (Kind.F,), When.START, kept),
-        (_ACTIVATIONS, backwards, When.END, -np.where(number == 0, _sum_slices(kept, table.slices), 0.0)),
-        (_ACTIVATIONS, backwards, When.START, np.where(number == table.slices - 1, _sum_slices(sums, table.slices), 0.0)),
-        (_ACTIVATIONS, backwards, When.END, -sums),
+        (_ACTIVATIONS, (Kind.F,), When.START, taken),
+        (_ACTIVATIONS, backwards, When.START, opened),
+        (_ACTIVATIONS, backwards, When.END, -freed),
     ]
-
-
-def _sum_slices(sizes: Floats, slices: int) -> Floats:
-    """For each slice, the sum over all slices of its microbatch."""
-    stages, units = sizes.shape
-    return np.repeat(sizes.reshape(stages, units // slices, slices).sum(axis=2), slices, axis=1)
 
 
 def _list_moves(table: Table, activation: Floats) -> list[Changes]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
-from penstock.ir.kind import Kind
+from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.offload import Offload
@@ -30,6 +30,8 @@ AHEAD = (1, 2, 3)
 """How many compute actions before its backward an activation is reloaded."""
 _ROUNDS = 3
 """Partitions that are tried for the memory of one schedule."""
+_ROOMIER = 1.5
+"""By how much the activations of an order may exceed those of another, if it is searched for with moves."""
 _FASTER = 1e-9
 
 
@@ -45,7 +47,9 @@ class OffloadProblem(Problem):
 
     @classmethod
     def of(cls, problem: Problem, request: Request) -> OffloadProblem:
-        values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(problem)}
+        if isinstance(problem, cls):
+            return problem
+        values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(Problem)}
         return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=request.host_limits)
 
     @property
@@ -81,6 +85,21 @@ def move_activations(schedule: Schedule, offload: Offload) -> Schedule:
     changed.options = schedule.options
     changed.remake = None if remake is None else lambda microbatches: move_activations(remake(microbatches), offload)
     return changed
+
+
+def make_roomy_problem(candidate: Candidate, request: Request) -> tuple[Problem, Schedule]:
+    """A problem whose orders may hold more than the limits, because activations can be moved; and the candidate's order without copies.
+
+    They may hold what the candidate does without moves, or the limit, and a half more besides parameters.
+    """
+    problem, schedule = candidate.problem, candidate.schedule
+    rows = schedule.rows.keep(schedule.rows.is_kind(*COMPUTE))
+    shape = schedule.placement, schedule.microbatches
+    bare = Schedule.from_rows(rows, *shape, graph=schedule.graph, name=schedule.name, slices=schedule.slices)
+    values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(Problem)}
+    held = zip(problem.evaluate(bare).peak_memory, request.limits or problem.limits, problem.static_memory, strict=True)
+    roomy = tuple(static + _ROOMIER * (max(peak, limit) - static) for peak, limit, static in held)
+    return Problem(**{**values, "memory_limit": roomy}), bare
 
 
 def is_held_back(candidates: Sequence[Candidate], even: Sequence[Problem]) -> bool:
