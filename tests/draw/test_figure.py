@@ -15,7 +15,7 @@ import pytest
 
 import penstock as ps
 from draw.samples import SAMPLES
-from penstock.draw.boxes import collective_boxes, compute_boxes
+from penstock.draw.boxes import compute_boxes, list_collective_boxes
 from penstock.draw.figures import rank_rows
 from penstock.draw.figures.canvas import IDLE, render, use_style
 from penstock.draw.figures.rank_rows import mix_colours, space_rows
@@ -60,7 +60,7 @@ def test_one_box_per_part_of_each_action(name):
     assert len(group(root, "boxes-0-idle")) == timeline.ranks
     assert len(group(root, "boxes-0-optimizer")) == np.count_nonzero(timeline.optimizer)
     collective = sum(len(group(root, f"boxes-0-{kind.name}")) for kind in (Kind.UNSHARD, Kind.REDUCE_GRAD))
-    assert collective == len(collective_boxes(timeline))
+    assert collective == len(list_collective_boxes(timeline))
 
 
 def test_boxes_are_at_their_times():

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from draw.samples import SAMPLES
-from penstock.draw.summary import fullest_rank, shape_of, summarize, summary_rows, title_of
+from penstock.draw.summary import find_fullest_rank, list_summary_rows, shape_of, summarize, title_of
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -17,13 +17,13 @@ def test_data_is_plain_and_equals_the_timeline_s(name):
     assert json.loads(json.dumps(said)) == said
     for key in ("makespan", "bubble", "span_bubble", "peak_memory", "idle_by_cause"):
         assert said[key] == getattr(timeline, key)
-    assert said["peak"] == max(timeline.peak_memory) == timeline.peak_memory[fullest_rank(timeline)]
+    assert said["peak"] == max(timeline.peak_memory) == timeline.peak_memory[find_fullest_rank(timeline)]
     assert sum(said["idle_by_cause"].values()) == pytest.approx(timeline.bubble * timeline.ranks * timeline.makespan)
 
 
 def test_text_equals_values_computed_by_hand():
     """1f1b with 4 ranks and 8 microbatches takes (8 + 3) x (1 + 2), of which 3 x 3 are idle on each rank."""
-    rows = dict(summary_rows(SAMPLES["1f1b"], "ms"))
+    rows = dict(list_summary_rows(SAMPLES["1f1b"], "ms"))
     assert rows["makespan"] == "33 ms"
     assert rows["bubble"].startswith("27.3%")
     assert rows["peak memory"] == "4 on rank 0, least 1"
@@ -38,4 +38,4 @@ def test_titles():
 
 
 def test_no_idle_time_does_not_divide_by_zero():
-    assert dict(summary_rows(SAMPLES["no time"]))["idle"] == "0"
+    assert dict(list_summary_rows(SAMPLES["no time"]))["idle"] == "0"

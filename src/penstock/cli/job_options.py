@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_assignments, read_size, text_option, whole_numbers
+from penstock.cli.options import count_option, read_assignments, read_counts, read_size, text_option
 from penstock.errors import CostsError, UsageError
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class JobOptions:
         values: dict[str, Any] = {"gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
         rates = {"memory_bandwidth": self.memory_bandwidth, "node_bandwidth": self.node_bandwidth}
         read = {name: read_size(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
-        given = {**links, **read, "flops": self.peak_flops, "node_latency": self.node_latency}
-        values |= {name: value for name, value in given.items() if value is not None}
+        options = {**links, **read, "flops": self.peak_flops, "node_latency": self.node_latency}
+        values |= {name: value for name, value in options.items() if value is not None}
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
@@ -70,5 +70,5 @@ class JobOptions:
     def choices(self) -> dict[str, Any]:
         """The values of dimensions that the search may choose from."""
         names = ("pipeline", "data", "tensor", "context", "sharding")
-        wanted: dict[str, Any] = {name: whole_numbers(f"--{name}", getattr(self, name)) for name in names}
-        return {**wanted, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}
+        values: dict[str, Any] = {name: read_counts(f"--{name}", getattr(self, name)) for name in names}
+        return {**values, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}

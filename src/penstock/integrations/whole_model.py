@@ -38,8 +38,8 @@ def gather_state_dict(pipeline: Pipeline, keep: bool) -> dict[str, Any]:
         own = {} if part is None else ModelState({stage: part}).values()
         whole = {name: _gather_tensor(value) for name, value in own.items()}
         if pipeline.data.rank == 0:
-            for theirs in pipeline.gather("state dict", whole):
-                values.update(theirs if keep else {})
+            for share in pipeline.gather("state dict", whole):
+                values.update(share if keep else {})
     return values
 
 

@@ -75,7 +75,7 @@ class Table(ABC):
 
     def row(self, rank: int) -> Ints:
         """One rank's packed actions."""
-        return self.rows.row(self._checked(rank))
+        return self.rows.row(self._check_rank(rank))
 
     @property
     def ranks(self) -> int:
@@ -127,8 +127,8 @@ class Table(ABC):
         """Whether the rows and ranks are the same; names do not count."""
         if type(other) is not type(self) or not isinstance(other, Table):
             return NotImplemented
-        mine, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
-        return mine == others and self.ranks == other.ranks and self.rows == other.rows
+        own, others = ((table.placement.copies, table.graph, table.microbatches, table.slices) for table in (self, other))
+        return own == others and self.ranks == other.ranks and self.rows == other.rows
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -141,7 +141,7 @@ class Table(ABC):
         slices = f" of {self.slices} slices" if self.slices > 1 else ""
         return f"{self.placement.describe()}, {self.microbatches} microbatches{slices}"
 
-    def _checked(self, rank: int) -> int:
+    def _check_rank(self, rank: int) -> int:
         if not -self.ranks <= rank < self.ranks:
             raise IndexError(f"rank {rank}: there are {self.ranks} ranks, 0 to {self.ranks - 1}")
         return rank % self.ranks

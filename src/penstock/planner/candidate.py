@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy as np
 from penstock.errors import FileFormatError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import find_releases
+from penstock.ir.formats.reading import check_record
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Floats, Ints
 from penstock.ir.schedule import Schedule
@@ -21,9 +23,11 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.rules.memory import held_in
+from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
+_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,)}
+"""Tuples, in files."""
 _NO_DIFFERENCE = 5e-5
 """Relative differences below this are not worth a word."""
 
@@ -154,7 +158,7 @@ class Candidate:
         problem, timeline = self.problem, self.timeline
         if ranks is None:
             ranks = [rank for rank, limit in enumerate(problem.memory_limit or ()) if timeline.peak_memory[rank] > limit]
-        held = held_in(timeline.table, problem.costs)
+        held = sum_held(timeline.table, problem.costs)
         return tuple(find_moment(timeline.table, problem.costs, rank, held) for rank in ranks)
 
     def compare(self, other: Candidate) -> str:
@@ -168,7 +172,7 @@ class Candidate:
         for own, reference, same, more, less in pairs:
             if own is not None and reference:
                 change = own / reference - 1
-                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_percent(abs(change))} {more if change > 0 else less}")
+                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_format_percent(abs(change))} {more if change > 0 else less}")
         return ", ".join(filter(None, words))
 
     def describe(self) -> str:
@@ -187,14 +191,8 @@ class Candidate:
 
     @classmethod
     def from_json(cls, data: Any, file: str) -> Candidate:
-        known = {item.name for item in fields(cls)} - _IN_THE_MAKING
-        if not isinstance(data, dict) or not set(data) <= known:
-            raise FileFormatError(file, f"an alternative has other fields than {', '.join(sorted(known))}: {data!r}")
-        sizes, lengths = data.get("sizes"), tuple(data.get("slice_lengths", ()))
-        try:
-            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths})
-        except TypeError as error:
-            raise FileFormatError(file, f"an alternative: {error}") from None
+        check_record(data, cls, "an alternative", error=partial(FileFormatError, file), types=_LISTS, omit=_IN_THE_MAKING)
+        return cls(**{**data, **{name: tuple(data[name]) for name in _LISTS if name in data}})
 
 
 def count_moves(schedule: Schedule) -> int:
@@ -210,7 +208,7 @@ def count_verdicts(candidates: Sequence[Candidate]) -> str:
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Two digits: 0.34%, 1.4%, 42%."""
     return f"{float(f'{100 * share:.2g}'):g}%"
 

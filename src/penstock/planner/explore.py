@@ -106,7 +106,7 @@ class Explorer:
     def _add_bounds(self, problem: Problem, proved: dict[str, float]) -> None:
         self._bounds[problem.key] = Bound.best_of({**self.bound_of(problem).all, **proved})
 
-    def overall_bound(self) -> float:
+    def bound_overall(self) -> float:
         """A bound of every plan, however the layers are cut, placed, ordered and recomputed."""
         request = self.request
         limits = None if request.offload else request.limits  # the arguments count what is held from F to I, which may be elsewhere
@@ -185,12 +185,12 @@ class Explorer:
             self._tried.append((named, profile, candidates))
             self._timed = self._timed[0] + time.monotonic() - before, self._timed[1] + cells
         if request.offload and request.limits is not None:
-            self._offload(share)
+            self._try_offload(share)
         if self.best is None and request.searches and not tried_least:
             self.try_one_at_a_time()
         self._recut()
 
-    def _offload(self, share: float) -> None:
+    def _try_offload(self, share: float) -> None:
         """Move activations to the host under the fastest schedules that memory holds back, until some of them fit."""
         free = self._list_held_back(share)
         fitting = 0

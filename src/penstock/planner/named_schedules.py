@@ -169,7 +169,7 @@ def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
         options |= {"slices": problem.slices} if problem.slices > 1 else {}
         if "memory_limit" in entry.options and problem.memory_limit is not None:
             # These schedules take one limit for all ranks, without parameters.
-            options["memory_limit"] = min(limit - kept for limit, kept in zip(problem.limits, problem.static_memory, strict=True))
+            options["memory_limit"] = min(limit - static for limit, static in zip(problem.limits, problem.static_memory, strict=True))
         try:
             schedule = entry.build(problem.ranks, problem.microbatches, chunks, **options)
             if schedule.placement.copies != problem.placement.copies or not len(schedule.rows) or not schedule.training:
@@ -259,8 +259,8 @@ class _Fitting:
         cut = self.request.cut(self.profile, self.named.placement, recompute, lengths=lengths)
         rank = max(range(len(cut.excesses)), key=cut.excesses.__getitem__)
         layers = split_layers(self.profile, cut.sizes)
-        kept = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
-        always = f"; it keeps {units.size(kept)} for parameters, gradients and optimizer alone" if kept else ""
+        static = sum(layer.static for stage in self.named.placement.stages_of(rank) for layer in layers[stage])
+        always = f"; it keeps {units.size(static)} for parameters, gradients and optimizer alone" if static else ""
         return f"rank {rank} is {units.size(cut.excesses[rank])} over{always}"
 
     def _time(self, problem: Problem) -> Iterator[Candidate]:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError
+from penstock.errors import CostsError, FileFormatError, PlacementError, PlanError, ScheduleError
+from penstock.ir.codes import MAX_STAGES
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.program import Program
@@ -32,7 +33,6 @@ from penstock.planner.request import (
     Progress,
     Request,
     check_batch,
-    check_count,
     check_host,
     check_limits,
     check_names,
@@ -43,7 +43,7 @@ from penstock.planner.request import (
 )
 from penstock.simulator.simulate import simulate, simulate_many
 from penstock.simulator.timeline import Timeline
-from penstock.text.units import Units
+from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
@@ -296,14 +296,14 @@ def plan(
     """
     if not isinstance(profile, Profile):
         raise CostsError(f"a plan needs a penstock.Profile, got {type(profile).__name__}")
-    if len(profile) < check_count("ranks", ranks):
+    if len(profile) < check_count("ranks", ranks, most=MAX_STAGES, error=ScheduleError):
         raise PlacementError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
     profile = check_host(profile, offload, host_memory, host_bandwidth)
     free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
-    counts, no_slices = check_slices(profile, slices, check_count("slice_granularity", slice_granularity, None))
+    counts, no_slices = check_slices(profile, slices, check_count("slice_granularity", slice_granularity, error=ScheduleError))
     known = profile if counts != (1,) else forget_slices(profile)
     request = Request(
         known,
@@ -315,7 +315,7 @@ def plan(
         barrier,
         split,
         check_share("seconds", seconds),
-        check_count("seed", seed, None, least=0),
+        check_count("seed", seed, 0, error=ScheduleError),
         check_share("jitter", jitter, below=1.0),
         check_share("near", near),
         rounds=None if rounds is None else check_share("rounds", rounds),
@@ -365,7 +365,7 @@ def _build_plan(explorer: Explorer) -> Plan:
         barrier=request.barrier,
         split=request.split,
         bounds=dict(bound.all),
-        overall_bound=explorer.overall_bound(),
+        overall_bound=explorer.bound_overall(),
         p95=p95.get(winner.place),
         jitter=request.jitter,
         alternatives=alternatives,

@@ -182,7 +182,8 @@ class Algorithm:
         sliced = {} if self.slices is None else {"slices": shape.slices}
 
         def source(rank: int) -> Ints:
-            return pack_row(generated(rank), placement.stages_of(rank), shape.units, built.units)
+            stages = tuple(stage for copy in placement.copies for stage, holder in enumerate(copy) if holder == rank)
+            return pack_row(generated(rank), stages, shape.units, built.units)
 
         def remake(count: int) -> Schedule:
             return self.build(shape.ranks, count, shape.chunks, graph, **options, **sliced)
@@ -203,10 +204,10 @@ class Algorithm:
         unit, size = self.layout.unit
         if unit not in options:
             return chunks
-        wanted = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
-        if chunks not in (None, wanted):
-            raise ScheduleError(f"{self.name} has {wanted} chunks for {unit}={wanted // size}, got chunks={chunks}: give one of the two")
-        return wanted
+        implied = size * _count(unit, options.pop(unit), codes.MAX_STAGES)
+        if chunks not in (None, implied):
+            raise ScheduleError(f"{self.name} has {implied} chunks for {unit}={implied // size}, got chunks={chunks}: give one of the two")
+        return implied
 
     def _generated(self, shape: Shape, options: dict[str, Any]) -> Callable[[int], Iterable[int]]:
         """Each rank's row; a whole pipeline is generated once, when the first row is read."""

@@ -43,27 +43,27 @@ class Proof:
             f"({self.placement}, {self.stages} stages, {self.microbatches} microbatches{slices}), {counts}"
         ]
         lines += format_table(list(self.rules.items()), left=None, indent="  ")
-        lines += [f"  {self._assumptions()}"] if self.lowered else []
-        lines += [f"  {self._memory()}"] if self.peak_memory is not None else []
-        lines += [f"  {self._host_memory()}"] if self.host_memory is not None else []
+        lines += [f"  {self._write_assumptions()}"] if self.lowered else []
+        lines += [f"  {self._write_memory()}"] if self.peak_memory is not None else []
+        lines += [f"  {self._write_host_memory()}"] if self.host_memory is not None else []
         return "\n".join(lines)
 
-    def _assumptions(self) -> str:
+    def _write_assumptions(self) -> str:
         if self.semantics == "rendezvous":
             return "semantics: rendezvous, one queue for each pair of ranks"
         return f"semantics: channels, {'with the slots of the buffers' if self.slots else 'slots unlimited'}"
 
-    def _memory(self) -> str:
-        return f"peak memory: {_highest(self.peak_memory or (), self.memory_limit)}"
+    def _write_memory(self) -> str:
+        return f"peak memory: {_describe_highest(self.peak_memory or (), self.memory_limit)}"
 
-    def _host_memory(self) -> str:
-        return f"host memory: {_highest(self.host_memory or (), self.host_memory_limit)}"
+    def _write_host_memory(self) -> str:
+        return f"host memory: {_describe_highest(self.host_memory or (), self.host_memory_limit)}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def _highest(peaks: tuple[float, ...], limits: tuple[float, ...] | None) -> str:
+def _describe_highest(peaks: tuple[float, ...], limits: tuple[float, ...] | None) -> str:
     """The highest peak, its limit and its rank."""
     highest = max(range(len(peaks)), key=peaks.__getitem__)
     limit = "" if limits is None else f" of {limits[highest]:.6g} allowed"

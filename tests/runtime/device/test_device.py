@@ -238,7 +238,7 @@ class Driver:
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     made = Driver(132)
-    monkeypatch.setattr(streams, "_driver", lambda: made)
+    monkeypatch.setattr(streams, "_load_driver", lambda: made)
     streams.split_multiprocessors.cache_clear()
     return made
 

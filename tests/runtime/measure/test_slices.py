@@ -68,7 +68,7 @@ class Memory:
     def take_roots(self) -> list[Tensor]:
         return []
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         assert unit == self.slices - 1
         return operation
 

@@ -130,28 +130,32 @@ def compare(
 
     check_unit(unit)
     check_suffix(output, PICTURES)
-    checked = lowering.checked()
+    checked = lowering.read_lowering()
     timed = [TimelineSource.read(source, costs, per, checked) for source in parse_sources(sources, ranks, microbatches)]
     entries: list[NamedTimeline] = []
     with show_steps(len(timed) + 2) as step:
         for name, source in zip(sources, timed, strict=True):
             step(f"timing {name}")
-            entries.append(NamedTimeline(name, _timeline(source, unit)))
+            entries.append(NamedTimeline(name, _read_timeline(source, unit)))
         step("comparing")
         laid = lay_over(entries, overlay, scale, tolerance)
         if laid.pairs and unit is None and any(entry.is_measured for entry in entries):
             unit = "s"
-        ranked = sorted(laid.entries, key=lambda entry: (_value(entry, by), _value(entry, By.PEAK)))
-        data = {"by": by.value, "results": [_data(entry, ranked[0], by) for entry in ranked], **(laid.data(unit) if as_json else {})}
+        ranked = sorted(laid.entries, key=lambda entry: (_format_value(entry, by), _format_value(entry, By.PEAK)))
+        data = {
+            "by": by.value,
+            "results": [_collect_data(entry, ranked[0], by) for entry in ranked],
+            **(laid.data(unit) if as_json else {}),
+        }
         step("drawing")
         if output is not None:
             _draw(laid, ranked, output, {} if unit is None else {"unit": unit})
-    deliver(lambda _: chain(_lines(ranked, by, unit), laid.lines(unit)), lambda: data, as_json=as_json, output=None)
+    deliver(lambda _: chain(_write_lines(ranked, by, unit), laid.lines(unit)), lambda: data, as_json=as_json, output=None)
 
 
-def _timeline(timed: TimelineSource, unit: str | None) -> Timeline:
+def _read_timeline(timed: TimelineSource, unit: str | None) -> Timeline:
     """A measured timeline is not simulated, only converted from seconds."""
-    measured = timed.measured()
+    measured = timed.get_measured()
     if measured is None:
         return timed.timeline()
     return measured if unit is None else measured.scaled(1 / seconds_per(unit))
@@ -168,7 +172,7 @@ def _draw(laid: Overlay, ranked: list[NamedTimeline], output: Path, options: dic
         save_picture([entry.timeline for entry in ranked], output, names=[entry.name for entry in ranked], **options)
 
 
-def _value(entry: NamedTimeline, by: By) -> float:
+def _format_value(entry: NamedTimeline, by: By) -> float:
     timeline = entry.timeline
     return {
         By.MAKESPAN: timeline.makespan,
@@ -178,25 +182,25 @@ def _value(entry: NamedTimeline, by: By) -> float:
     }[by]
 
 
-def _data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
+def _collect_data(entry: NamedTimeline, best: NamedTimeline, by: By) -> dict[str, Any]:
     from penstock.cli.commands.simulate import data
 
-    return {"source": entry.name, "relative": _relative(entry, best, by), "timeline": data(entry.timeline)}
+    return {"source": entry.name, "relative": _format_relative(entry, best, by), "timeline": data(entry.timeline)}
 
 
-def _relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
+def _format_relative(entry: NamedTimeline, best: NamedTimeline, by: By) -> float | None:
     """The ratio to the best; None if only the best is 0."""
-    value, least = _value(entry, by), _value(best, by)
+    value, least = _format_value(entry, by), _format_value(best, by)
     return value / least if least else 1.0 if not value else None
 
 
-def _lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
+def _write_lines(ranked: list[NamedTimeline], by: By, unit: str | None) -> Iterator[str]:
     """One row per timeline, the best first."""
     from penstock.draw.summary import format_memory, format_time, unit_of
 
     rows = [("", "schedule", "ranks", "microbatches", "makespan", "bubble", "peak", "messages", f"{by} / best")]
     for place, entry in enumerate(ranked, start=1):
-        timeline, relative = entry.timeline, _relative(entry, ranked[0], by)
+        timeline, relative = entry.timeline, _format_relative(entry, ranked[0], by)
         slices = f" x {timeline.table.slices}" if timeline.table.slices > 1 else ""
         shape = entry.name, str(timeline.ranks), f"{timeline.table.microbatches}{slices}"
         makespan = format_time(timeline.makespan, unit_of(timeline, unit))
@@ -262,11 +266,11 @@ class Overlay:
         return {"differences": pairs, "refused": [{"source": name, "reason": reason} for name, reason in self.refused.items()]}
 
     def lines(self, unit: str | None) -> Iterator[str]:
-        from penstock.draw.summary import describe_differences, section_lines
+        from penstock.draw.summary import describe_differences, write_sections
 
         for pair in self.pairs:
             yield ""
-            yield from section_lines(list(describe_differences(pair.differences, unit, pair.words, pair.title)))
+            yield from write_sections(list(describe_differences(pair.differences, unit, pair.words, pair.title)))
         for name, reason in self.refused.items():
             yield ""
             yield f"{name} is not laid over the prediction: {reason}"
@@ -291,9 +295,9 @@ def lay_over(entries: Sequence[NamedTimeline], asked: bool | None, scale: str | 
                 raise UsageError(f"{other.name} cannot be laid over {base.name}: {error}") from None
             laid.refused[other.name] = str(error)
         else:
-            found = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
-            factor = found.scale  # one factor for all pairs
-            laid.pairs.append(Pair(base, other, found))
+            compared = differences(base.timeline, other.timeline, scale=factor, tolerance=TOLERANCE if tolerance is None else tolerance)
+            factor = compared.scale  # one factor for all pairs
+            laid.pairs.append(Pair(base, other, compared))
     return _rescale(laid)
 
 

@@ -35,25 +35,25 @@ def list_(
       penstock list --passes
     """
     if passes:
-        known = _passes()
+        known = _list_passes()
         deliver(lambda width: _pass_lines(known, width), lambda: known, as_json=as_json, output=output)
         return
     schedules = list(algorithms().values())
-    deliver(lambda width: _lines(schedules, width), lambda: list(map(_data, schedules)), as_json=as_json, output=output)
+    deliver(lambda width: _write_lines(schedules, width), lambda: list(map(_collect_data, schedules)), as_json=as_json, output=output)
 
 
-def _data(named: Algorithm) -> dict[str, Any]:
+def _collect_data(named: Algorithm) -> dict[str, Any]:
     options = named.options if named.layout.fixed else {"chunks": named.layout.chunks, **named.options}
     return {"name": named.name, "summary": named.summary, "bubble": named.bubble, "memory": named.memory, "options": options}
 
 
-def _passes() -> list[dict[str, str]]:
+def _list_passes() -> list[dict[str, str]]:
     from penstock.passes.pass_list import passes
 
     return [{"name": name, "summary": summary} for name, summary in passes().items()]
 
 
-def _lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
+def _write_lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
     """One line per schedule, for other programs to cut; on a terminal, the formulas are below the summary."""
     if width is not None:
         return _wrap([(named.name, [named.summary, f"bubble: {named.bubble}", f"memory: {named.memory}"]) for named in schedules], width)
@@ -62,7 +62,7 @@ def _lines(schedules: list[Algorithm], width: int | None) -> Iterator[str]:
 
 
 def _pass_lines(passes: list[dict[str, str]], width: int | None) -> Iterator[str]:
-    rows = [(each["name"], each["summary"]) for each in passes]
+    rows = [(entry["name"], entry["summary"]) for entry in passes]
     return format_table(rows, left=None) if width is None else _wrap([(name, [summary]) for name, summary in rows], width)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_size, text_option, whole_numbers
+from penstock.cli.options import AsJson, check_suffix, count_option, file_option, read_counts, read_size, text_option
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import load_function
 from penstock.errors import UsageError
@@ -62,7 +62,7 @@ def profile(
     from penstock.runtime.measure.profile import profile as measure
 
     check_suffix(output, (".json", ".toml"))
-    sizes, speed = whole_numbers("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
+    sizes, speed = read_counts("--microbatch-sizes", microbatch_sizes), read_size("--bandwidth", bandwidth)
     layers, sample, loss = _build(source, load_function(source))
     if not sizes:  # the sample's size, a half and a quarter of it, if they are whole
         rows = count_rows(sample)
@@ -73,7 +73,7 @@ def profile(
         measured = measure(layers, sample, **options, progress=lambda what, at, of: step(what))
     if output is not None:
         measured.save(output)
-    deliver(lambda _: _lines(measured, output), measured.to_json, as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(measured, output), measured.to_json, as_json=as_json, output=None)
 
 
 def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, Any]]:
@@ -87,7 +87,7 @@ def _build(source: str, build: Callable[[], Any]) -> tuple[Any, Any, dict[str, A
     return built[0], built[1], dict(zip(("loss_fn", "target"), built[2:], strict=False))
 
 
-def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
+def _write_lines(measured: Profile, output: Path | None) -> Iterator[str]:
     """One table per microbatch size."""
     units = Units(measured.time_unit, in_bytes=True)
     yield measured.source
@@ -96,8 +96,8 @@ def _lines(measured: Profile, output: Path | None) -> Iterator[str]:
         rows: list[tuple[str, ...]] = [("layer", "F", "I", "W", "activation", "stash", "output", "parameters", "gradients", "optimizer")]
         for place, layer in enumerate(at.layers):
             times = (units.time(time) for time in (layer.f, layer.i, layer.w))
-            held = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
-            rows.append((layer.name or str(place), *times, *map(units.size, held)))
+            sizes = (layer.activation, layer.weight_stash, layer.output, layer.parameters, layer.gradients, layer.optimizer)
+            rows.append((layer.name or str(place), *times, *map(units.size, sizes)))
         yield ""
         yield f"microbatches of {size}: {units.time(at.time)} on one device"
         yield from format_table(rows, indent="  ")

@@ -81,7 +81,7 @@ class _Plot:
         largest = max(candidate.peak or 0.0 for candidate in self.shown)
         return (2.0**30, f"{label} (GiB)") if largest >= 2.0**30 else (2.0**20, f"{label} (MiB)")
 
-    def _memory(self, candidate: Candidate) -> float:
+    def _pick_memory(self, candidate: Candidate) -> float:
         peak = candidate.peak or 0.0
         if self.shares:
             return peak / (peak - (candidate.excess or 0.0))
@@ -99,18 +99,18 @@ class _Plot:
     def figure(self) -> Figure:
         figure, axes = make_plot(_WIDTH, _HEIGHT)
         self._prepare(axes)
-        self._limits(axes)
-        self._marks(axes)
+        self._draw_limits(axes)
+        self._draw_marks(axes)
         figure.legend(fontsize=SMALL, frameon=False, loc="outside lower center", ncols=6)
         figure.draw_without_rendering()  # places the axes, so that points have a place on the sheet
-        self._names(axes)
+        self._draw_names(axes)
         return figure
 
     def _prepare(self, axes: Axes) -> None:
         from matplotlib.ticker import LogLocator
 
         plan = self.plan
-        memories = [self._memory(candidate) for candidate in self.shown]
+        memories = [self._pick_memory(candidate) for candidate in self.shown]
         if min(memories) > 0 and max(memories) > 3 * min(memories):
             axes.set_xscale("log")
             axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
@@ -125,27 +125,27 @@ class _Plot:
         axes.set_title(title, fontsize=TEXT, color=FAINT, loc="left")
         axes.margins(x=0.08, y=0.1)
 
-    def _limits(self, axes: Axes) -> None:
+    def _draw_limits(self, axes: Axes) -> None:
         plan, limits = self.plan, self.plan.memory_limit
         axes.axhline(plan.overall_bound * self.time_unit[1], color=FAINT, linewidth=0.8, linestyle=":", label="bound of all candidates")
         if limits is not None:
             axes.axvline(1.0 if self.shares else limits[0] / self.scale[0], color=INK, linewidth=0.8, linestyle="--", label="memory limit")
 
-    def _marks(self, axes: Axes) -> None:
+    def _draw_marks(self, axes: Axes) -> None:
         for kind in dict.fromkeys(candidate.placement for candidate in self.shown):
             colour = _COLOURS.get(kind, FAINT)
             for fits in (True, False):
                 members = [candidate for candidate in self.shown if candidate.placement == kind and candidate.fits is fits]
-                points = [self._memory(candidate) for candidate in members], [self._time(candidate) for candidate in members]
+                points = [self._pick_memory(candidate) for candidate in members], [self._time(candidate) for candidate in members]
                 if not members:
                     continue
                 label = kind if fits or not any(candidate.placement == kind and candidate.fits for candidate in self.shown) else "_"
                 axes.scatter(*points, s=22, facecolors=colour if fits else "none", edgecolors=colour, linewidths=0.9, label=label, zorder=3)
         chosen = self.plan.alternatives[self.plan.chosen]
         look: dict[str, Any] = {"s": 110, "facecolors": "none", "edgecolors": INK, "linewidths": 1.3, "zorder": 4}
-        axes.scatter([self._memory(chosen)], [self._time(chosen)], **look, label="the plan")
+        axes.scatter([self._pick_memory(chosen)], [self._time(chosen)], **look, label="the plan")
 
-    def _names(self, axes: Axes) -> None:
+    def _draw_names(self, axes: Axes) -> None:
         """Name the plan and the Pareto front of time and memory, if there is room for the name."""
         chosen = self.plan.alternatives[self.plan.chosen]
         marks = (self._place(axes, candidate) for candidate in self.shown)
@@ -153,7 +153,7 @@ class _Plot:
         for line in axes.lines:
             left, bottom, right, top = (line.get_window_extent().get_points() / axes.figure.dpi).ravel().tolist()
             taken.append((left, bottom, right, top))
-        for candidate in dict.fromkeys([chosen, *self._front()]):
+        for candidate in dict.fromkeys([chosen, *self._find_front()]):
             bold, name = candidate is chosen, f"{candidate.name}{', recomputed' if candidate.recompute else ''}"
             box = self._free_box(axes, candidate, text_width(name, SMALL, bold), taken)
             if box is None:
@@ -165,7 +165,7 @@ class _Plot:
 
     def _place(self, axes: Axes, candidate: Candidate) -> tuple[float, float]:
         """The place of a mark in inches."""
-        x, y = axes.transData.transform((self._memory(candidate), self._time(candidate))) / axes.figure.dpi
+        x, y = axes.transData.transform((self._pick_memory(candidate), self._time(candidate))) / axes.figure.dpi
         return float(x), float(y)
 
     def _free_box(self, axes: Axes, candidate: Candidate, width: float, taken: Sequence[_Box]) -> _Box | None:
@@ -192,10 +192,10 @@ class _Plot:
                 [x, end[0]], [y, end[1]], color=FAINT, linewidth=0.5, transform=axes.figure.dpi_scale_trans, scalex=False, scaley=False
             )
 
-    def _front(self) -> Sequence[Candidate]:
+    def _find_front(self) -> Sequence[Candidate]:
         """The candidates that no other beats in both time and memory."""
         front: list[Candidate] = []
-        for candidate in sorted(self.shown, key=lambda candidate: (self._memory(candidate), self._time(candidate))):
+        for candidate in sorted(self.shown, key=lambda candidate: (self._pick_memory(candidate), self._time(candidate))):
             if not front or self._time(candidate) < self._time(front[-1]) * (1 - 1e-9):
                 front.append(candidate)
         return front

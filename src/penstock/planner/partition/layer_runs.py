@@ -97,7 +97,7 @@ class LayerRuns:
         parts = [part._sum("kept_gradients") for part in self._slices[:-1]] if self.lengths else []
         return np.asarray(sum(parts, start=np.zeros((self.layers + 1, self.layers + 1))))
 
-    def held(self, recompute: bool, counts: tuple[float, float, float, float]) -> Floats:
+    def sum_held(self, recompute: bool, counts: tuple[float, float, float, float]) -> Floats:
         """Memory with so many activations, stashes, kept tensors and sums of their gradients, parameters included.
 
         A recomputed run holds only its input in place of its activation.
@@ -197,7 +197,7 @@ class Cutting:
                 reserve = np.zeros(len(cuts))
                 for stage, counts in zip(stages, moment.by_stage, strict=True):
                     run = cuts[:, stage], cuts[:, stage + 1]
-                    held += self.runs.held(self.recompute[stage], counts)[run]
+                    held += self.runs.sum_held(self.recompute[stage], counts)[run]
                     reserve = np.maximum(reserve, self.runs.reserves[self.recompute[stage]][run])
                 totals[:, rank] = np.maximum(totals[:, rank], memory_over(held + reserve, limit))
         return totals

@@ -60,10 +60,10 @@ def sliced_stage_costs(  # noqa: PLR0917
 
 def _sum_slices(profile: Profile, sizes: Sequence[int], lengths: Sequence[int], name: str) -> Floats:
     """A field of every stage (row) on every slice (column)."""
-    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _first_layers(sizes)))
+    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _find_first_layers(sizes)))
 
 
-def _first_layers(sizes: Sequence[int]) -> list[int]:
+def _find_first_layers(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
@@ -76,7 +76,7 @@ def _tabulate_inputs(profile: Profile, sizes: Sequence[int], lengths: Sequence[i
 
 def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
     """The memory that each stage needs beyond what it holds while it runs each slice."""
-    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _first_layers(sizes))
+    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _find_first_layers(sizes))
     again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_inputs(profile, sizes, lengths), 0.0)
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
@@ -90,25 +90,25 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     """
     cut, inputs = split_layers(profile, sizes), _list_inputs(profile, sizes)
 
-    def summed(name: str) -> tuple[float, ...]:
+    def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
-    f, i, held = summed("f"), summed("i"), summed("activation")
+    f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return Costs(
         f=f,
         i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
-        w=summed("w"),
+        w=sum_layers("w"),
         activation=tuple(
             (kept_input if again else whole) + output
             for whole, kept_input, again, output in zip(held, inputs, recompute, kept_output, strict=True)
         ),
-        weight_stash=summed("weight_stash"),
-        kept=summed("kept") if any(summed("kept")) else 0.0,
+        weight_stash=sum_layers("weight_stash"),
+        kept=sum_layers("kept") if any(sum_layers("kept")) else 0.0,
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(profile, summed("gradients"), summed("reduction"), len(placement.copies)),
-        optimizer=summed("update") if any(summed("update")) else 0.0,
+        reduce=_time_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
+        optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         contention=profile.contention,
         latency=profile.latency,
@@ -119,7 +119,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     )
 
 
-def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
+def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
     if copies == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0

@@ -28,13 +28,14 @@ This needs causal attention and flash: other attention looks ahead, or holds sco
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
 _SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
@@ -116,8 +117,8 @@ class Transformer:
         object.__setattr__(self, "microbatch", tuple(sizes))
         least = [(name, getattr(self, name), 1) for name in _COUNTS] + [(name, getattr(self, name), 0) for name in _OR_NONE]
         for name, value, low in [*least, *(("microbatch", size, 1) for size in sizes)]:
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < low):
-                raise CostsError(f"{name} must be a whole number of at least {low}, got {value!r}")
+            if value is not None:
+                check_count(name, value, low)
         for name in _SIZES:
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
@@ -144,14 +145,7 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        known = {field.name: field for field in fields(cls)}
-        for name in values:
-            if name not in known:
-                raise CostsError(f"a transformer has no field {name!r}: {nearest(name, known)}")
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
-        if missing:
-            raise CostsError(f"a transformer needs {', '.join(missing)}")
-        return cls(**values)
+        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
 
     @property
     def _can_be_sliced(self) -> bool:
@@ -190,7 +184,7 @@ class Transformer:
     def _has_experts(self, place: int) -> bool:
         return self.experts > 0 and place >= self.dense_layers
 
-    def _attention_maps(self) -> list[tuple[int, int]]:
+    def _list_attention_maps(self) -> list[tuple[int, int]]:
         """The linear maps around attention, as (rows, columns)."""
         hidden, width, keys = self.hidden, self._head * self.heads, self._head * (self.kv_heads or self.heads)
         queries = self.heads * (self._head + (self.rope if self.key_rank else 0))
@@ -203,20 +197,20 @@ class Transformer:
 
     def _block_parameters(self, place: int) -> int:
         """Parameters of a block, over all devices that share its experts."""
-        maps = sum(rows * columns for rows, columns in self._attention_maps())
+        maps = sum(rows * columns for rows, columns in self._list_attention_maps())
         norms = 2 * self.hidden + (self.query_rank or 0) + (self.key_rank or 0)
         if not self._has_experts(place):
             return maps + norms + self._matrices * self.hidden * self._ffn
         return maps + norms + self.hidden * self.experts + (self.experts + self.shared_experts) * self._expert
 
-    def _kept_parameters(self, place: int) -> int:
+    def _count_kept_parameters(self, place: int) -> int:
         """Parameters of a block that one device keeps."""
         elsewhere = self.experts - self.experts // self.expert_parallel if self._has_experts(place) else 0
         return self._block_parameters(place) - elsewhere * self._expert
 
     def matrices(self) -> list[tuple[int, int]]:
         """Rows and columns of the matrices of a dense block, as optimizers that work on whole matrices see them."""
-        return [*self._attention_maps(), *[(self.hidden, self._ffn)] * (self._matrices - 1), (self._ffn, self.hidden)]
+        return [*self._list_attention_maps(), *[(self.hidden, self._ffn)] * (self._matrices - 1), (self._ffn, self.hidden)]
 
     @property
     def feed_forward(self) -> int:
@@ -237,27 +231,27 @@ class Transformer:
         return replace(links, time_unit="s", size_unit="B", source=source, estimated=True, tokens=tokens)
 
     def _profile_at(self, size: int) -> Profile:
-        layers = [self._embedding(size), *(self._block(size, place) for place in range(self.layers)), self._last(size)]
+        layers = [self._build_embedding(size), *(self._block(size, place) for place in range(self.layers)), self._build_last(size)]
         return Profile(layers, microbatch=size, input=8.0 * size * self.sequence)
 
-    def _layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
+    def _build_layer(self, operations: tuple[float, float, float], parameters: int, name: str, **held: float) -> Layer:
         f, i, w = (count / self.flops + self.overhead for count in operations)
-        slices = self._slice_costs((f, i, w), held) if self._can_be_sliced else None
+        slices = self._build_slice_costs((f, i, w), held) if self._can_be_sliced else None
         kept = {
             "parameters": parameters * self.bytes,
             "gradients": parameters * self.gradient_bytes,
             "optimizer": parameters * self.optimizer_bytes,
         }
-        once = {"reduction": self._reduction(parameters), "update": self._update(parameters)}
+        once = {"reduction": self._time_reduction(parameters), "update": self._update(parameters)}
         return Layer(name=name, f=f, i=i, w=w, slices=slices, **once, **kept, **held)
 
-    def _slice_costs(self, times: tuple[float, float, float], held: Mapping[str, float]) -> SliceCosts:
+    def _build_slice_costs(self, times: tuple[float, float, float], held: Mapping[str, float]) -> SliceCosts:
         """A slice of a layer without attention: its tokens' share, after the overhead."""
         f, i, w = (SliceCost(self.overhead, (time - self.overhead) / self.sequence) for time in times)
         sizes: dict[str, Any] = {name: SliceCost(token=held[name] / self.sequence) for name in ("activation", "weight_stash")}
         return SliceCosts(f=f, i=i, w=w, **sizes)
 
-    def _reduction(self, parameters: int) -> float:
+    def _time_reduction(self, parameters: int) -> float:
         """Seconds of a ring all-reduce of the gradients: 2 (d - 1) / d of them pass each link."""
         if self.data_bandwidth is None or self.data == 1:
             return 0.0
@@ -269,20 +263,20 @@ class Transformer:
             return 0.0
         return parameters * (self.gradient_bytes + 2 * self.optimizer_bytes + self.bytes) / self.memory_bandwidth
 
-    def _embedding(self, size: int) -> Layer:
+    def _build_embedding(self, size: int) -> Layer:
         tokens = size * self.sequence
         out = self.bytes * tokens * self.hidden
         held = {"activation": 8.0 * tokens, "weight_stash": 8.0 * tokens + out, "output": out}
-        return self._layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
+        return self._build_layer((0, 0, 0), self.vocabulary * self.hidden, "embedding", **held)
 
     def _block(self, size: int, place: int) -> Layer:
         tokens, hidden, width = size * self.sequence, self.hidden, self._head * self.heads
-        maps = self._attention_maps()
-        passed = self._passed_widths(place)
+        maps = self._list_attention_maps()
+        passed = self._list_passed_widths(place)
         linear = 2 * tokens * (sum(rows * columns for rows, columns in maps) + self._matrices * hidden * sum(passed))
         if self._has_experts(place):
             linear += 2 * tokens * hidden * self.experts
-        attention = self._attention(tokens)
+        attention = self._count_attention(tokens)
         inputs = {rows if rows != hidden else "hidden": rows for rows, _ in maps[:-1]}  # maps of the same input share it
         outputs = sum(columns for _, columns in maps)
         around = (4 if self.gated else 2) * sum(passed)
@@ -293,7 +287,7 @@ class Transformer:
         stashed = sum(inputs.values()) + width + outputs + 2 * len(passed) * hidden + (3 if self.gated else 2) * sum(passed)
         memory = {"activation": held, "weight_stash": self.bytes * tokens * stashed, "output": self.bytes * tokens * hidden}
         operations = linear + attention, linear + (2.5 if self.flash else 2.0) * attention, linear
-        layer = self._layer(operations, self._kept_parameters(place), f"block {place}", **memory)
+        layer = self._build_layer(operations, self._count_kept_parameters(place), f"block {place}", **memory)
         exchanged = self._exchange(tokens) if self._has_experts(place) else 0.0
         slices = layer.slices and self._add_attention(layer.slices, size, attention, exchanged)
         return replace(layer, f=layer.f + exchanged, i=layer.i + exchanged, slices=slices)
@@ -315,13 +309,13 @@ class Transformer:
         sizes: dict[str, Any] = {"keys": self.bytes * numbers, "key_gradients": max(self.bytes, SUM_BYTES) * numbers}
         return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, **sizes)
 
-    def _passed_widths(self, place: int) -> list[int]:
+    def _list_passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""
         if not self._has_experts(place):
             return [self._ffn]
         return [self.expert_ffn or self._ffn] * (self.experts_per_token + self.shared_experts)
 
-    def _attention(self, tokens: int) -> float:
+    def _count_attention(self, tokens: int) -> float:
         """Forward operations of both attention products: queries with keys, and scores with values."""
         sizes = 2 * self._head + (self.rope if self.key_rank else 0)
         whole = 2.0 * tokens * self.sequence * self.heads * sizes
@@ -343,10 +337,10 @@ class Transformer:
         away = (self.expert_parallel - 1) / self.expert_parallel
         return 2 * away * tokens * self.experts_per_token * self.hidden * self.bytes / self.expert_bandwidth
 
-    def _last(self, size: int) -> Layer:
+    def _build_last(self, size: int) -> Layer:
         tokens = size * self.sequence
         product = 2 * tokens * self.hidden * self.vocabulary
         logits = self.bytes * tokens * self.vocabulary
         maps_input = self.bytes * tokens * self.hidden
         held = {"activation": 2 * maps_input + logits, "weight_stash": maps_input + logits, "output": logits}
-        return self._layer((product, product, product), self.vocabulary * self.hidden + self.hidden, "head", **held)
+        return self._build_layer((product, product, product), self.vocabulary * self.hidden + self.hidden, "head", **held)

@@ -137,7 +137,7 @@ class StepInput:
                     f"stage {stage} changes in place a tensor of the batch that {reason}: clone it in stage {stage} before changing it"
                 )
 
-    def guarded(self, microbatch: int) -> dict[int, str]:
+    def list_guarded(self, microbatch: int) -> dict[int, str]:
         """Return why inputs must not be changed in place, by the address of their memory."""
         guards = self.guards[microbatch]
         return {tensor.untyped_storage().data_ptr(): f"a tensor of the batch that {reason}" for tensor, _, reason in guards}
@@ -343,8 +343,8 @@ def _read_weights(weights: Sequence[Any] | None, items: Sequence[Any]) -> tuple[
 def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | None) -> list[Guards]:
     """Find the tensors whose in-place change other microbatches, the loss or other stages would see; per microbatch."""
     count = len(arguments[0])
-    leaves = [[_tensors(values[k]) for values in arguments] for k in range(count)]
-    labels = [[] if targets is None else _tensors(targets[k]) for k in range(count)]
+    leaves = [[_list_tensors(values[k]) for values in arguments] for k in range(count)]
+    labels = [[] if targets is None else _list_tensors(targets[k]) for k in range(count)]
     uses = Counter(id(tensor) for parts in leaves for tensor in {id(t): t for part in parts for t in part}.values())
     guards: list[Guards] = []
     for parts, target in zip(leaves, labels, strict=True):
@@ -359,5 +359,5 @@ def _find_guards(arguments: Sequence[Sequence[Any]], targets: Sequence[Any] | No
     return guards if any(guards) else []
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def _list_tensors(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested]

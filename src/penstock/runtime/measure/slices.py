@@ -36,7 +36,7 @@ class PrefixMemory(Protocol):
     def take_roots(self) -> list[Tensor]:
         """Take the tensors that the backward of the last slice starts from, besides its output."""
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         """Wrap the backward of a slice."""
 
     def list_kept(self) -> list[Tensor]:
@@ -110,17 +110,17 @@ class MeasuredSlice(MeasuredLayer):
 
     def _backward(self, run: Any, grads: list[Tensor | None]) -> None:
         assert self._memory is not None
-        self._memory.around_backward(self.stage.index, self._number, super()._backward)(run, grads)
+        self._memory.wrap_backward(self.stage.index, self._number, super()._backward)(run, grads)
 
     def _list_shared(self) -> list[Tensor]:
         assert self._memory is not None
-        kept, tokens = self._memory.list_kept(), sum(self.lengths)
-        self.keys = bytes_of(kept) / tokens
-        self.sums = sum(tensor.numel() * max(tensor.element_size(), SUM_BYTES) for tensor in kept) / tokens
-        return kept
+        tensors, tokens = self._memory.list_kept(), sum(self.lengths)
+        self.keys = bytes_of(tensors) / tokens
+        self.sums = sum(tensor.numel() * max(tensor.element_size(), SUM_BYTES) for tensor in tensors) / tokens
+        return tensors
 
-    def _workspace(self, held: int) -> int:
-        return super()._workspace(held + round(self.keys * self.lengths[-1]))
+    def _measure_workspace(self, held: int) -> int:
+        return super()._measure_workspace(held + round(self.keys * self.lengths[-1]))
 
 
 # All layers -----------------------------------------------------------------------------------------------------------

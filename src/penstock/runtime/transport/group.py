@@ -30,7 +30,7 @@ EMPTY = _Empty()
 """Marks a cell as empty, because None may be a message. `Inbox.pull` fills the cells that hold it."""
 
 
-def nothing() -> None:
+def do_nothing() -> None:
     """An operation that does nothing."""
 
 
@@ -70,7 +70,7 @@ class Outbox(ABC):
     def settle(self) -> None:  # noqa: B027
         """Let go of all messages of a step that is over, on groups that are `direct`: the receiver has taken them. Does not raise."""
 
-    def new_forms(self) -> list[tuple[int, Any]]:
+    def list_new_forms(self) -> list[tuple[int, Any]]:
         """The messages of the last step whose form (tree, shapes, types) was new: their numbers in the step, and the forms."""
         return []
 
@@ -160,15 +160,15 @@ class Activity:
         if self.over:
             return "has returned"
         if not self.running or at >= len(self.actions):
-            return "is between steps" if waits is None else f"waits for {waits} since {_seconds(now - self.since)}"
+            return "is between steps" if waits is None else f"waits for {waits} since {_format_seconds(now - self.since)}"
         action = self.actions[at]
         done = ", ".join(map(str, self.actions[max(0, at - _SHOWN) : at])) or "nothing"
         if waits is None:
-            return f"runs {action} since {_seconds(now - self.began)}; done before: {done}"
-        return f"waits for {waits}, for {action}, since {_seconds(now - self.since)}; done before: {done}"
+            return f"runs {action} since {_format_seconds(now - self.began)}; done before: {done}"
+        return f"waits for {waits}, for {action}, since {_format_seconds(now - self.since)}; done before: {done}"
 
 
-def _seconds(nanoseconds: int) -> str:
+def _format_seconds(nanoseconds: int) -> str:
     return f"{max(0, nanoseconds) / 1e9:.1f} s"
 
 
