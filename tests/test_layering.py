@@ -133,7 +133,7 @@ ROOMS: dict[str, set[str]] = {
     "split_backward": {"torch_internals", "tensors"},
     "transport": {"torch_internals", "device", "tensors"},
     "batch": {"torch_internals", "tensors"},
-    "sequence": {"torch_internals"},
+    "sequence": {"torch_internals", "device"},
     "model": {"torch_internals", "device", "tensors", "split_backward", "batch", "sequence"},
     "weights": {"torch_internals", "model"},
     "parallel": {"torch_internals", "device", "tensors", "transport", "batch", "model"},

@@ -393,8 +393,6 @@ class Pipeline:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
             options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
-            if self._cutter is not None:
-                options["slice_lengths"] = self._cutter.fixed_lengths
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)
