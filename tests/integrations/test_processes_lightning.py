@@ -135,15 +135,15 @@ def fit(kind: str, folder: str, batch: int, strategy: dict[str, Any], options: d
 
 def ask_model(trainer: Any, module: Any) -> tuple[str, Any]:
     """What is said about using the layers without the pipeline, and their output once they are gathered."""
-    said, x = "", torch.ones(2, 8)
+    message, x = "", torch.ones(2, 8)
     try:
         module.model(x)
     except IntegrationError as error:
-        said = str(error)
+        message = str(error)
     sharded = any(hasattr(parameter, "full_tensor") for parameter in module.model.parameters())
     if hasattr(trainer.strategy, "gather_model") and not sharded:
         module = trainer.strategy.gather_model()
-    return said, None if sharded else module.model(x).detach()
+    return message, None if sharded else module.model(x).detach()
 
 
 @dataclass
@@ -152,7 +152,7 @@ class Fitted:
     scores: list[float]
     logged: float
     dtypes: set[torch.dtype]
-    said: str
+    message: str
     output: Any
 
 
@@ -178,9 +178,9 @@ def test_losses_are_those_of_one_process(workers: Workers, tmp_path: Path, optio
         assert theirs.losses == pytest.approx(plain.losses, rel=rtol)
         assert theirs.scores == pytest.approx(plain.scores, rel=rtol)
         assert theirs.logged == pytest.approx(plain.logged, rel=rtol)
-        assert "trainer.strategy.gather_model()" in theirs.said
+        assert "trainer.strategy.gather_model()" in theirs.message
         torch.testing.assert_close(theirs.output, plain.output, rtol=rtol, atol=rtol)
-    assert plain.said == ""
+    assert plain.message == ""
     assert plain.dtypes == piped[-1].dtypes == {torch.bfloat16 if "precision" in options else torch.float32}
 
 
@@ -245,7 +245,7 @@ def refusals(cases: list[tuple[Any, dict[str, Any], str | None]]) -> list[str]:
     from penstock.integrations.lightning import PipelineStrategy
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False, "max_epochs": 9}
-    said = []
+    messages = []
     for kind, options, resume in cases:
         module = kind()
         plugins = module.plugins() if hasattr(module, "plugins") else None
@@ -254,10 +254,10 @@ def refusals(cases: list[tuple[Any, dict[str, Any], str | None]]) -> list[str]:
         )
         try:
             trainer.fit(module, torch.utils.data.DataLoader(rows(), batch_size=8), ckpt_path=resume)
-            said.append("trained")
+            messages.append("trained")
         except IntegrationError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_what_does_not_fit_is_refused(workers: Workers, tmp_path: Path) -> None:
@@ -271,8 +271,8 @@ def test_what_does_not_fit_is_refused(workers: Workers, tmp_path: Path) -> None:
         (Piped, {"sync_batchnorm": True}, None, "sync_batchnorm"),
         (Piped, {}, str(tmp_path / "last.ckpt"), "another strategy"),
     ]
-    for rank, said in enumerate(workers.run(refusals, ([case[:3] for case in cases],), ranks=2)):
-        for sentence, (kind, *_, reason) in zip(said, cases, strict=True):
+    for rank, messages in enumerate(workers.run(refusals, ([case[:3] for case in cases],), ranks=2)):
+        for sentence, (kind, *_, reason) in zip(messages, cases, strict=True):
             assert reason in sentence, f"{kind.__name__} on rank {rank}"
 
 

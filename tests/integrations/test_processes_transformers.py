@@ -121,15 +121,15 @@ def assert_same_history(one: Any, other: Any, rtol: float = 2e-4) -> None:
 def use_whole_model(trainer: Any) -> Any:
     """Use the model as a whole: what was said before it was gathered, and what it holds and generates afterwards."""
     prompt = torch.arange(4)[None]
-    said = []
+    messages = []
     for use in (lambda model: model.generate(prompt), lambda model: model.save_pretrained("unused"), lambda model: model(prompt)):
         try:
             use(trainer.model)
         except IntegrationError as error:
-            said.append(str(error))
+            messages.append(str(error))
     model = trainer.gather_model() if hasattr(trainer, "gather_model") else trainer.model
     model.eval()
-    return said, model.generate(prompt, max_new_tokens=4, do_sample=False).tolist(), model.state_dict()
+    return messages, model.generate(prompt, max_new_tokens=4, do_sample=False).tolist(), model.state_dict()
 
 
 def test_fifty_steps_are_those_of_the_plain_trainer(workers: Workers, tmp_path: Path) -> None:
@@ -142,9 +142,9 @@ def test_fifty_steps_are_those_of_the_plain_trainer(workers: Workers, tmp_path: 
     assert plain[0][-1][0] < plain[0][0][0] - 1
     worst = max(abs(one[0] / other[0] - 1) for steps, *_ in piped for one, other in zip(steps, plain[0], strict=True))
     logger.info("largest relative difference of a loss over 50 steps: %.1e", worst)
-    for steps, _, (said, tokens, state) in piped:
+    for steps, _, (messages, tokens, state) in piped:
         assert_same_history(steps, plain[0])
-        assert ["trainer.gather_model()" in sentence for sentence in said] == [True] * 3
+        assert ["trainer.gather_model()" in sentence for sentence in messages] == [True] * 3
         assert tokens == plain[2][1]
         for name, value in plain[2][2].items():
             torch.testing.assert_close(state[name], value, rtol=1e-3, atol=1e-3, msg=name)
@@ -365,19 +365,19 @@ def make_trainer(kind: str) -> Any:
 
 def refusals(cases: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]]) -> list[str]:
     """What each trainer says instead of training."""
-    said = []
+    messages = []
     for kind, options, positional, named in cases:
         forget()
         args = arguments("unused", 4, max_steps=1, **options)
         model = None if build in positional else build()
         try:
             make_trainer(kind)(model, args, None, Tokens(8), *positional, **named).train()
-            said.append("trained")
+            messages.append("trained")
         except IntegrationError as error:
-            said.append(str(error))
+            messages.append(str(error))
         finally:
             forget()
-    return said
+    return messages
 
 
 SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
@@ -415,8 +415,8 @@ REFUSALS: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any], str]]
 @pytest.mark.filterwarnings("ignore")
 def test_what_has_no_meaning_on_a_pipeline_is_refused(workers: Workers) -> None:
     cases = [(kind, options, positional, {**TWO_BY_TWO, **named}) for kind, options, positional, named, _ in REFUSALS]
-    for rank, said in enumerate(workers.run(refusals, (cases,), ranks=4)):
-        for sentence, (*case, reason) in zip(said, REFUSALS, strict=True):
+    for rank, messages in enumerate(workers.run(refusals, (cases,), ranks=4)):
+        for sentence, (*case, reason) in zip(messages, REFUSALS, strict=True):
             assert reason in sentence, f"rank {rank}, {case}"
 
 
@@ -441,8 +441,8 @@ def test_a_checkpoint_without_an_optimizer_is_refused(workers: Workers, tmp_path
         ({**sharded, "pipeline_options": {}}, "the optimizer and the learning rate cannot continue"),
         (sharded, "shard"),
     ):
-        for said in workers.run(resume_without_optimizer, (str(tmp_path / "checkpoint-2"), pipeline), ranks=2):
-            assert reason in said
+        for message in workers.run(resume_without_optimizer, (str(tmp_path / "checkpoint-2"), pipeline), ranks=2):
+            assert reason in message
 
 
 def test_one_process_is_refused() -> None:

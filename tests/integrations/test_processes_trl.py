@@ -59,7 +59,7 @@ def refusals() -> list[str]:
     from penstock.errors import IntegrationError
     from penstock.integrations.transformers import PipelineMixin
 
-    said, example = [], load_example()
+    messages, example = [], load_example()
     config = example.LlamaConfig(vocab_size=128, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
     model = example.AutoModelForCausalLM.from_config(config)
     tokens = {"processing_class": example.tokenizer(), "train_dataset": example.questions(8)}
@@ -68,15 +68,15 @@ def refusals() -> list[str]:
         args = trl.SFTConfig("unused", use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, activation_offloading=True)
         try:
             kind(model, args, plan_or_schedule="1f1b", microbatches=2, **tokens)
-            said.append("made")
+            messages.append("made")
         except IntegrationError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 @pytest.mark.slow
 def test_trainers_with_other_losses_are_refused(workers: Workers) -> None:
-    for said in workers.run(refusals, ranks=2):
-        for kind, sentence in zip(("DPO", "KTO", "Reward", "GRPO"), said, strict=False):
+    for messages in workers.run(refusals, ranks=2):
+        for kind, sentence in zip(("DPO", "KTO", "Reward", "GRPO"), messages, strict=False):
             assert f"{kind}Trainer.compute_loss is not run on a pipeline" in sentence
-        assert "activation_offloading=True has no meaning on a pipeline" in said[-1]
+        assert "activation_offloading=True has no meaning on a pipeline" in messages[-1]

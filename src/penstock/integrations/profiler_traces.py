@@ -26,16 +26,18 @@ import numpy as np
 
 from penstock.errors import ActionError, FileFormatError, PenstockError
 from penstock.ir.action import Action
+from penstock.ir.formats.reading import check_fields, parse_json
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
+_FORM = "trace of torch.profiler"
 _RANGE = re.compile(r"(?:PP:|penstock::)(?P<action>.+)")
 _NUMBERED = re.compile(r"(?P<kind>Forward|Backward) (?P<microbatch>\d+)")
 _COMMUNICATION = re.compile(r"c10d|gloo|nccl|record_param_comms|ProfilerStep")
@@ -109,20 +111,19 @@ def read_trace(path: str | PathLike[str]) -> RankTrace:
     name = str(path)
     try:
         data = Path(path).read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except OSError as error:
-        raise FileFormatError(name, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise FileFormatError(name, f"this is not a trace of torch.profiler: {error}") from None
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        raise FileFormatError(name, "this is not a trace of torch.profiler: it has no traceEvents")
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
+        raise FileFormatError(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    document = parse_json(text, name, _FORM)
+    events = check_fields(document, {"traceEvents": (list,)}, error=lambda reason: FileFormatError(name, f"not a {_FORM}: {reason}"))[
+        "traceEvents"
+    ]
     process = document.get("distributedInfo", {}).get("rank") if isinstance(document.get("distributedInfo"), dict) else None
-    trace = RankTrace(name, process if isinstance(process, int) else _rank_in(name))
+    trace = RankTrace(name, process if isinstance(process, int) else _find_rank(name))
     base = document.get("baseTimeNanoseconds", 0)
-    found = _find_events(events, name)
-    trace.steps = _split_steps(_find_ranges(found, _finite(base, name, "baseTimeNanoseconds") / 1e3 if _is_number(base) else 0.0))
-    trace.numbered = any(entry.numbered for entry in found.host)
+    rank_events = _sort_events(events, name)
+    trace.steps = _split_steps(_find_ranges(rank_events, _finite(base, name, "baseTimeNanoseconds") / 1e3 if _is_number(base) else 0.0))
+    trace.numbered = any(entry.numbered for entry in rank_events.host)
     if not trace.steps:
         raise FileFormatError(
             name,
@@ -133,7 +134,7 @@ def read_trace(path: str | PathLike[str]) -> RankTrace:
     return trace
 
 
-def _rank_in(name: str) -> int | None:
+def _find_rank(name: str) -> int | None:
     """The last number in a file's name."""
     numbers = re.findall(r"\d+", Path(name).name)
     return int(numbers[-1]) if numbers else None
@@ -143,7 +144,7 @@ def _rank_in(name: str) -> int | None:
 
 
 def _order_by_stage(traces: list[RankTrace]) -> list[RankTrace]:
-    """Order the traces as the ranks of their pipeline: by the first stage of each, or by process if the ranges do not name their stage."""
+    """Order the traces as the ranks of their pipeline: by the first stage of span, or by process if the ranges do not name their stage."""
     if not traces:
         raise FileFormatError("the traces", "there are none: give one file per rank")
     numbered = [trace for trace in traces if trace.numbered]
@@ -152,7 +153,7 @@ def _order_by_stage(traces: list[RankTrace]) -> list[RankTrace]:
         raise FileFormatError("the traces", f"they are of different runs: {numbered[0]} has ranges like 'Forward 0', and {other} has not")
     if numbered:
         return _number_stages(traces)
-    first = [min(part.stage for each in trace.steps[-1] for part in each.action.parts) for trace in traces]
+    first = [min(part.stage for span in trace.steps[-1] for part in span.action.parts) for trace in traces]
     if len(set(first)) < len(first) and _are_distinct(traces):  # copies of stages, as in bidirectional schedules
         first = [trace.process or 0 for trace in traces]
     return [trace for _, trace in sorted(zip(first, traces, strict=True), key=lambda pair: pair[0])]
@@ -170,7 +171,7 @@ def _number_stages(traces: list[RankTrace]) -> list[RankTrace]:
         raise FileFormatError("the traces", f"ranges like 'Forward 0' are ordered by rank, so give one file for each: they are {shown}")
     traces = sorted(traces, key=lambda trace: trace.process or 0)
     for stage, trace in enumerate(traces):
-        trace.steps = [[replace(each, action=replace(each.action, stage=stage)) for each in step] for step in trace.steps]
+        trace.steps = [[replace(span, action=replace(span.action, stage=stage)) for span in step] for step in trace.steps]
     return traces
 
 
@@ -178,12 +179,12 @@ def _refuse_copies(traces: Sequence[RankTrace], ranges: Iterable[Iterable[Range]
     """Refuse traces of several pipelines with the same stages, as in data parallelism."""
     owners: dict[Action, RankTrace] = {}
     for trace, row in zip(traces, ranges, strict=True):
-        for each in row:
-            other = owners.setdefault(each.action, trace)
+        for span in row:
+            other = owners.setdefault(span.action, trace)
             if other is not trace:
                 raise FileFormatError(
                     "the traces",
-                    f"{other} and {trace} both ran {each.action}: give the files of one pipeline, without its data-parallel copies",
+                    f"{other} and {trace} both ran {span.action}: give the files of one pipeline, without its data-parallel copies",
                 )
 
 
@@ -225,8 +226,8 @@ def _finite(value: float, file: str, name: str) -> float:
     return value
 
 
-def _find_events(events: Iterable[Any], file: str) -> _Events:
-    found = _Events()
+def _sort_events(events: Iterable[Any], file: str) -> _Events:
+    result = _Events()
     for event in events:
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
@@ -236,24 +237,24 @@ def _find_events(events: Iterable[Any], file: str) -> _Events:
         details = event.get("args")
         details = details if isinstance(details, Mapping) else {}
         stream = event.get("pid"), event.get("tid")
-        named = _action_of(name)
+        named = _read_action(name)
         if category == "kernel":
             if not _SENDS.search(name):
-                found.computing.add(stream)
+                result.computing.add(stream)
         elif named is not None:
             begin = _finite(start, file, repr(name))
             end = _finite(begin + length, file, repr(name))
             annotation = _Annotation(name, begin, end, *named, details.get("External id"), stream)
-            (found.gpu if category == "gpu_user_annotation" else found.host).append(annotation)
+            (result.gpu if category == "gpu_user_annotation" else result.host).append(annotation)
         elif category == "cpu_op" and not _COMMUNICATION.match(name):
             sizes = details.get("Input Dims")
-            found.operators.append((_finite(start, file, repr(name)), name, "" if sizes is None else json.dumps(sizes)))
-    found.operators.sort()
-    found.host.sort(key=lambda entry: (entry.start, -entry.end))
-    return found
+            result.operators.append((_finite(start, file, repr(name)), name, "" if sizes is None else json.dumps(sizes)))
+    result.operators.sort()
+    result.host.sort(key=lambda entry: (entry.start, -entry.end))
+    return result
 
 
-def _action_of(name: str) -> tuple[Action, bool] | None:
+def _read_action(name: str) -> tuple[Action, bool] | None:
     """The action that a range is of, and whether only its microbatch is known: then its stage is 0 for now."""
     match = _RANGE.fullmatch(name)
     if match is not None:
@@ -318,12 +319,12 @@ def _split_steps(ranges: Iterable[Range]) -> list[list[Range]]:
     """A step ends where an action comes again."""
     steps: list[list[Range]] = []
     seen: set[Action] = set()
-    for each in ranges:
-        if not steps or each.action in seen:
+    for span in ranges:
+        if not steps or span.action in seen:
             steps.append([])
             seen = set()
-        steps[-1].append(each)
-        seen.add(each.action)
+        steps[-1].append(span)
+        seen.add(span.action)
     return steps
 
 
@@ -334,17 +335,17 @@ def build_timeline(ranges: Sequence[Sequence[Range]], files: Sequence[str] = ())
     """The timeline of one step, from the ranges of each rank."""
     files = files or [f"rank {rank}" for rank in range(len(ranges))]
     try:
-        schedule = Schedule.from_actions([[each.action for each in row] for row in ranges], name="traced")
+        schedule = Schedule.from_actions([[span.action for span in row] for row in ranges], name="traced")
         program = lower(schedule)
     except PenstockError as error:
         raise FileFormatError(", ".join(files), f"the ranges of this step are not a whole schedule: {error}") from error
     ahead = align_clocks(program, ranges)
-    times = {part: (each, ahead[rank]) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
-    zero = min(each.start - offset for each, offset in times.values())
-    start, end = _action_times(program, times, zero)
-    depart, arrive = _message_times(program, times, zero)
+    times = {part: (span, ahead[rank]) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
+    zero = min(span.start - offset for span, offset in times.values())
+    start, end = _collect_action_times(program, times, zero)
+    depart, arrive = _collect_message_times(program, times, zero)
     nothing = np.full(len(start), -1.0)
-    costs = measured_costs(program, start, end, arrive - depart, nothing)
+    costs = measure_costs(program, start, end, arrive - depart, nothing)
     return Timeline(program, costs, start, end, depart, arrive, nothing, nothing.copy(), source="measured", units=Units(time_unit="s"))
 
 
@@ -352,21 +353,21 @@ Times = dict[Action, tuple[Range, float]]
 """The range of each action, and how far its rank's clock is ahead."""
 
 
-def _action_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
+def _collect_action_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
     """Start and end of every action, in seconds; what is not in the trace takes no time, right after what came before it."""
     starts, ends = [], []
     for rank, _ in enumerate(pairwise(program.rows.group_offsets.tolist())):
         clock = 0.0
         for action in program[rank]:
             known = [times[part] for part in action.parts if part in times]
-            begun = min((each.start - ahead - zero for each, ahead in known), default=clock)
-            clock = max((each.end - ahead - zero for each, ahead in known), default=clock)
+            begun = min((span.start - ahead - zero for span, ahead in known), default=clock)
+            clock = max((span.end - ahead - zero for span, ahead in known), default=clock)
             starts.append(begun / 1e6)
             ends.append(clock / 1e6)
     return np.array(starts), np.array(ends)
 
 
-def _message_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
+def _collect_message_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
     """When each message departed and arrived: a message that was waited for arrived when its use began.
 
     One that was there already is assumed to have taken as long as the quickest of its channel, because its arrival was not seen.
@@ -393,7 +394,7 @@ def align_clocks(program: Program, ranges: Sequence[Sequence[Range]]) -> list[fl
     A computation cannot begin before the one that made its input has ended. Messages in both directions bound the difference of two
     clocks from both sides. A difference of 0 stays if it is possible, because ranks of one machine share a clock.
     """
-    times = {part: (rank, each) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
+    times = {part: (rank, span) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
     rows, messages = program.rows, Flat(program).messages
     least: dict[tuple[int, int], float] = {}
     for maker, after in zip(messages.maker.tolist(), messages.after.tolist(), strict=True):
@@ -460,10 +461,10 @@ def find_slow_rank(step: TracedStep, factor: float = 1.15) -> SlowRank | None:
     durations: dict[tuple[Kind, Work], dict[int, list[float]]] = {}
     busy = [0.0] * len(step.ranges)
     for rank, row in enumerate(step.ranges):
-        for each in row:
-            busy[rank] += each.end - each.start
-            if each.work:
-                durations.setdefault((each.action.kind, each.work), {}).setdefault(rank, []).append(each.end - each.start)
+        for span in row:
+            busy[rank] += span.end - span.start
+            if span.work:
+                durations.setdefault((span.action.kind, span.work), {}).setdefault(rank, []).append(span.end - span.start)
     own, usual = [0.0] * len(busy), [0.0] * len(busy)
     for by_rank in durations.values():
         medians = {rank: statistics.median(times) for rank, times in by_rank.items()}

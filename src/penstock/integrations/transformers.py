@@ -245,7 +245,7 @@ class PipelineMixin:
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Check the optimizer, which a subclass may have made, and create its learning-rate schedule."""
         advice = "give it trainer.pipeline.parameters() in create_optimizer"
-        check_optimizer(_plain(self.optimizer if optimizer is None else optimizer), self.pipeline, self.model, advice)
+        check_optimizer(_unwrap(self.optimizer if optimizer is None else optimizer), self.pipeline, self.model, advice)
         return super().create_scheduler(num_training_steps, optimizer)  # type: ignore[misc]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
@@ -320,7 +320,7 @@ class PipelineMixin:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)  # type: ignore[attr-defined]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        _open_state(output_dir).save(self.pipeline, _plain(self.optimizer), step=self.state.global_step, scheduler=self.lr_scheduler)
+        _open_state(output_dir).save(self.pipeline, _unwrap(self.optimizer), step=self.state.global_step, scheduler=self.lr_scheduler)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -329,7 +329,7 @@ class PipelineMixin:
             self._load_plain_optimizer(checkpoint)
             return
         self._weights.set()
-        _open_state(checkpoint).load_latest(self.pipeline, _plain(self.optimizer), scheduler=self.lr_scheduler)
+        _open_state(checkpoint).load_latest(self.pipeline, _unwrap(self.optimizer), scheduler=self.lr_scheduler)
 
     def _load_plain_optimizer(self, checkpoint: str) -> None:
         """Continue with the optimizer and learning rate of the plain trainer: its parameters are those of the whole model, in its order."""
@@ -340,7 +340,7 @@ class PipelineMixin:
                 "and the learning rate cannot continue: load its weights with from_pretrained, and train without resume_from_checkpoint"
             )
         saved = torch.load(optimizer_file, map_location="cpu", weights_only=True)
-        optimizer, names = _plain(self.optimizer), ModelState.of(self.pipeline).first_names()
+        optimizer, names = _unwrap(self.optimizer), ModelState.of(self.pipeline).list_first_names()
         flat = _name_optimizer_state(saved, self._list_groups(), checkpoint)
         check_optimizer_state(optimizer, names, flat, flat)
         load_optimizer(optimizer, names, flat)
@@ -387,7 +387,7 @@ def _open_state(checkpoint: str) -> Checkpoints:
     return Checkpoints(os.path.join(checkpoint, STATE_FOLDER), keep=1)
 
 
-def _plain(optimizer: Any) -> Any:
+def _unwrap(optimizer: Any) -> Any:
     """The optimizer inside the accelerator's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)
 

@@ -1,4 +1,4 @@
-"""What the adapters need of a pipeline as a whole: its size, optimizers that can be split, and the weights of the unpipelined model."""
+"""The whole model of a pipeline, for adapters: its size by the user's arguments, optimizers that can be split, and all weights."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def gather_state_dict(pipeline: Pipeline, keep: bool, *, everywhere: bool = Fals
         own = {} if part is None else ModelState({stage: part}).values()
         whole = {name: gather_tensor(value) for name, value in own.items()}
         if everywhere or pipeline.data.rank == 0:
-            for theirs in pipeline.gather("state dict", whole):
-                values.update(theirs if keep else {})
+            for share in pipeline.gather("state dict", whole):
+                values.update(share if keep else {})
     return values
 
 

@@ -1,11 +1,13 @@
 import { checkedView } from "./check.ts";
 import { applyEdit, applyEdits, type Edit } from "./edits.ts";
-import type { Order } from "./order.ts";
+import { IDLE, type Order } from "./order.ts";
 import { linkOrder, type Linked } from "./rebuild.ts";
-import type { View } from "./types.ts";
+import type { Finding, View } from "./types.ts";
 
 /** Missing, repeated and misplaced actions that are put right one by one. */
 const MOST = 2000;
+/** Actions that are looked at to find the repair with the fewest moves; beyond that, any repair will do. */
+const WORK = 2_000_000;
 
 /** The changes after which an order has no finding, or null if there are none that the page can make. */
 export function repair(base: View, order: Order): Edit[] | null {
@@ -15,12 +17,37 @@ export function repair(base: View, order: Order): Edit[] | null {
     const { findings } = checkedView(base, now);
     if (!findings.length) return edits;
     const lacking = findings.find((finding) => finding.rule === "complete" || finding.rule === "placed");
-    const fix = lacking ? (lacking.fix ?? null) : hoist(now, linkOrder(now, base.table.edges));
+    const fix = lacking ? (lacking.fix ?? null) : sort(base, now, findings);
     if (!fix?.length) return null;
     edits.push(...fix);
     now = applyEdits(now, fix, base.table.edges);
   }
   return null;
+}
+
+/** Moves after which all actions come after what they need: the fewest that are found, moving actions of one rank of a hang if possible. */
+function sort(base: View, order: Order, findings: Finding[]): Edit[] | null {
+  const ranks = new Set(findings.flatMap((finding) => (finding.cycle ?? []).map(([rank]) => rank)));
+  let work = WORK;
+  let best: Edit[] | null = null;
+  for (const rank of ranks) {
+    const edits: Edit[] = [];
+    let now = order;
+    while (work > 0 && (!best || edits.length < best.length)) {
+      work -= base.nodes;
+      const [finding] = checkedView(base, now).findings;
+      if (!finding) break;
+      const fix = finding.ways?.find(([edit]) => edit?.what === "move" && edit.rank === rank) ?? finding.fix;
+      if (!fix?.length) {
+        work = 0;
+        break;
+      }
+      edits.push(...fix);
+      now = applyEdits(now, fix, base.table.edges);
+    }
+    if (work > 0 && (!best || edits.length < best.length)) best = edits;
+  }
+  return best ?? hoist(order, linkOrder(order, base.table.edges));
 }
 
 /** Moves forward what a rank could run whenever no rank can go on: the action that is the fewest steps away. Null if there is none. */
@@ -62,7 +89,7 @@ function hoist(order: Order, linked: Linked): Edit[] | null {
     edits.push(edit);
     left[r].splice(at[r], 0, ...left[r].splice(from, 1));
     order = applyEdit(order, edit, []);
-    cells = order.rows.map((row) => row.flatMap((cell, k) => (cell === -1 ? [] : [k])));
+    cells = cells.map((old, other) => (other === r ? order.rows[r].flatMap((cell, k) => (cell === IDLE ? [] : [k])) : old));
   }
   return edits;
 }

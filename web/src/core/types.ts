@@ -7,7 +7,7 @@ export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
 export type Contention = "independent" | "pair" | "duplex" | "rank";
 
-/** What actions take, hold and send: one number, one a stage, or one a stage and microbatch. */
+/** What actions take, hold and send: one number, one per stage, or one per stage and microbatch, or slice of one. */
 export interface Costs {
   f: PerAction;
   i: PerAction;
@@ -26,6 +26,10 @@ export interface Costs {
   unshard: PerStage;
   reduce: PerStage;
   optimizer: PerStage;
+  /** Copies of activations to host memory and back: the time of one without size, size per time, and how many ranks share a link. */
+  host_latency: number;
+  host_bandwidth: number | null;
+  host_link_shared: number;
 }
 
 export interface Source {
@@ -51,6 +55,8 @@ export interface Finding {
   cycle?: CycleLink[];
   /** The changes that the remedy names, if the page can make them. */
   fix?: Edit[] | null;
+  /** Of a cycle: the changes that each of its waits would need to end. */
+  ways?: Edit[][];
 }
 
 /** Where an action waits, and where the action stands that it waits for: rank and step of each. */
@@ -79,7 +85,8 @@ export interface Graph {
 export interface Entries {
   kind: Int8Array;
   stage: Int32Array;
-  microbatch: Int32Array;
+  /** The microbatch; with slices, the number of the slice among those of all microbatches. */
+  unit: Int32Array;
   /** The stage at the other end of a message that skips stages, else -1. */
   peer: Int32Array;
   /** Node n is made of the entries from at[n] up to at[n + 1]. */
@@ -121,6 +128,10 @@ export interface View {
   ranks: number;
   stages: number;
   microbatches: number;
+  /** How many slices each microbatch's sequences are cut into; 1 if they are not cut. */
+  slices: number;
+  /** Microbatches times slices: how many values per stage a table of costs has. */
+  unitCount: number;
   copies: number[][];
   lowered: boolean;
   table: TableInfo;
@@ -133,13 +144,13 @@ export interface View {
   messages: Messages;
   channels: Channel[];
   costs: Costs;
-  /** What times and sizes are counted in, as "s" and "B"; empty where nothing is said. */
+  /** What times and sizes are counted in, as "s" and "B"; empty if it is not known. */
   units: { time: string; size: string };
   memoryLimit: number | number[] | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;
-  /** False where the order cannot run: there is a grid and findings, and no times. */
+  /** False if the order cannot run: there is a grid and findings, and no times. */
   timed: boolean;
   /** The idle slots before each node; null without any. */
   slots: Uint16Array | null;
@@ -147,7 +158,7 @@ export interface View {
   place: Int32Array | null;
 }
 
-/** When everything happens: a value a node or a message, -1 for collectives that are none. */
+/** When everything happens: one value per node or message, -1 for nodes without a collective. */
 export interface Timing {
   start: Float64Array;
   end: Float64Array;
@@ -155,7 +166,7 @@ export interface Timing {
   arrive: Float64Array;
   collectiveStart: Float64Array;
   collectiveEnd: Float64Array;
-  /** For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared. */
+  /** For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared. */
   heldBy: Int32Array;
   /** "simulated", or what was measured. */
   source: string;
@@ -199,6 +210,8 @@ export interface Curve {
 
 export interface Memory {
   ranks: Curve[];
+  /** What the host holds of each rank's activations; null if none are moved there. */
+  host: Curve[] | null;
 }
 
 export interface Numbers {

@@ -65,7 +65,7 @@ function isWide(low: number, high: number): boolean {
   return low > 0 && high > 6 * low;
 }
 
-/** Time against memory: a mark a candidate, filled where it fits. */
+/** Time against memory: one mark per candidate, filled if it fits. */
 export function Tradeoff({ plan, open }: { plan: PlanState; open: (candidate: Candidate) => void }) {
   const { holder, width } = useWidth();
   const height = Math.round(Math.min(HIGHEST, Math.max(260, width * 0.7)));

@@ -58,11 +58,11 @@ function edit(key: string, studio: Studio, stage: Stage, scroller: HTMLElement):
   if (!editing.mode.value || target?.what !== "action" || target.panel !== 0 || !now?.place) return false;
   const { entries, graph, place, slots } = now;
   const [node, first] = [target.index, entries.at[target.index]];
-  const [rank, at, kind, stage_, microbatch] = [graph.rank[node], place[node], entries.kind[first], entries.stage[first], entries.microbatch[first]];
+  const [rank, at, kind, stage_, unit] = [graph.rank[node], place[node], entries.kind[first], entries.stage[first], entries.unit[first]];
   const last = editing.order.value!.rows[rank].length - 1;
   if (key === "[" && at > 0) studio.change({ what: "move", rank, from: at, to: at - 1 });
   else if (key === "]" && at < last) studio.change({ what: "move", rank, from: at, to: at + 1 });
-  else if (key === "x" && kind !== kinds.F) studio.change({ what: kind === kinds.B ? "split" : "merge", stage: stage_, microbatch });
+  else if (key === "x" && kind !== kinds.F) studio.change({ what: kind === kinds.B ? "split" : "merge", stage: stage_, unit });
   else if (key === "i") studio.change({ what: "idle", rank, at });
   else if ((key === "Delete" || key === "Backspace") && slots?.[node]) studio.change({ what: "drop", rank, at: at - 1 });
   else return key === "[" || key === "]";
@@ -70,16 +70,24 @@ function edit(key: string, studio: Studio, stage: Stage, scroller: HTMLElement):
   return true;
 }
 
-/** Keys that mean the same everywhere on the page, except where something is typed. */
-export function pressedAnywhere(event: KeyboardEvent, studio: Studio): boolean {
+/** Keys that change what is on screen while the pointer is on the chart, wherever the focus is; those that buttons and lists use are not among them. */
+const AT_POINTER = /^[wasdfce0+=_-]$/i;
+
+/** Keys that mean the same everywhere on the page, except while something is typed. */
+export function pressedAnywhere(event: KeyboardEvent, studio: Studio, stage: Stage): boolean {
   const typing = event.target instanceof HTMLElement && event.target.matches("input:not([type=range], [type=checkbox]), textarea, select");
   const { key } = event;
-  if (typing) return false;
+  if (typing || event.defaultPrevented) return false;
   if ((event.ctrlKey || event.metaKey) && !event.altKey && key.toLowerCase() === "z") studio.step(!event.shiftKey);
   else if ((event.ctrlKey || event.metaKey) && !event.altKey && key.toLowerCase() === "y") studio.step(false);
   else if (key === "?") studio.help.value = !studio.help.value;
-  else return false;
+  else return isAtPointer(event, studio, stage) && view(key, studio, stage, document.querySelector<HTMLElement>(".scroller")!);
   return true;
+}
+
+function isAtPointer(event: KeyboardEvent, studio: Studio, stage: Stage): boolean {
+  const modified = event.ctrlKey || event.metaKey || event.altKey;
+  return !modified && !studio.help.value && stage.pointer.value !== null && AT_POINTER.test(event.key);
 }
 
 /** Selects the action beside the selected one, or the first. */
@@ -132,6 +140,7 @@ function spanOf(shown: Shown, target: Target): [number, number] {
   const { timing, view } = shown;
   if (target.what === "message") return [timing.depart[target.index], timing.arrive[target.index]];
   if (target.what === "collective") return [timing.collectiveStart[target.index], timing.collectiveEnd[target.index]];
+  if (target.what === "wait") return [shown.waited[target.index], timing.start[target.index]];
   if (target.what === "action") return [timing.start[target.index], timing.end[target.index]];
   if (target.what === "measured") return [shown.beside!.timing.start[target.index], shown.beside!.timing.end[target.index]];
   if (target.what === "finding") {

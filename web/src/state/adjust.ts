@@ -5,7 +5,7 @@ export interface Adjust {
   f: number;
   i: number;
   w: number;
-  /** The full backward, where it has a cost of its own. */
+  /** The full backward, if it has a cost of its own. */
   b: number;
   /** Null leaves what the view has. */
   latency: number | null;
@@ -16,6 +16,8 @@ export interface Adjust {
 export const UNCHANGED: Adjust = { f: 1, i: 1, w: 1, b: 1, latency: null, skew: {} };
 
 const TIMES = ["f", "i", "w", "b"] as const;
+/** What grows with a microbatch, or a slice of one. */
+const OF_A_UNIT = ["f", "i", "w", "b", "activation", "weight_stash", "output"] as const;
 /** What grows with a stage: its work and what it holds. Messages are as large however the model is cut. */
 const OF_A_STAGE = ["f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer"] as const;
 
@@ -26,7 +28,7 @@ export function isUnchanged(adjust: Adjust): boolean {
 const MOST_FACTOR = 1e6;
 const MOST_LATENCY = 1e24;
 
-/** What is so large or small that nothing could be drawn to scale, in words; null where all can be drawn. */
+/** What is so large or small that nothing could be drawn to scale, in words; null if all can be drawn. */
 export function excess(adjust: Adjust): string | null {
   const factors: [string, number][] = [...TIMES.map((name): [string, number] => [name, adjust[name]]), ...Object.entries(adjust.skew)];
   const wrong = factors.find(([, factor]) => !fits(factor, MOST_FACTOR));
@@ -49,7 +51,7 @@ export function adjusted(view: View, adjust: Adjust, cuts: number = view.stages)
   return made;
 }
 
-/** One factor a stage, or null where none differs. Where the model is cut otherwise, each stage has the mean of what it covers. */
+/** One factor per stage, or null if none differs. If the model is cut otherwise, each stage has the mean of the factors that it covers. */
 export function stageFactors(skew: Record<number, number>, cuts: number, stages: number): number[] | null {
   const given = Object.entries(skew).filter(([stage, factor]) => Number(stage) < cuts && factor !== 1);
   if (!given.length) return null;
@@ -74,14 +76,22 @@ function multiplied(value: PerAction, factor: number): PerAction {
   return Array.isArray(value) ? value.map((each) => multiplied(each, factor) as number | number[]) : value * factor;
 }
 
-/** The same model cut into more or fewer stages a rank: single numbers that grow with a stage are divided among them. */
-export function shared(costs: Partial<Costs>, share: number): Partial<Costs> {
+/**
+ * The same model cut into more or fewer stages per rank, and slices per microbatch: single numbers that grow with a stage or a slice are
+ * divided among them. `stages` and `slices` are how many there were for each that there is now.
+ */
+export function shared(costs: Partial<Costs>, stages: number, slices = 1): Partial<Costs> {
   const made: Record<string, unknown> = { ...costs };
-  for (const name of OF_A_STAGE) {
+  for (const name of new Set([...OF_A_STAGE, ...OF_A_UNIT])) {
     const value = costs[name];
+    const share = (isIn(OF_A_STAGE, name) ? stages : 1) * (isIn(OF_A_UNIT, name) ? slices : 1);
     if (typeof value === "number") made[name] = value * share;
   }
   return made as Partial<Costs>;
+}
+
+function isIn(names: readonly string[], name: string): boolean {
+  return names.includes(name);
 }
 
 /** Whether a cost is one number for all stages, so that it can be given to a pipeline with other stages. */

@@ -28,7 +28,7 @@ export interface Candidate {
   [more: string]: unknown;
 }
 
-/** What went wrong, in the server's words where it answered. */
+/** What went wrong, in the server's words if it answered. */
 export class ApiError extends Error {}
 
 async function ask(path: string, body?: unknown, signal?: AbortSignal): Promise<unknown> {
@@ -68,6 +68,7 @@ export async function makeView(choice: Choice, costs: Partial<Costs>, limit: num
     options: choice.options,
     lower: choice.form !== "schedule",
     fsdp: choice.form === "sharded",
+    ...(choice.offload ? { offload: choice.offload } : {}),
     costs,
     ...(limit === null ? {} : { memory_limit: limit }),
   };

@@ -1,4 +1,4 @@
-"""What a slice of the sequence takes on a layer, from its length and from the tokens before it, and how that is fitted to measurements.
+"""Costs of a slice of the sequence on a layer, from its length and the tokens before it, and how they are fitted to measurements.
 
 A slice of n tokens after a prefix of p costs
 
@@ -15,13 +15,14 @@ slices, by the fixed part alone, and not on their lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.ir.rows import Floats
 from penstock.text.units import parse_size
 
@@ -30,6 +31,9 @@ TIME_TERMS = TERMS[:3]
 """Terms of a time."""
 _TIMES = ("f", "i", "w")
 _COSTS = (*_TIMES, "activation", "weight_stash", "workspace")
+_PER_TOKEN = ("keys", "key_gradients")
+SUM_BYTES = 4
+"""Gradients of keys and values with fewer bytes per number are summed over slices in so many."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +70,22 @@ class SliceCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCosts:
-    """What a slice takes on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
+    """The costs of a slice on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
 
     f: SliceCost
     i: SliceCost
     w: SliceCost
     activation: SliceCost = SliceCost()
-    """Held from a slice's F to its I, with its keys and values, which later slices read, and the room for their gradients."""
+    """Held from a slice's F to its I, without its keys and values."""
     weight_stash: SliceCost = SliceCost()
     """Held from a slice's I to its W."""
     workspace: SliceCost = SliceCost()
     """Extra memory while one of its actions runs."""
     keys: float = 0.0
-    """The part of the activation per token that a recomputed slice holds too: keys and values, and the room for their gradients."""
+    """Keys and values per token, which later slices read. Held on the device until the backward of the first slice, also if the slice is
+    recomputed or its activation is moved to the host."""
+    key_gradients: float = 0.0
+    """The sum of their gradients per token, which the backwards of later slices add to."""
     error: float = 0.0
     """The largest difference between a measured time of F, I and W together and the fitted one, as a share of the measured time."""
 
@@ -87,39 +94,27 @@ class SliceCosts:
             value = getattr(self, name)
             if isinstance(value, SliceCost):
                 continue
-            _check_names(value, f"{name} of a slice", TERMS)
+            check_record(value, SliceCost, f"{name} of a slice", error=CostsError)
             try:
                 object.__setattr__(self, name, SliceCost(**value))
             except CostsError as error:
                 raise CostsError(f"{name} of a slice: {error}") from None
-        for name in ("keys", "error"):
+        for name in (*_PER_TOKEN, "error"):
             object.__setattr__(self, name, parse_size(getattr(self, name), name))
 
     def scaled(self, factor: float) -> SliceCosts:
         """The same layer at a microbatch size `factor` times as large, assuming proportional growth."""
         costs: dict[str, Any] = {name: getattr(self, name).scaled(factor) for name in _COSTS}
-        return replace(self, **costs, keys=factor * self.keys)
+        return replace(self, **costs, **{name: factor * getattr(self, name) for name in _PER_TOKEN})
 
     def to_json(self) -> dict[str, Any]:
         costs = {name: getattr(self, name).to_json() for name in _COSTS}
-        numbers = {name: getattr(self, name) for name in ("keys", "error") if getattr(self, name)}
+        numbers = {name: getattr(self, name) for name in (*_PER_TOKEN, "error") if getattr(self, name)}
         return {name: value for name, value in costs.items() if value or name in _TIMES} | numbers
 
     @classmethod
     def from_json(cls, data: Any) -> SliceCosts:
-        _check_names(data, "slices of a layer", [field.name for field in fields(cls)])
-        missing = [name for name in _TIMES if name not in data]
-        if missing:
-            raise CostsError(f"slices of a layer need {missing[0]!r}, the time of a slice")
-        return cls(**data)
-
-
-def _check_names(data: Any, what: str, names: Sequence[str]) -> None:
-    if not isinstance(data, dict):
-        raise CostsError(f"{what}: a table of {', '.join(names)} is needed, got {data!r}")
-    for name in data:
-        if name not in names:
-            raise CostsError(f"{what}: there is no {name!r}: {nearest(name, names)}")
+        return cls(**check_record(data, cls, "slices of a layer", error=CostsError))
 
 
 def list_prefixes(lengths: Sequence[int]) -> list[int]:
