@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -52,9 +53,9 @@ class BufferBackup:
         self._copies: list[tuple[Tensor, Tensor, int]] = []
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Copy the buffers that a step may change."""
+        """Copy the buffers of these modules, and of those inside them, that a step may change."""
         self._copies = []
-        for module in modules:
+        for module in chain.from_iterable(module.modules() for module in modules):
             statistics = isinstance(module, NormBase)
             for buffer in module.buffers(recurse=False):
                 if statistics or self._constant.get(id(buffer)) != read_version(buffer):
