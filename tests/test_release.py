@@ -143,6 +143,6 @@ def test_commands_that_need_more_say_what(bare, tmp_path, command, extra):
     (tmp_path / "model.py").write_text("def build(): ...\ndef data(): ...\n")
     done = run(bare, *command, cwd=tmp_path)
     assert done.returncode == 2
-    assert f"pip install 'penstock[{extra}]'" in done.stderr
+    assert f"install the extra '{extra}', pip install '.[{extra}]'" in done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*.svg"))

@@ -36,6 +36,10 @@ class ScheduleError(PenstockError, ValueError):
     """Arguments that no schedule can be built from."""
 
 
+class ScheduleTypeError(ScheduleError, TypeError):
+    """Something else than a schedule or program, such as a name; the message says how to get one."""
+
+
 class UnknownNameError(ScheduleError, LookupError):
     """A name that is not registered; the message offers the nearest ones."""
 
@@ -142,11 +146,20 @@ class MissingExtraError(PenstockError, ImportError):
     """An optional dependency that is not installed, named with the extra that brings it."""
 
     def __init__(self, what: str, package: str, extra: str) -> None:
-        super().__init__(f"{what} needs {package}, which is not installed: pip install 'penstock[{extra}]'")
+        super().__init__(f"{what} needs {package}, which is not installed: {name_extra(extra)}")
 
 
 class TorchVersionError(PenstockError, ImportError):
     """A version of torch that the runtime does not work with, or that lacks a private name which the runtime needs."""
+
+
+def name_extra(extra: str) -> str:
+    """End of a sentence about something that is not installed: the extra that brings it.
+
+    >>> name_extra("plot")
+    "install the extra 'plot', pip install '.[plot]' in a clone of Penstock"
+    """
+    return f"install the extra {extra!r}, pip install '.[{extra}]' in a clone of Penstock"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -42,7 +42,7 @@ CONTENTION = ("independent", "pair", "duplex", "rank")
 _TIMES = ("f", "i", "w", "b", "latency", "unshard", "reduce", "optimizer", "host_latency")
 _ONE_NUMBER = ("overlap", "latency", "bandwidth", "host_latency", "host_bandwidth", "host_link_shared")
 _OPTIONAL = ("b", "bandwidth", "host_bandwidth")
-_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_PER_ACTION = ("f", "i", "w", "b", "activation", "weight_stash", "kept", "kept_gradients", "output")
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,15 @@ class Costs:
     latency: float = 0.0
     """Time of a message of size 0. A message occupies its link for the latency and for its size divided by the bandwidth."""
     activation: PerAction = 1.0
-    """Held from a microbatch's F to its I or B."""
+    """Held from a microbatch's F to its I or B, unless it is moved to the host in between."""
     weight_stash: PerAction = 0.0
     """Held from a microbatch's I to its W."""
+    kept: PerAction = 0.0
+    """What a slice keeps for later slices of its microbatch, such as keys and values. Held on the device from the slice's F to the I or B
+    of the microbatch's first slice; never moved to the host, and not part of the activation."""
+    kept_gradients: PerAction = 0.0
+    """The sum of gradients of what a slice keeps. Held from the I or B of the microbatch's last slice, which is the first to add to it, to
+    that of the slice itself. The last slice has no such sum."""
     overlap: float = 1.0
     """Time of actions that run together, as a share of their time one after the other."""
     output: PerAction = 0.0
@@ -157,6 +163,14 @@ class Costs:
                 )
             table[stage] = of_stage
         return table
+
+    def tabulate_held(self, stages: int, microbatches: int) -> NDArray[np.float64]:
+        """What every stage (row) holds of every microbatch or slice (column) from its F to its I or B, if nothing is moved to the host.
+
+        What slices keep is held for longer, and the sums of its gradients for less: this much is held in any order.
+        """
+        held = self.table("activation", stages, microbatches)
+        return held if self.kept == 0.0 else held + self.table("kept", stages, microbatches)
 
     def check(self, stages: int, microbatches: int) -> None:
         """Refuse sequences that do not fit these counts."""
@@ -260,3 +274,13 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

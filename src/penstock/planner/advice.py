@@ -14,6 +14,7 @@ from penstock.planner.explore import Explorer, order_by_effort
 from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
 from penstock.planner.request import SEARCHED, Request
+from penstock.text.numbers import format_count
 
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
 _NEAR_ENOUGH = 0.01
@@ -60,10 +61,10 @@ def explain_refusal(explorer: Explorer) -> PlanError:
 
 def _describe_limits(request: Request) -> str:
     limits = [request.units.size(_add_headroom(request, limit)) for limit in request.limits or ()]
-    free = f", {request.headroom:.3g} of it kept free," if request.headroom else ""
+    free = f", {100 * request.headroom:.3g}% of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
-        return f"{request.ranks} ranks with a memory limit of {limits[0]} each{free}"
-    return f"{request.ranks} ranks with limits of {', '.join(limits)}{free}"
+        return f"{format_count(request.ranks, 'rank')} with a memory limit of {limits[0]} each{free}"
+    return f"{format_count(request.ranks, 'rank')} with limits of {', '.join(limits)}{free}"
 
 
 def _add_headroom(request: Request, limit: float) -> float:
@@ -117,7 +118,7 @@ def _list_remedies(explorer: Explorer) -> Iterator[str]:
         yield f"microbatches of {fitting.microbatch}, {fitting.microbatches} of them (scaled from the profile): {describe(fitting)}"
     fitting = trials.find_fitting(*_list_more_ranks(request))
     if fitting is not None:
-        yield f"{fitting.problem.ranks} ranks: {describe(fitting)}"
+        yield f"{format_count(fitting.problem.ranks, 'rank')}: {describe(fitting)}"
     lowest = trials.find_lowest_limit(explorer)
     if lowest is not None:
         limit, fitting = lowest
@@ -205,8 +206,8 @@ class _Trials:
 def _hold_least(request: Request) -> Iterator[Candidate]:
     """One microbatch at a time on every problem: no order holds less, and a few microbatches show its peak memory."""
     for problem in list_searchable_problems(request):
-        few = replace(problem, microbatches=min(problem.microbatches, _FEW * len(problem.placement.copies)))
-        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED))
+        few = problem.shorten(min(problem.microbatches, _FEW * len(problem.placement.copies)))
+        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED, few.slices))
         yield replace(short, microbatches=problem.microbatches)
 
 

@@ -185,7 +185,7 @@ class Instance:
     def of(cls, problem: Problem) -> Instance:
         shape, costs = (problem.stages, problem.microbatches), problem.costs
         times = {name: costs.table(name, *shape) for name in ("f", "i", "w", "b")}
-        sizes = {name: costs.table(name, *shape) for name in ("activation", "weight_stash", "output")}
+        sizes = {"activation": costs.tabulate_held(*shape)} | {name: costs.table(name, *shape) for name in ("weight_stash", "output")}
         hops = np.zeros(shape)
         hops[1:] = costs.latency + (sizes["output"][:-1] / costs.bandwidth if costs.bandwidth is not None else 0.0)
         steps, ends = (costs.per_stage(name, problem.stages) for name in ("optimizer", "reduce"))

@@ -16,11 +16,14 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
-from penstock.schedules.registry import algorithms
+from penstock.schedules.registry import algorithms, parse_name
+from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
+CHOSEN = ("costs", "memory_limit", "slices")
+"""Options of schedules that the planner chooses itself."""
 SLACKS = (0.0, 0.02)
 """Shares of the least load that a more even partition may cost."""
 
@@ -113,11 +116,12 @@ class Request:
         moments: Sequence[PeakMoment] = (),
         slack: float = 0.0,
         lengths: tuple[int, ...] = (),
+        moves: bool = False,
     ) -> LayerCut:
-        """The best partition of the layers, within the limits at these moments."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths)
+        """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths}
+            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -136,13 +140,16 @@ class Request:
             self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
         return self._problems[key]
 
-    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1) -> list[Problem]:
+    def make_problems(
+        self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1, moves: bool = False
+    ) -> list[Problem]:
         """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
+        With `moves`, partitions count as fitting if they do with activations on the host.
         """
         first = self.guess_lengths(profile, slices)
-        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first) for slack in SLACKS]
+        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first, moves=moves) for slack in SLACKS]
         fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
         return [
             self.make_problem(profile, placement, sizes, recompute, lengths)
@@ -279,13 +286,25 @@ def check_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     for name in listed:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
-        registered = SEARCHED if name == SEARCHED else algorithms().find(name)
-        if registered is None:
-            raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
-        names.append(registered)
+        names.append(SEARCHED if name == SEARCHED else _check_name(name, known))
     if not listed:
         raise ScheduleError("schedules= is empty: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(names))
+
+
+def _check_name(text: str, known: Sequence[str]) -> str:
+    """The registered name, with the options that were written after it."""
+    name = split_options(text)[0]
+    if name not in algorithms():
+        raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
+    entry, options = parse_name(text)
+    allowed = {key for key in (*entry.options, *entry.layout.counts) if key not in CHOSEN}
+    for key in options:
+        if key in CHOSEN:
+            raise ScheduleError(f"{text}: leave out {key}, which the planner chooses")
+        if key not in allowed:
+            raise ScheduleError(f"{text}: {entry.name} has no option {key!r}; its options: {', '.join(sorted(allowed)) or 'none'}")
+    return format_options(entry.name, options)
 
 
 def _check_list(what: str, value: Any) -> list[Any]:

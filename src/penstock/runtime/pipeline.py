@@ -248,6 +248,11 @@ class Pipeline:
                 slices=self.table.slices,
             )
 
+    def __repr__(self) -> str:
+        name = f"{self.table.name!r}, " if self.table.name else ""
+        stages = ", ".join(map(str, self.stages))
+        return f"<Pipeline {name}{self.table.describe()}; rank {self.rank} has {'stage' if len(self.stages) == 1 else 'stages'} {stages}>"
+
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:
@@ -388,8 +393,6 @@ class Pipeline:
                 program = forward_program(self.table, count, semantics, self.data.shard)
             self.data.check_program(program)
             options: dict[str, Any] = {"overlap": self.overlap, "number": self.number, "graphs": self.graphs}
-            if self._cutter is not None:
-                options["slice_lengths"] = self._cutter.fixed_lengths
             loss = self.loss if self._cutter is None else self._cutter.loss
             parts: dict[str, Any] = {"loss": loss, "group": self.group, "data": self.data, "statistics": self.statistics}
             executor = Executor(program, self.rank, self.stages, deadline=self.deadline, **parts, **options)

@@ -11,6 +11,7 @@ from penstock.ir.formats.reading import check_fields
 from penstock.planner.profile import Profile
 from penstock.planner.request import check_batch, check_limits, check_names, check_share
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
+from penstock.text.numbers import format_count
 from penstock.text.units import check_count
 
 _PLAN: dict[str, tuple[type, ...]] = {
@@ -49,7 +50,7 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
     if seconds > MOST_SECONDS:
         raise UsageError(f"seconds={seconds:g}: the studio searches for at most {MOST_SECONDS:g}")
     if len(profile) < ranks:
-        raise UsageError(f"{len(profile)} layers are too few for {ranks} ranks: each needs at least one")
+        raise UsageError(f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one")
     total, profiles = check_batch(profile, options.get("microbatches"), options.get("batch"), options.get("microbatch_sizes"))
     check_actions(3 * ranks * (total // min(size.microbatch for size in profiles)), MOST_PLANNED)
     check_limits(options.get("memory_limit"), ranks)

@@ -28,8 +28,9 @@ def test_invalid_arguments_are_refused() -> None:
         launch(rank, 0)
     with pytest.raises(ScheduleError, match="backend 'mpi'"):
         launch(rank, 2, "mpi")
-    with pytest.raises(ScheduleError, match="ranks that each have a GPU of their own use NCCL by themselves"):
-        launch(rank, 2, "nccl")
+    for name in ("nccl", "NCCL"):
+        with pytest.raises(ScheduleError, match="ranks that each have a GPU of their own use NCCL by themselves"):
+            launch(rank, 2, name)
 
 
 def test_one_rank_at_a_time() -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="One trace of torch.profiler per rank: .json or .json.gz.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="One trace of torch.profiler per rank: .json or .json.gz.")],
     *,
     step: Annotated[int | None, count_option("The step to read, from 0.  [default: the last]", "--step")] = None,
     profile: Annotated[

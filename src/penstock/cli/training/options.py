@@ -15,7 +15,8 @@ import typer
 from penstock.cli.options import complete_schedules, count_option, read_size, refuse_unitless, text_option
 from penstock.cli.sources import ScheduleSource, read_json_object
 from penstock.errors import IntegrationError, UsageError, nearest
-from penstock.schedules.registry import algorithm, algorithms, schedule
+from penstock.schedules.registry import algorithms, parse_name, schedule
+from penstock.text.options import split_options
 
 if TYPE_CHECKING:
     from penstock.integrations.metrics import MetricsWriter
@@ -111,10 +112,13 @@ class TrainOptions:
             if self.memory_limit is not None:
                 raise UsageError(f"--memory-limit is for planning: {self.schedule} is a file and is used as it is")
             self._check_file()
-        elif self.schedule != AUTO and self.schedule not in algorithms():
-            raise UsageError(f"--schedule: there is no schedule {self.schedule!r}: {nearest(self.schedule, [*algorithms(), AUTO])}")
+        elif self.schedule != AUTO:
+            name = split_options(self.schedule)[0]
+            if name not in algorithms():
+                raise UsageError(f"--schedule: there is no schedule {name!r}: {nearest(name, [*algorithms(), AUTO])}")
+            parse_name(self.schedule)
         if self.against is not None:
-            algorithm(self.against)
+            parse_name(self.against)
         planning = {"--recompute": self.recompute, "--seconds": self.search is not None, "--against": self.against is not None}
         for option, is_given in planning.items():
             if is_given and not self.is_planned:

@@ -20,8 +20,9 @@ With `key_rank`, keys and values are compressed to that many numbers per token a
 as in DeepSeek-V3), queries to `query_rank`.
 
 A slice of n tokens after p others takes n/s of the linear maps and (2 p n + n^2) / s^2 of the attention, in I as in F; W has no attention.
-It holds n/s of the activation, and 2 e b n k more for the gradients of its keys and values, which later slices add to. This needs causal
-attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
+It holds n/s of the activation. Keys and values, e b n 2k of that (with `key_rank` those of all heads, and the positions with each key), are
+kept until the backward of the first slice; the gradients that later slices add to them take 4 b n 2k more, or e b n 2k if e is more than 4.
+This needs causal attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ from typing import Any
 from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
-from penstock.planner.profile.slices import SliceCost, SliceCosts
-from penstock.text.units import check_count, parse_size
+from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
+from penstock.text.units import check_count, check_number, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
-_SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
+_RATE = "the number of operations per second that a device reaches in practice: write a number above 0, like flops=400e12"
+_SIZES = ("latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
 _ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
 _COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
 _OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
@@ -123,8 +125,14 @@ class Transformer:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
                 if name in _BANDWIDTHS and not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
-        if not sizes or not self.flops:
-            raise CostsError(f"flops={self.flops:g}, microbatch={list(sizes)}: both are needed, and flops must be more than 0")
+        if not sizes:
+            raise CostsError("microbatch is empty: give the samples per microbatch, or several sizes to choose from")
+        try:
+            object.__setattr__(self, "flops", check_number("flops", self.flops))
+        except CostsError:
+            raise CostsError(f"flops={self.flops}: flops is {_RATE}") from None
+        if not self.flops:
+            raise CostsError(f"flops=0: flops is {_RATE}")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -144,7 +152,11 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
+        try:
+            checked = check_record(dict(values), cls, "a transformer", error=CostsError)
+        except CostsError as error:
+            raise (error if "flops" in values else CostsError(f"{error}; flops is {_RATE}")) from None
+        return cls(**checked)
 
     @property
     def _can_be_sliced(self) -> bool:
@@ -294,8 +306,7 @@ class Transformer:
     def _add_attention(self, slices: SliceCosts, size: int, attention: float, exchanged: float) -> SliceCosts:
         """Turn the attention's part of a slice, so far a share per token, into one per pair of tokens, and add the exchange of experts.
 
-        The sequence has half the square of its tokens as pairs. Keys and values are part of the activation, the room for their gradients
-        comes on top.
+        The sequence has half the square of its tokens as pairs. Keys and values, so far part of the activation, are counted apart from it.
         """
         whole, exchange = attention / self.flops, SliceCost(token=exchanged / self.sequence)
 
@@ -303,9 +314,11 @@ class Transformer:
             token = max(cost.token - passes * whole / self.sequence, 0.0)
             return replace(cost, token=token, pair=2 * passes * whole / self.sequence**2) + exchange
 
-        keys = self.bytes * size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
-        activation = slices.activation + SliceCost(token=keys)
-        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, keys=2 * keys)
+        within = size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
+        numbers = within + (size * self.heads * self.rope if self.key_rank else 0)  # positions are copied into the key of every head
+        activation = replace(slices.activation, token=slices.activation.token - self.bytes * within)
+        sizes: dict[str, Any] = {"keys": self.bytes * numbers, "key_gradients": max(self.bytes, SUM_BYTES) * numbers}
+        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, **sizes)
 
     def _list_passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""
