@@ -7,6 +7,7 @@ import re
 import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,3 +148,15 @@ def test_extras_are_the_same_everywhere() -> None:
         assert re.search(rf"^\| [^|]*`{extra}`[^|]* \|", index, flags=re.MULTILINE), extra
     for page in written():
         assert "pip install 'penstock" not in (ROOT / page).read_text(encoding="utf-8"), page
+
+
+def test_the_page_of_train_explains_every_option() -> None:
+    import typer
+
+    from penstock.cli.app import app
+
+    page = (ROOT / "docs/train.md").read_text(encoding="utf-8")
+    command: Any = typer.main.get_command(app)
+    options = {name for option in command.commands["train"].params for name in option.opts if name.startswith("--")} - {"--help"}
+    table = "\n".join(line for line in page.splitlines() if line.startswith("| `--"))
+    assert {name for name in options if f"`{name}" not in table and f"{name}`" not in table} == set()
