@@ -45,7 +45,7 @@ function Schedule({ loader }: { loader: Loader }) {
   return (
     <fieldset class="group">
       <legend>Schedule</legend>
-      <Field label="Name">
+      <Field label="Name" wide>
         <select value={shown.schedule} disabled={offline} onChange={(event) => change({ schedule: event.currentTarget.value, chunks: null, options: {} })}>
           {!choice.value && <option value="">{view?.source.name ?? ""}</option>}
           {schedules.value.map((each) => <option key={each.name} value={each.name}>{each.name}</option>)}
@@ -125,7 +125,7 @@ function Compare({ loader }: { loader: Loader }) {
     <fieldset class="group">
       <legend>Compare</legend>
       {!offline && (
-        <Field label="With">
+        <Field label="With" wide>
           <select value={other.value?.schedule ?? (second.value ? "*" : "")} data-testid="compare" onChange={(event) => named(event.currentTarget.value)}>
             <option value="">nothing</option>
             {second.value && !other.value && <option value="*">{second.value.title}</option>}
@@ -160,11 +160,11 @@ function Given({ loader }: { loader: Loader }) {
     <fieldset class="group">
       <legend>Compare</legend>
       <RecordButton loader={loader} />
-      <Field label="Above">
-        <select value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
+      <Field label="Above" wide>
+        <select title={first.value?.title} value={given.value.indexOf(first.value!)} onChange={(event) => loader.show(chosen(Number(event.currentTarget.value))!, second.value, null)}>{list}</select>
       </Field>
-      <Field label="Below">
-        <select data-testid="compare" value={second.value ? given.value.indexOf(second.value) : -1} onChange={(event) => loader.show(first.value!, chosen(Number(event.currentTarget.value)), null)}>
+      <Field label="Below" wide>
+        <select title={second.value?.title} data-testid="compare" value={second.value ? given.value.indexOf(second.value) : -1} onChange={(event) => loader.show(first.value!, chosen(Number(event.currentTarget.value)), null)}>
           <option value={-1}>nothing</option>
           {list}
         </select>

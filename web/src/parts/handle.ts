@@ -56,8 +56,8 @@ export function handle(studio: Studio, stage: Stage): void {
       });
     },
     get labels() {
-      const pixels = pixelsOf(stage.scale.value);
-      return studio.panels.value.map((shown, panel) => labelsOf(shown, pixels, stage.layout.value.panels[panel].rows[0]?.compute.height ?? 0).form);
+      const { panels, layout, scale, form } = stage.scene();
+      return panels.map((shown, panel) => labelsOf(shown, pixelsOf(scale), layout.panels[panel].rows[0]?.compute.height ?? 0, form).form);
     },
     get lanes() {
       return stage.layout.value.panels.map(({ rows }) => rows.some((row) => row.lanes.length > 0));
