@@ -59,7 +59,7 @@ function Schedule({ loader }: { loader: Loader }) {
         <NumberField label="Chunks per rank" value={shown.chunks ?? info.chunks.default} least={info.chunks.step} step={info.chunks.step} change={(chunks) => change({ chunks })} />
       )}
       {info && <Options info={info} options={shown.options} change={(options) => change({ options })} />}
-      <Field label="As a">
+      <Field label="As a" wide>
         <select value={shown.form} disabled={fixed} onChange={(event) => change(ofForm(event.currentTarget.value as Form))}>
           {FORMS.map((form) => <option key={form} value={form}>{FORM_NAMES[form]}</option>)}
         </select>
@@ -150,11 +150,17 @@ function Compare({ loader }: { loader: Loader }) {
   );
 }
 
+/** The names that titles begin with, if these tell them apart. */
+export function toldApart(titles: string[]): string[] {
+  const names = titles.map((title) => title.split(",")[0]);
+  return new Set(names).size === titles.length ? names : titles;
+}
+
 /** The documents that the page came with, two at a time. */
 function Given({ loader }: { loader: Loader }) {
   const studio = useStudio();
   const { given, first, second } = studio;
-  const list = given.value.map((view, index) => <option key={index} value={index}>{view.title}</option>);
+  const list = toldApart(given.value.map((view) => view.title)).map((title, index) => <option key={index} value={index}>{title}</option>);
   const chosen = (index: number): typeof first.value => given.value[index] ?? null;
   return (
     <fieldset class="group">
