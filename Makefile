@@ -3,7 +3,7 @@
 PYTHON ?= python3
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
-# The newest patch release of each minor version that penstock.runtime works with; `make matrix` tests all of them.
+# The newest patch release of each minor version that penstock works with; `make matrix` tests all of them.
 TORCH_VERSIONS := 2.11.0 2.12.1 2.13.0 2.14.1 2.15.0
 VENV := $(if $(filter $(DEFAULT_TORCH),$(TORCH)),.venv,.venv-torch-$(TORCH))
 BIN := $(VENV)/bin
@@ -35,7 +35,7 @@ test: $(DEV) $(PAGE)  ## check style, types and the page and run every test; TOR
 quick: $(DEV) lint  ## check style and types and run the tests that are not slow
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
 
-matrix: $(TORCH_VERSIONS:%=matrix-%)  ## run the tests that are not slow with each supported version of torch, one after the other
+matrix: $(TORCH_VERSIONS:%=matrix-%)  ## run the tests that are not slow, and all of the PyTorch drop-in, with each supported version of torch
 
 matrix-%:
 	@echo "torch $*"
@@ -43,6 +43,7 @@ matrix-%:
 
 matrix-tests: $(DEV)
 	$(BIN)/python -m pytest -q -n 2 -m 'not slow' --hypothesis-profile=quick
+	$(BIN)/python -m pytest -q -n 2 tests/compat/torch --hypothesis-profile=quick
 
 fuzz: $(DEV)  ## compare random models, batches and schedules with the plain loop; FUZZ="--cases 5000 --seed 7 --transport both" chooses
 	PYTHONPATH=tests $(BIN)/python -m fuzz $(FUZZ) $(if $(CASE),'$(CASE)')

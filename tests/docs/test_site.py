@@ -74,7 +74,7 @@ def test_pages_load_only_local_files(site: Path) -> None:
         found = _Loads()
         found.feed(page.read_text(encoding="utf-8"))
         for target in filter(None, found.found):
-            assert (page.parent / target.partition("?")[0]).is_file(), f"{page.name} loads {target}"
+            assert (page.parent / re.split(r"[?#]", target)[0]).is_file(), f"{page.name} loads {target}"
     for style in site.rglob("*.css"):
         assert not re.search(r"url\(\s*[\"']?https?:|@import", style.read_text(encoding="utf-8"))
 

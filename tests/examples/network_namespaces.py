@@ -19,7 +19,7 @@ def _ip(*words: str) -> None:
 
 @contextmanager
 def two_machines() -> Iterator[tuple[str, str]]:
-    """Two namespaces by name, whose only common network is their `eth0`s. Skips the test where they cannot be made."""
+    """Two namespaces by name, whose only common network is their `eth0`s. Skips the test if they cannot be made."""
     if shutil.which("ip") is None:
         pytest.skip("network namespaces need the command ip, of Debian's package iproute2")
     if os.geteuid():

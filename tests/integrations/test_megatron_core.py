@@ -170,7 +170,7 @@ def test_settings_on_the_page_exist(ask: Ask) -> None:
 
 
 def test_arguments_that_we_print_are_megatron_s(ask: Ask) -> None:
-    """All but the batch size, which is no setting of megatron-core, but of the training script."""
+    """All but the batch size, which is a setting of the training script, not of megatron-core."""
     (known,) = ask([["list_settings"]])
     flags = {f"--{name.replace('_', '-')}" for name in known} | {flag for names in known.values() for flag in names}
     profile = ps.Profile([ps.Layer(name=name, f=1.0, i=1.0, w=1.0) for name in ("embedding", *["block"] * 6, "mtp", "head")])

@@ -99,7 +99,7 @@ def test_candidates_too_large_for_one_microbatch_are_named():
 def test_limits_that_differ_are_listed():
     said = refused(memory_limit=[1.0, 2.0, 3.0, 4.0])
     assert "4 ranks with limits of 1, 2, 3, 4" in said.splitlines()[0]
-    assert not any(name.endswith("ranks") for name in remedies(said))  # nobody knows what further ranks would have
+    assert not any(name.endswith("ranks") for name in remedies(said))  # the memory of further ranks is not known
 
 
 def test_sizes_in_bytes_have_their_unit():

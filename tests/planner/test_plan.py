@@ -150,7 +150,7 @@ def test_recompute_is_not_used_if_it_is_not_needed():
 
 
 def test_only_some_ranks_recompute_if_that_is_enough():
-    """The first rank of 1f1b holds most: where its room alone is short, the others need not compute anything again."""
+    """The first rank of 1f1b holds most: if its room alone is short, the others need not compute anything again."""
     layer = ps.Layer(f=1, i=1, w=1, activation=8, output=1)
     profile = ps.Profile([layer] * 4, input=1)
     plan = ps.plan(profile, ranks=4, microbatches=8, memory_limit=[20, 40, 40, 40], schedules="1f1b", recompute=True, seconds=0)
@@ -246,9 +246,9 @@ def test_the_schedule_of_a_plan_can_be_loaded_alone(plan, tmp_path):
         ({"memory_limit": [1.0] * 4}, "over its limit"),
         ({"objective": 1.0}, "it says that it takes 1.0, but its schedule takes"),
         ({"bounds": {}}, "'bounds' must be numbers"),
-        ({"alternatives": [3]}, "an alternative has other fields"),
+        ({"alternatives": [3]}, "an alternative: the data must be an object"),
         ({"alternatives": [{"name": "a"}]}, "an alternative:"),
-        ({"profile": {}}, "a profile needs 'layers'"),
+        ({"profile": {}}, "a profile: 'layers' is missing"),
     ],
 )
 def test_a_plan_that_was_changed_is_refused(plan, tmp_path, change, said):

@@ -126,7 +126,7 @@ def test_options_reach_the_schedule(client):
         ({"costs": {"f": 1e300}}, "f is 1e+300: the studio draws costs from 1e-24 to 1e+24"),
         ({"costs": {"i": [1] * 7 + [5e-324]}}, "i is 4.94066e-324"),
         ({"costs": {"bandwidth": 1e-300}}, "bandwidth is 1e-300"),
-        ({"costs": {"g": 1}}, "there is no cost 'g'"),
+        ({"costs": {"g": 1}}, "there is no field 'g'"),
         ({"memory_limit": [1, 2]}, "memory_limit has 2 values for 4 ranks"),
         ({"memory_limit": "40 apples"}, "is not a size"),
         ({"rank": 4}, "there is no field 'rank'"),

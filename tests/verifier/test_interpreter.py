@@ -9,7 +9,7 @@ import pytest
 from penstock.ir.graph import StageGraph
 from penstock.ir.kind import Kind
 from penstock.ir.placement import Placement
-from penstock.ir.program import Buffers, Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import pack_rows
 from penstock.ir.schedule import Schedule
 from penstock.verifier.verify import check
@@ -28,7 +28,7 @@ def made(
     """A program from rows of actions parted by spaces; stage s on rank s unless told."""
     placement = placement or Placement.linear(len(rows))
     graph = StageGraph.chain(placement.stages, skips)
-    buffers = None if slots is None else Buffers(channels=slots)
+    buffers = None if slots is None else BufferCounts(channels=slots)
     return Program(pack_rows([row.split() for row in rows]), placement, microbatches, graph=graph, buffers=buffers)
 
 
@@ -197,7 +197,7 @@ def test_receives_in_another_order_get_each_others_data() -> None:
 
 
 def test_crossing_sends_hang_only_in_a_rendezvous() -> None:
-    """Both ranks send before they receive: fine where a send returns, a hang where both heads are sends."""
+    """Both ranks send before they receive: fine if a send returns, a hang if both heads are sends."""
     program = made("0F0 0SEND_F0 1RECV_F1 1F1", "0F1 0SEND_F1 1RECV_F0 1F0", placement=TWO, microbatches=2)
     assert outcome(program, "channels") is None
     assert "hangs at 1F" in str(outcome(program, "rendezvous"))

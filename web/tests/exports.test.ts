@@ -84,7 +84,7 @@ test("findings frame their place on a grid", () => {
   expect(count(svg, /stroke="#b3261e"[^>]*stroke-dasharray/)).toBe(1);
 });
 
-test("text forms: a row a rank, a slice an action, the times themselves", () => {
+test("text forms: one row per rank, one slice per action, the times themselves", () => {
   const rows = textOf(shown, "csv").trim().split("\n");
   expect(rows.length).toBe(3);
   for (const row of rows) expect(row.split(",").filter((cell) => cell.trim()).length).toBe(2 * 4);

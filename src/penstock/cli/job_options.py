@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from penstock.cli.options import count_option, read_assignments, read_size, text_option, whole_numbers
+from penstock.cli.options import count_option, read_counts, read_rate, read_time, text_option
 from penstock.errors import CostsError, UsageError
+from penstock.text.options import read_assignments
 
 if TYPE_CHECKING:
     from penstock.planner.job import Job, Machines
@@ -23,9 +24,13 @@ class JobOptions:
     global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None
     gpu: Annotated[str | None, text_option("The kind of GPU, for its data sheet: a100, h100 or h200.", "KIND", "--gpu")] = None
     peak_flops: Annotated[float | None, text_option("Peak operations per second of a GPU, like 989e12.", "N", "--peak-flops")] = None
-    memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory.", "SIZE", "--memory-bandwidth")] = None
-    node_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU within its node.", "SIZE", "--node-bandwidth")] = None
-    node_latency: Annotated[float | None, text_option("Seconds of an empty message within a node.", "S", "--node-latency")] = None
+    memory_bandwidth: Annotated[str | None, text_option("Bytes per second of a GPU's memory, like 3TB.", "SIZE", "--memory-bandwidth")] = (
+        None
+    )
+    node_bandwidth: Annotated[
+        str | None, text_option("Bytes per second of a GPU within its node, like 400GB.", "SIZE", "--node-bandwidth")
+    ] = None
+    node_latency: Annotated[str | None, text_option("Latency of a message within a node, like 2us.", "TIME", "--node-latency")] = None
     shares: Annotated[
         str | None, text_option('Reached shares of the rates: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares")
     ] = None
@@ -59,9 +64,9 @@ class JobOptions:
 
         values: dict[str, Any] = {"gpus": self.gpus, "gpus_per_node": self.gpus_per_node}
         rates = {"memory_bandwidth": self.memory_bandwidth, "node_bandwidth": self.node_bandwidth}
-        read = {name: read_size(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
-        given = {**links, **read, "flops": self.peak_flops, "node_latency": self.node_latency}
-        values |= {name: value for name, value in given.items() if value is not None}
+        read = {name: read_rate(f"--{name.replace('_', '-')}", text) for name, text in rates.items()}
+        options = {**links, **read, "flops": self.peak_flops, "node_latency": read_time("--node-latency", self.node_latency)}
+        values |= {name: value for name, value in options.items() if value is not None}
         parts = (self.shares or "").replace(",", " ").split()
         values |= {f"{name}_share": share for name, share in read_assignments("--shares", parts, '"matmul=0.76 link=0.8"').items()}
         return Machines.from_fields(values) if self.gpu is None else Machines.of(self.gpu, **values)
@@ -70,5 +75,5 @@ class JobOptions:
     def choices(self) -> dict[str, Any]:
         """The values of dimensions that the search may choose from."""
         names = ("pipeline", "data", "tensor", "context", "sharding")
-        wanted: dict[str, Any] = {name: whole_numbers(f"--{name}", getattr(self, name)) for name in names}
-        return {**wanted, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}
+        values: dict[str, Any] = {name: read_counts(f"--{name}", getattr(self, name)) for name in names}
+        return {**values, "vocabulary": None if self.vocabulary is None else [word.strip() for word in self.vocabulary.split(",")]}

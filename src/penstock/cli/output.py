@@ -1,4 +1,4 @@
-"""What a command prints: its result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
+"""Output of commands: the result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from penstock.cli.options import TEXT
 from penstock.draw.palette import Line, paint, plain_text
-from penstock.errors import FileFormatError, ScheduleError
+from penstock.errors import FileFormatError, ScheduleError, UsageError
 from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
@@ -42,11 +43,11 @@ def deliver(draw: Draw, data: Callable[[], Any], *, as_json: bool, output: Path 
     if output is not None:
         from penstock.ir.formats.csv_form import write_whole
 
-        write_whole(output, to_json(data()) if wants_json else "".join(_plain(draw(None))))
+        write_whole(output, to_json(data()) if wants_json else "".join(_write_plain(draw(None))))
     elif wants_json:
         emit([to_json(data())])
     else:
-        emit(_for_terminal(draw))
+        emit(_fit_terminal(draw))
 
 
 def can_print(text: str) -> bool:
@@ -60,14 +61,14 @@ def can_print(text: str) -> bool:
 
 def to_json(data: Any) -> str:
     """Write JSON that every reader accepts: NaN and infinity become `null`."""
-    return json.dumps(_finite(data), indent=1, allow_nan=False) + "\n"
+    return json.dumps(_drop_nonfinite(data), indent=1, allow_nan=False) + "\n"
 
 
-def _finite(data: Any) -> Any:
+def _drop_nonfinite(data: Any) -> Any:
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: _drop_nonfinite(value) for key, value in data.items()}
     if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
+        return [_drop_nonfinite(value) for value in data]
     return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
@@ -83,19 +84,19 @@ def emit(chunks: Iterable[str]) -> None:
         raise typer.Exit(READER_GONE) from None
 
 
-def _for_terminal(draw: Draw) -> Iterator[str]:
+def _fit_terminal(draw: Draw) -> Iterator[str]:
     """On a terminal, fit the picture to its width and colour it unless NO_COLOR is set; elsewhere, do neither."""
     from rich.console import Console
 
     console = Console(highlight=False)
     lines = draw(console.width if console.is_terminal else None)
     if console.no_color or console.color_system in (None, "windows"):
-        yield from _plain(lines)
+        yield from _write_plain(lines)
     else:
         yield from (f"{line}\n" for line in paint(lines, console.color_system))
 
 
-def _plain(lines: Iterable[Line]) -> Iterator[str]:
+def _write_plain(lines: Iterable[Line]) -> Iterator[str]:
     return (f"{line}\n" for line in plain_text(lines))
 
 
@@ -103,13 +104,12 @@ def _plain(lines: Iterable[Line]) -> Iterator[str]:
 
 
 def present(table: Table, *, as_json: bool, output: Path | None) -> None:
-    """Print a schedule or program, or write it to a file: `.csv` and `.json` can be loaded again, any other suffix gets the picture."""
-    if output is not None and output.suffix.lower() in (".csv", ".json"):
-        from penstock.ir.formats.files import save
-
-        if output.suffix.lower() == ".csv":
-            check_csv(table, output)
-        save(table, output)
+    """Print a schedule or program, or write it to a file by suffix: `.csv` and `.json` can be loaded again, pictures, or the text."""
+    suffix = "" if output is None else output.suffix.lower()
+    if output is not None and suffix not in TEXT:
+        if as_json and suffix != ".json":
+            raise UsageError(f"--json does not go with {output}: write a .json file")
+        _save_table(table, output, suffix)
         return
 
     def draw(width: int | None) -> Iterator[Line]:
@@ -117,9 +117,27 @@ def present(table: Table, *, as_json: bool, output: Path | None) -> None:
 
         grid = Grid.spaced(table)
         yield f"{describe_table(table)}, {format_count(grid.steps, 'step')}"
-        yield from _grid_with_legend(grid, width)
+        yield from _write_grid(grid, width)
 
     deliver(draw, table.to_json, as_json=as_json, output=output)
+
+
+def _save_table(table: Table, output: Path, suffix: str) -> None:
+    if suffix in (".csv", ".json"):
+        from penstock.ir.formats.files import save
+
+        if suffix == ".csv":
+            check_csv(table, output)
+        save(table, output)
+        return
+    from penstock.draw.save import save_picture
+    from penstock.ir.costs import Costs
+    from penstock.simulator.simulate import simulate
+
+    every_action_takes_a_step = Costs(f=1.0, b=1.0, i=1.0, w=1.0)
+    what = f"{table.name or 'unnamed'}{', computation only' if table.lowered else ''}"
+    name = f"{what}: each action takes one step"
+    save_picture([simulate(table, every_action_takes_a_step)], output, names=[name])
 
 
 def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json: bool, output: Path | None) -> None:
@@ -129,7 +147,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
         from penstock.ir.grid import Grid
 
         yield f"{describe_table(table, 'program')}; rank {rank}: {format_count(len(actions), 'action')}"
-        yield from _grid_with_legend(Grid((tuple(actions),)), width, ranks=[rank])
+        yield from _write_grid(Grid((tuple(actions),)), width, ranks=[rank])
 
     def data() -> dict[str, Any]:
         shape = {"name": table.name, "microbatches": table.microbatches, "placement": table.placement.to_json()}
@@ -139,7 +157,7 @@ def present_rank(table: Table, rank: int, actions: Sequence[Action], *, as_json:
     deliver(draw, data, as_json=as_json, output=output)
 
 
-def _grid_with_legend(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
+def _write_grid(grid: Grid, width: int | None, ranks: Sequence[int] | None = None) -> Iterator[Line]:
     from penstock.draw.terminal import grid_legend, grid_lines
 
     yield from grid_lines(grid, width=width, ranks=ranks)

@@ -1,10 +1,9 @@
-"""What commands read: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
+"""Inputs of commands: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import os
 import re
 import sys
@@ -24,15 +23,16 @@ from penstock.cli.options import (
     Microbatches,
     Ranks,
     Source,
+    check_file,
     complete_schedules,
     count_option,
-    existing_file,
-    read_assignments,
     read_size,
     text_option,
 )
 from penstock.errors import CostsError, FileFormatError, PassError, ScheduleError, UsageError, nearest
+from penstock.ir.formats.reading import read_json
 from penstock.schedules.registry import algorithm, algorithms, schedule
+from penstock.text.options import read_assignments, split_options
 from penstock.text.units import parse_size
 
 if TYPE_CHECKING:
@@ -56,11 +56,16 @@ SHAPE = {
     "graph": "use a .json file",
 }
 """The arguments of a schedule that are not its own options, and how to give them to a command."""
+_COUNTS = {"ranks": "-p", "microbatches": "-m", "chunks": "--chunks"}
+"""The counts that a name may have in braces, and their options."""
 
 
 @dataclass(frozen=True)
 class ScheduleSource:
-    """NAME|FILE, and the shape and options that were given with it."""
+    """NAME|FILE, and the shape and options that were given with it.
+
+    A NAME may have them in braces: `interleaved-1f1b{chunks=4,ranks=2}` is the source `interleaved-1f1b` with chunks=4 and ranks=2.
+    """
 
     source: Source
     ranks: Ranks = None
@@ -71,6 +76,24 @@ class ScheduleSource:
     ] = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Options of the schedule that are not text."""
+
+    def __post_init__(self) -> None:
+        """Move what is written in braces to the other fields."""
+        name, parts = split_options(self.source)
+        if not parts:
+            return
+        written = [part for part in parts if part.partition("=")[0].strip() not in _COUNTS]
+        for part in (part for part in parts if part not in written):
+            key, _, value = map(str.strip, part.partition("="))
+            if getattr(self, key) is not None:
+                raise UsageError(f"{key} is given twice: in {self.source!r} and with {_COUNTS[key]}")
+            try:
+                object.__setattr__(self, key, int(value))
+            except ValueError:
+                raise UsageError(f"{self.source}: {key}={value} is not a whole number") from None
+        parse_options([*written, *(self.options or ())])
+        object.__setattr__(self, "source", name)
+        object.__setattr__(self, "options", [*written, *(self.options or ())] or None)
 
     @property
     def is_file(self) -> bool:
@@ -93,7 +116,7 @@ class ScheduleSource:
 
     def path(self) -> Path:
         """Give the path of the file; refuse one that is not there."""
-        return existing_file(Path(self.source))
+        return check_file(Path(self.source))
 
     def refuse_shape(self) -> None:
         """Refuse a shape or options for a file, which has its own."""
@@ -117,31 +140,14 @@ class ScheduleSource:
 
 
 def parse_sources(texts: list[str], ranks: int | None, microbatches: int | None) -> list[ScheduleSource]:
-    """Read several sources, each with its own options; the shape is for the names among them."""
-    sources = [_parse_source(text, ranks, microbatches) for text in texts]
+    """Read several sources, each with its own options; the shape is for the names among them that have none of their own."""
+    sources = [ScheduleSource(text) for text in texts]
     if (ranks or microbatches) and all(source.is_file for source in sources):
         raise UsageError("--ranks and --microbatches are for schedules by name; files have their own shape")
-    return sources
-
-
-def _parse_source(text: str, ranks: int | None, microbatches: int | None) -> ScheduleSource:
-    """Read `NAME{OPTION=VALUE,...}`; ranks, microbatches and chunks may be among the options."""
-    match = re.fullmatch(r"([^{}]+)\{([^{}]*)\}", text)
-    name = text if match is None else match[1]
-    shape: dict[str, Any] = {} if ScheduleSource(name).is_file else {"ranks": ranks, "microbatches": microbatches}
-    if match is None:
-        return ScheduleSource(name, **shape)
-    options = []
-    for option in filter(None, map(str.strip, match[2].split(","))):
-        key, _, value = option.partition("=")
-        if key in ("ranks", "microbatches", "chunks"):
-            try:
-                shape[key] = int(value)
-            except ValueError:
-                raise UsageError(f"{text}: {key}={value} is not a whole number") from None
-        else:
-            options.append(option)
-    return ScheduleSource(name, **shape, options=options or None)
+    return [
+        source if source.is_file else replace(source, ranks=source.ranks or ranks, microbatches=source.microbatches or microbatches)
+        for source in sources
+    ]
 
 
 def parse_options(texts: list[str] | None) -> dict[str, Any]:
@@ -157,8 +163,8 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
     if path.suffix.lower() != ".json" or not path.is_file():
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
+        data = read_json(path)
+    except FileFormatError:
         return None
     return data if isinstance(data, dict) else None
 
@@ -166,11 +172,12 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 _FILES = (".toml", ".json")
 # The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
 _PER_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
+_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
 _PER_SLICE = ("f", "i", "w", "b", "activation", "weight_stash", "output")
 
 
 class Per(StrEnum):
-    """What one number in the costs is for."""
+    """The unit of one number in the costs."""
 
     STAGE = "stage"
     RANK = "rank"
@@ -190,7 +197,7 @@ def read_costs(text: str) -> Costs:
 
     path = Path(text)
     if path.suffix.lower() in _FILES or (text and "=" not in text and path.exists()):
-        return Costs.load(existing_file(path, "--costs: "))
+        return Costs.load(check_file(path, "--costs: "))
     try:
         return Costs.from_json(_parse(text))
     except CostsError as error:
@@ -250,12 +257,15 @@ class TimelineSource:
     per: Per
     lowering: LoweringOptions | None
     """How to lower a schedule first; None is not at all."""
+    in_bytes: bool = False
+    """Whether the costs give memory in bytes."""
 
     @classmethod
     def read(cls, source: ScheduleSource, costs: str | None, per: Per, lowering: LoweringOptions | None) -> TimelineSource:
-        return cls(source, None if costs is None else read_costs(costs), per, lowering)
+        in_bytes = costs is not None and _MEMORY_IN_BYTES.search(costs) is not None
+        return cls(source, None if costs is None else read_costs(costs), per, lowering, in_bytes)
 
-    def measured(self) -> Timeline | None:
+    def get_measured(self) -> Timeline | None:
         """Give the timeline in the file if it was measured."""
         return None if self._saved is None or self._saved.source == "simulated" else self._saved
 
@@ -306,7 +316,8 @@ class TimelineSource:
             refuse_unused(self.costs, table)
         engine = "plain" if len(table.rows.codes) < FEW else "auto"
         try:
-            return simulate(table, self._stage_costs(table.stages, table.ranks, table.slices), engine=engine)
+            timeline = simulate(table, self._stage_costs(table.stages, table.ranks, table.slices), engine=engine)
+            return timeline.in_units(replace(timeline.units, in_bytes=True)) if self.in_bytes else timeline
         except ScheduleError as error:
             if self.source.is_file:
                 raise FileFormatError(self.source.source, str(error)) from None
@@ -501,7 +512,7 @@ class OptionalLowering(LoweringOptions):
         False
     )
 
-    def checked(self) -> LoweringOptions | None:
+    def read_lowering(self) -> LoweringOptions | None:
         """Give the options if they ask for lowering, else None."""
         if not (self.lower_first or self.fsdp or self.merge_backward or self.receive is not None or self.offload is not None):
             return None
@@ -558,7 +569,7 @@ def _is_place(place: str) -> bool:
 
 def _import(name: str, folder: str) -> ModuleType:
     """Import a module by name, looking into the folder of the command first."""
-    with _on_path(os.path.abspath(folder)):
+    with _add_to_path(os.path.abspath(folder)):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -574,13 +585,13 @@ def _run(path: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[module.__name__] = module  # dataclasses look up their module there
-    with _on_path(str(path.parent.resolve())):
+    with _add_to_path(str(path.parent.resolve())):
         spec.loader.exec_module(module)
     return module
 
 
 @contextmanager
-def _on_path(folder: str) -> Iterator[None]:
+def _add_to_path(folder: str) -> Iterator[None]:
     sys.path.insert(0, folder)
     try:
         yield

@@ -8,7 +8,6 @@ where the trace has the times of the GPU, those count. The ranks' clocks are ali
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import statistics
 from bisect import bisect_left
@@ -23,16 +22,18 @@ import numpy as np
 
 from penstock.errors import ActionError, FileFormatError, PenstockError
 from penstock.ir.action import Action
+from penstock.ir.formats.reading import check_fields, parse_json
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
+_FORM = "trace of torch.profiler"
 _RANGE = re.compile(r"(?:PP:|penstock::)(?P<action>.+)")
 _NUMBERED = re.compile(r"(?P<kind>Forward|Backward) (?P<microbatch>\d+)")
 _COMMUNICATION = re.compile(r"c10d|gloo|nccl|record_param_comms|ProfilerStep")
@@ -74,17 +75,16 @@ def read_trace(path: str | PathLike[str]) -> RankTrace:
     name = str(path)
     try:
         data = Path(path).read_bytes()
-        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except OSError as error:
-        raise FileFormatError(name, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError) as error:
-        raise FileFormatError(name, f"this is not a trace of torch.profiler: {error}") from None
-    events = document.get("traceEvents") if isinstance(document, dict) else None
-    if not isinstance(events, list):
-        raise FileFormatError(name, "this is not a trace of torch.profiler: it has no traceEvents")
+        text = gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
+    except (OSError, EOFError) as error:
+        raise FileFormatError(name, f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    document = parse_json(text, name, _FORM)
+    events = check_fields(document, {"traceEvents": (list,)}, error=lambda reason: FileFormatError(name, f"not a {_FORM}: {reason}"))[
+        "traceEvents"
+    ]
     rank = document.get("distributedInfo", {}).get("rank") if isinstance(document.get("distributedInfo"), dict) else None
     base = document.get("baseTimeNanoseconds", 0)
-    trace = RankTrace(name, rank if isinstance(rank, int) else _rank_in(name))
+    trace = RankTrace(name, rank if isinstance(rank, int) else _find_rank(name))
     trace.steps = _split_steps(_find_ranges(events, trace, base / 1e3 if isinstance(base, (int, float)) else 0.0))
     if not trace.steps:
         raise FileFormatError(
@@ -94,7 +94,7 @@ def read_trace(path: str | PathLike[str]) -> RankTrace:
     return trace
 
 
-def _rank_in(name: str) -> int | None:
+def _find_rank(name: str) -> int | None:
     """The last number in a file's name."""
     numbers = re.findall(r"\d+", Path(name).name)
     return int(numbers[-1]) if numbers else None
@@ -122,7 +122,7 @@ def _find_ranges(events: Iterable[Any], trace: RankTrace, base: float) -> list[R
         name, category, start, length = event.get("name"), event.get("cat"), event.get("ts"), event.get("dur", 0)
         if not isinstance(name, str) or not isinstance(start, (int, float)) or not isinstance(length, (int, float)):
             continue
-        action = _action_of(name, trace)
+        action = _read_action(name, trace)
         if action is not None and category == "gpu_user_annotation":
             number = seen[name] = seen.get(name, -1) + 1
             gpu[name, number] = start, start + length
@@ -148,7 +148,7 @@ def _find_ranges(events: Iterable[Any], trace: RankTrace, base: float) -> list[R
     return ranges
 
 
-def _action_of(name: str, trace: RankTrace) -> Action | None:
+def _read_action(name: str, trace: RankTrace) -> Action | None:
     """The action that a range is of; ranges that only have a microbatch are of the rank's only stage."""
     match = _RANGE.fullmatch(name)
     if match is not None:
@@ -166,12 +166,12 @@ def _split_steps(ranges: Iterable[Range]) -> list[list[Range]]:
     """A step ends where an action comes again."""
     steps: list[list[Range]] = []
     seen: set[Action] = set()
-    for each in ranges:
-        if not steps or each.action in seen:
+    for span in ranges:
+        if not steps or span.action in seen:
             steps.append([])
             seen = set()
-        steps[-1].append(each)
-        seen.add(each.action)
+        steps[-1].append(span)
+        seen.add(span.action)
     return steps
 
 
@@ -179,17 +179,17 @@ def build_timeline(ranges: Sequence[Sequence[Range]], files: Sequence[str] = ())
     """The timeline of one step, from the ranges of each rank."""
     files = files or [f"rank {rank}" for rank in range(len(ranges))]
     try:
-        schedule = Schedule.from_actions([[each.action for each in row] for row in ranges], name="traced")
+        schedule = Schedule.from_actions([[span.action for span in row] for row in ranges], name="traced")
         program = lower(schedule)
     except PenstockError as error:
         raise FileFormatError(", ".join(files), f"the ranges of this step are not a whole schedule: {error}") from error
     ahead = align_clocks(program, ranges)
-    times = {part: (each, ahead[rank]) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
-    zero = min(each.start - offset for each, offset in times.values())
-    start, end = _action_times(program, times, zero)
-    depart, arrive = _message_times(program, times, zero)
+    times = {part: (span, ahead[rank]) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
+    zero = min(span.start - offset for span, offset in times.values())
+    start, end = _collect_action_times(program, times, zero)
+    depart, arrive = _collect_message_times(program, times, zero)
     nothing = np.full(len(start), -1.0)
-    costs = measured_costs(program, start, end, arrive - depart, nothing)
+    costs = measure_costs(program, start, end, arrive - depart, nothing)
     return Timeline(program, costs, start, end, depart, arrive, nothing, nothing.copy(), source="measured", units=Units(time_unit="s"))
 
 
@@ -197,21 +197,21 @@ Times = dict[Action, tuple[Range, float]]
 """The range of each action, and how far its rank's clock is ahead."""
 
 
-def _action_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
+def _collect_action_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
     """Start and end of every action, in seconds; what is not in the trace takes no time, right after what came before it."""
     starts, ends = [], []
     for rank, _ in enumerate(pairwise(program.rows.group_offsets.tolist())):
         clock = 0.0
         for action in program[rank]:
             known = [times[part] for part in action.parts if part in times]
-            begun = min((each.start - ahead - zero for each, ahead in known), default=clock)
-            clock = max((each.end - ahead - zero for each, ahead in known), default=clock)
+            begun = min((span.start - ahead - zero for span, ahead in known), default=clock)
+            clock = max((span.end - ahead - zero for span, ahead in known), default=clock)
             starts.append(begun / 1e6)
             ends.append(clock / 1e6)
     return np.array(starts), np.array(ends)
 
 
-def _message_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
+def _collect_message_times(program: Program, times: Times, zero: float) -> tuple[Any, Any]:
     """When each message departed and arrived: a message that was waited for arrived when its use began.
 
     One that was there already is assumed to have taken as long as the quickest of its channel, because its arrival was not seen.
@@ -238,7 +238,7 @@ def align_clocks(program: Program, ranges: Sequence[Sequence[Range]]) -> list[fl
     A computation cannot begin before the one that made its input has ended. Messages in both directions bound the difference of two
     clocks from both sides. A difference of 0 stays if it is possible, because ranks of one machine share a clock.
     """
-    times = {part: (rank, each) for rank, row in enumerate(ranges) for each in row for part in each.action.parts}
+    times = {part: (rank, span) for rank, row in enumerate(ranges) for span in row for part in span.action.parts}
     rows, messages = program.rows, Flat(program).messages
     least: dict[tuple[int, int], float] = {}
     for maker, after in zip(messages.maker.tolist(), messages.after.tolist(), strict=True):

@@ -1,4 +1,4 @@
-"""What the adapters need of a pipeline as a whole: its size from what the user gave, and state dicts of the unpipelined model."""
+"""The whole model of a pipeline, for adapters: its size by the user's arguments, and state dicts of the unpipelined model."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def gather_state_dict(pipeline: Pipeline, keep: bool) -> dict[str, Any]:
         own = {} if part is None else ModelState({stage: part}).values()
         whole = {name: _gather_tensor(value) for name, value in own.items()}
         if pipeline.data.rank == 0:
-            for theirs in pipeline.gather("state dict", whole):
-                values.update(theirs if keep else {})
+            for share in pipeline.gather("state dict", whole):
+                values.update(share if keep else {})
     return values
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, fields, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from penstock.errors import CostsError, FileFormatError, nearest
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.errors import CostsError, FileFormatError
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.kind import Kind
 from penstock.text.units import check_number
 from penstock.text.units import parse_size as parse_size  # noqa: PLC0414 - also under this name
@@ -95,7 +95,7 @@ class Costs:
                 if value not in CONTENTION:
                     raise CostsError(f"contention must be one of {', '.join(CONTENTION)}, got {value!r}")
             elif value is not None or field.name not in _OPTIONAL:
-                object.__setattr__(self, field.name, _checked(field.name, value))
+                object.__setattr__(self, field.name, _check_value(field.name, value))
         for name in ("bandwidth", "host_bandwidth"):
             if getattr(self, name) == 0:
                 raise CostsError(f"{name} must be more than 0, or None for unlimited")
@@ -125,8 +125,8 @@ class Costs:
         """The sum of a field over the stages of each rank."""
         import numpy as np
 
-        values = np.tile(self.per_stage(name, placement.stages), len(placement.copies))
-        return np.asarray(np.bincount(np.ravel(placement.copies), weights=values, minlength=placement.ranks), dtype=np.float64)
+        values = self.per_stage(name, placement.stages)
+        return np.array([sum(values[stage] for stage in placement.stages_of(rank)) for rank in range(placement.ranks)], dtype=np.float64)
 
     def table(self, name: str, stages: int, microbatches: int) -> NDArray[np.float64]:
         """A field's value for every stage (row) and microbatch or slice (column); `b` defaults to i + w."""
@@ -173,7 +173,7 @@ class Costs:
 
     def scaled(self, factor: float) -> Costs:
         """The same costs in another unit of time: every time multiplied by the factor."""
-        times: dict[str, Any] = {name: _multiplied(getattr(self, name), factor) for name in _TIMES if getattr(self, name) is not None}
+        times: dict[str, Any] = {name: _multiply(getattr(self, name), factor) for name in _TIMES if getattr(self, name) is not None}
         rates: dict[str, Any] = {name: getattr(self, name) for name in ("bandwidth", "host_bandwidth") if getattr(self, name) is not None}
         return replace(self, **times, **{name: rate / factor for name, rate in rates.items()})
 
@@ -184,24 +184,18 @@ class Costs:
         ((3.0, 1.0, 2.0),)
         """
         copy = object.__new__(Costs)  # every value has been checked
-        copy.__dict__.update({name: _permuted(value, order) for name, value in self.__dict__.items()})
+        copy.__dict__.update({name: _permute(value, order) for name, value in self.__dict__.items()})
         return copy
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
         values = {field.name: getattr(self, field.name) for field in fields(self) if getattr(self, field.name) != field.default}
-        return {name: _lists(value) for name, value in values.items()}
+        return {name: _to_lists(value) for name, value in values.items()}
 
     @classmethod
     def from_json(cls, data: Any) -> Costs:
         """The reverse of `to_json`."""
-        if not isinstance(data, dict):
-            raise CostsError(f"costs are a table of names and values, got {type(data).__name__}")
-        known = [field.name for field in fields(cls)]
-        for name in data:
-            if name not in known:
-                raise CostsError(f"there is no cost {name!r}: {nearest(name, known)}")
-        return cls(**data)
+        return cls(**check_record(data, cls, "costs", error=CostsError))
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write a `.json` or `.toml` file."""
@@ -223,19 +217,19 @@ class Costs:
             raise FileFormatError(os.fspath(path), str(error)) from None
 
 
-def _multiplied(value: Any, factor: float) -> Any:
-    return tuple(_multiplied(item, factor) for item in value) if isinstance(value, tuple) else value * factor
+def _multiply(value: Any, factor: float) -> Any:
+    return tuple(_multiply(item, factor) for item in value) if isinstance(value, tuple) else value * factor
 
 
-def _permuted(value: Any, order: Sequence[int]) -> Any:
+def _permute(value: Any, order: Sequence[int]) -> Any:
     """A field's value with every row of one value per microbatch in another order."""
     if not isinstance(value, tuple):
         return value
     return tuple(tuple(row[k] for k in order) if isinstance(row, tuple) else row for row in value)
 
 
-def _lists(value: Any) -> Any:
-    return [_lists(item) for item in value] if isinstance(value, tuple) else value
+def _to_lists(value: Any) -> Any:
+    return [_to_lists(item) for item in value] if isinstance(value, tuple) else value
 
 
 def _is_valid(values: NDArray[np.float64]) -> bool:
@@ -243,7 +237,7 @@ def _is_valid(values: NDArray[np.float64]) -> bool:
     return bool(((values >= 0) & (values <= sys.float_info.max)).all())
 
 
-def _checked(name: str, value: Any, depth: int = 0) -> Any:
+def _check_value(name: str, value: Any, depth: int = 0) -> Any:
     if hasattr(value, "tolist"):
         if depth == 0 and name in _PER_ACTION and getattr(value, "ndim", 0) == 2 and value.dtype == float and _is_valid(value):
             return tuple(map(tuple, value.tolist()))
@@ -253,5 +247,15 @@ def _checked(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} is one number, not one per stage")
         if depth == 2 or (depth == 1 and not name.startswith(tuple(f"{field}[" for field in _PER_ACTION))):
             raise CostsError(f"{name} must be a number, got {value!r}")
-        return tuple(_checked(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
+        return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

@@ -51,7 +51,7 @@ class Lifetime(NamedTuple):
     """How long something is held: from the start or end of an action to the end of an action. `I` stands for any backward."""
 
     size: str
-    """What it is, as sizes are named."""
+    """Its name, as sizes are named."""
     begin: Kind
     when: When
     end: Kind
@@ -106,7 +106,7 @@ def list_changes(table: Table, costs: Costs) -> Changes:
 
 def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
     """Activations, stashes and parameters: changes that a kind of action makes by itself."""
-    activation, stash = (_sizes(costs, table, name) for name in ("activation", "weight_stash"))
+    activation, stash = (_read_sizes(costs, table, name) for name in ("activation", "weight_stash"))
     parameters = np.array(costs.per_stage("parameters", table.stages))[:, None] * np.ones(table.units)
     activations = [
         (_ACTIVATIONS, (Kind.F,), When.START, activation),
@@ -118,44 +118,44 @@ def _list_stage_changes(table: Table, costs: Costs) -> list[Changes]:
         (_PARAMETERS, (Kind.UNSHARD,), When.START, parameters),
         (_PARAMETERS, (Kind.RESHARD,), When.END, -parameters),
     ]
-    rows, inside = table.rows, _inside(table)
+    rows, inside = table.rows, _find_inside(table)
     changes = []
     for category, kinds, when, sizes in (activations if table.training else []) + gathered:
         entries = np.flatnonzero(rows.is_kind(*kinds) & inside)
-        changes.append(_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
+        changes.append(_list_changes(category, entries, when, sizes[rows.stage[entries], rows.microbatch[entries]]))
     return changes + _list_moves(table, activation)
 
 
 def _list_moves(table: Table, activation: Floats) -> list[Changes]:
     """Activations that leave the device and come back."""
-    rows, inside, (moved, released) = table.rows, _inside(table), find_releases(table.rows)
+    rows, inside, (moved, released) = table.rows, _find_inside(table), find_releases(table.rows)
     moved, released = moved[inside[moved]], released[inside[moved]]
     back = np.flatnonzero(rows.is_kind(Kind.RELOAD) & inside)
     return [
-        _changes(_ACTIVATIONS, released, When.START, -activation[rows.stage[moved], rows.microbatch[moved]]),
-        _changes(_ACTIVATIONS, back, When.START, activation[rows.stage[back], rows.microbatch[back]]),
+        _list_changes(_ACTIVATIONS, released, When.START, -activation[rows.stage[moved], rows.microbatch[moved]]),
+        _list_changes(_ACTIVATIONS, back, When.START, activation[rows.stage[back], rows.microbatch[back]]),
     ]
 
 
 def list_host_changes(table: Table, costs: Costs) -> Changes:
     """Every change of the host memory that holds activations of a rank."""
-    rows, local, activation = table.rows, table.links.local, _sizes(costs, table, "activation")
-    taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _inside(table))
+    rows, local, activation = table.rows, table.links.local, _read_sizes(costs, table, "activation")
+    taken = np.flatnonzero(rows.is_kind(Kind.OFFLOAD) & _find_inside(table))
     free = local.after[rows.is_kind(Kind.RELOAD)[local.before] & rows.is_kind(Kind.B, Kind.I)[local.after]]
     parts = [
-        _changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
+        _list_changes(_ACTIVATIONS, entries, When.START, sign * activation[rows.stage[entries], rows.microbatch[entries]])
         for entries, sign in ((taken, 1.0), (free, -1.0))
     ]
     return Changes(*(np.concatenate([getattr(part, name) for part in parts]) for name in Changes._fields))
 
 
-def _inside(table: Table) -> Flags:
+def _find_inside(table: Table) -> Flags:
     return (table.rows.stage < table.stages) & (table.rows.microbatch < table.units)
 
 
 def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     """Received messages until their last use, sums of gradients until their last part, sent messages until their wait."""
-    rows, deliveries, output = table.rows, table.deliveries, _sizes(costs, table, "output")
+    rows, deliveries, output = table.rows, table.deliveries, _read_sizes(costs, table, "output")
     if table.lowered:
         local = table.links.local
         used = np.flatnonzero(rows.is_kind(*RECEIVES)[local.before])
@@ -176,26 +176,26 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
-    kept = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
+    sizes = output[np.minimum(rows.stage[send], peer_stages(rows)[send]), rows.microbatch[send]]
     return [
-        _changes(_RECEIVE_BUFFERS, begin, when, size),
-        _changes(_RECEIVE_BUFFERS, last, When.END, -size),
-        _changes(_RECEIVE_BUFFERS, begun, When.END, partial),
-        _changes(_RECEIVE_BUFFERS, made, When.END, -partial),
-        _changes(_RECEIVE_BUFFERS, send, When.START, kept),
-        _changes(_RECEIVE_BUFFERS, wait, When.END, -kept),
+        _list_changes(_RECEIVE_BUFFERS, begin, when, size),
+        _list_changes(_RECEIVE_BUFFERS, last, When.END, -size),
+        _list_changes(_RECEIVE_BUFFERS, begun, When.END, partial),
+        _list_changes(_RECEIVE_BUFFERS, made, When.END, -partial),
+        _list_changes(_RECEIVE_BUFFERS, send, When.START, sizes),
+        _list_changes(_RECEIVE_BUFFERS, wait, When.END, -sizes),
     ]
 
 
-def _sizes(costs: Costs, table: Table, name: str) -> Floats:
+def _read_sizes(costs: Costs, table: Table, name: str) -> Floats:
     return costs.table(name, table.stages, table.units)
 
 
-def _changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:
+def _list_changes(category: int, entries: Ints, when: When, size: Floats) -> Changes:
     return Changes(np.full(len(entries), category), entries, np.full(len(entries), int(when)), size)
 
 
 def sum_static(table: Table, costs: Costs) -> Floats:
-    """What each rank holds all the time."""
+    """The memory that each rank holds all the time."""
     sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
     return costs.per_rank("shard" if sharded else "parameters", table.placement)

@@ -14,7 +14,7 @@ from penstock.ir.table import Table
 
 
 @dataclass(frozen=True)
-class Buffers:
+class BufferCounts:
     """How many slots a program needs, each rank's `(stage, count)` pairs and each channel's count of messages under way.
 
     A channel is `(from rank, to rank, kind)`, the kind that of its sends: `SEND_F` activations, `SEND_B` gradients.
@@ -35,7 +35,7 @@ class Buffers:
         }
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Buffers:
+    def from_json(cls, data: dict[str, Any]) -> BufferCounts:
         return cls(
             tuple({int(s): int(n) for s, n in rank.items()} for rank in data["activations"]),
             tuple({int(s): int(n) for s, n in rank.items()} for rank in data["gradients"]),
@@ -58,7 +58,7 @@ class Program(Table):
         graph: StageGraph | None = None,
         name: str = "",
         passes: str = "",
-        buffers: Buffers | None = None,
+        buffers: BufferCounts | None = None,
         lowered: bool = True,
         slices: int = 1,
     ) -> None:
@@ -87,10 +87,10 @@ class Program(Table):
 
     def changed(self, **fields: Any) -> Program:
         """The same program with other `rows`, `passes`, `buffers` or `lowered`; new rows drop the buffers counted for the old ones."""
-        kept = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered, "slices": self.slices}
+        values = {"rows": self.rows, "passes": self.passes, "lowered": self.lowered, "slices": self.slices}
         if "rows" not in fields:
-            kept["buffers"] = self.buffers
-        return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**kept, **fields})
+            values["buffers"] = self.buffers
+        return Program(placement=self.placement, microbatches=self.microbatches, graph=self.graph, name=self.name, **{**values, **fields})
 
     def schedule(self) -> Schedule:
         """The compute actions, and the copies of activations to the host and back."""

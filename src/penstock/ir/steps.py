@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.ir.dependencies import Needs
-from penstock.ir.rows import Ints, Rows, first_of
+from penstock.ir.rows import Ints, Rows, find_first
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,13 @@ def _list_successors(rows: Rows, waits: Needs, lag: Ints | None) -> tuple[Ints, 
     """
     num_groups = int(rows.group_offsets[-1])
     before, after = rows.group[waits.before], rows.group[waits.after]
-    held = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
-    open_ = ~held  # an order on one rank holds by itself, unless it is the wrong way round
+    in_order = (rows.rank[waits.before] == rows.rank[waits.after]) & (before < after)
+    open_ = ~in_order  # an order on one rank holds by itself, unless it is the wrong way round
     before, after = before[open_], after[open_]
     lags = np.ones(len(before), dtype=np.int64) if lag is None else lag[open_]
     order = np.argsort(before, kind="stable")
     before, after, lags = before[order], after[order], lags[order]
     following = np.arange(1, len(before) + 1)
     following[np.append(before[1:] != before[:-1], True)[: len(before)]] = -1
-    head = first_of(before, np.arange(len(before)), num_groups)
+    head = find_first(before, np.arange(len(before)), num_groups)
     return np.bincount(after, minlength=num_groups), head, following, after, lags

@@ -8,10 +8,10 @@ import numpy as np
 
 from penstock.errors import PassError
 from penstock.ir.kind import Kind
-from penstock.ir.program import Buffers as Slots
-from penstock.ir.program import Program
+from penstock.ir.program import BufferCounts, Program
 from penstock.ir.rows import Ints
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
@@ -28,35 +28,35 @@ class Buffers(Pass):
 
     def __post_init__(self) -> None:
         if self.slots is not None:
-            check_count(self.name, "slots", self.slots, 1)
+            check_count("slots of pass buffers", self.slots, error=PassError)
 
     def apply(self, program: Program) -> Program:
         if not program.lowered:
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
-        return self._passed(program, buffers=Slots(*stage_slots(program), self._channels(program)))
+        return self._record(program, buffers=BufferCounts(*count_stage_slots(program), self._count_channels(program)))
 
-    def _channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
-        counts = channel_slots(program)
+    def _count_channels(self, program: Program) -> dict[tuple[int, int, Kind], int]:
+        counts = count_channel_slots(program)
         return counts if self.slots is None else dict.fromkeys(counts, self.slots)
 
 
 StageSlots = tuple[dict[int, int], ...]
 
 
-def stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
+def count_stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
     """For each rank and stage the inputs and the output gradients alive at once."""
     rows = program.rows
     ends = rows.is_kind(Kind.B, Kind.I) if program.training else rows.is_kind(Kind.F)
     uses = np.flatnonzero(ends)
     inputs = np.flatnonzero(rows.is_kind(Kind.F))
-    starts = _earliest(program, inputs, rows.is_kind(Kind.RECV_F))
-    activations = _most_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
-    made, used = _gradients(program)
-    gradients = _most_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
+    starts = _find_arrivals(program, inputs, rows.is_kind(Kind.RECV_F))
+    activations = _count_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
+    made, used = _find_gradients(program)
+    gradients = _count_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
     return activations, gradients
 
 
-def _earliest(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
+def _find_arrivals(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
     """The entry at which each forward's input arrives: its first receive, or the forward itself."""
     links, rows = program.links, program.rows
     at = np.arange(len(rows.codes))
@@ -65,7 +65,7 @@ def _earliest(program: Program, inputs: Ints, received: np.ndarray) -> Ints:
     return at[inputs]
 
 
-def _gradients(program: Program) -> tuple[Ints, Ints]:
+def _find_gradients(program: Program) -> tuple[Ints, Ints]:
     """Each output gradient's first arrival on its rank, and the backward that uses it."""
     links, rows = program.links, program.rows
     before, after = links.local
@@ -77,7 +77,7 @@ def _gradients(program: Program) -> tuple[Ints, Ints]:
     return first[used], used
 
 
-def _most_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end_stage: Ints) -> StageSlots:
+def _count_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end_stage: Ints) -> StageSlots:
     """The most intervals open at once for each rank and stage; an interval that ends when another starts is still open."""
     rows = program.rows
     at = np.concatenate((start, end))
@@ -93,7 +93,7 @@ def _most_alive(program: Program, start: Ints, start_stage: Ints, end: Ints, end
     return most
 
 
-def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
+def count_channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     """Per channel, the most messages that can be sent and not yet used, however long the actions take.
 
     A sender knows that a message was used when it has itself used a message that the receiver sent afterwards.
@@ -109,7 +109,7 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
         return {}
     span = len(rows.codes)
     through = np.maximum.accumulate(index * span + uses)  # a slot is free again once this and all earlier messages were used
-    used = np.searchsorted(through, index * span + _known(program, sends, uses), side="right")
+    used = np.searchsorted(through, index * span + _find_known(program, sends, uses), side="right")
     most = np.maximum.reduceat(np.arange(len(sends)) + 1 - used, first)
     return {
         (key // 2 // num_ranks, key // 2 % num_ranks, Kind.SEND_F if key % 2 else Kind.SEND_B): count
@@ -117,7 +117,7 @@ def channel_slots(program: Program) -> dict[tuple[int, int, Kind], int]:
     }
 
 
-def _known(program: Program, sends: Ints, uses: Ints) -> Ints:
+def _find_known(program: Program, sends: Ints, uses: Ints) -> Ints:
     """For each message, the last entry of its receiver that its sender knows to be through by then, -1 if it knows of none.
 
     If a rank uses a message, its sender has finished everything before that send.
@@ -128,6 +128,6 @@ def _known(program: Program, sends: Ints, uses: Ints) -> Ints:
     order = np.argsort(heard)
     back = (target * len(rows) + source)[order]
     latest = np.maximum.accumulate(back * span + sends[order]) % span
-    wanted = source * len(rows) + target
-    at = np.searchsorted(heard[order], wanted * span + sends) - 1
-    return np.where((at >= 0) & (back[at] == wanted), latest[at], -1)
+    back_channel = source * len(rows) + target
+    at = np.searchsorted(heard[order], back_channel * span + sends) - 1
+    return np.where((at >= 0) & (back[at] == back_channel), latest[at], -1)

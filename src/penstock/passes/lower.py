@@ -8,6 +8,7 @@ from penstock.ir.action import Action
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.schedule import Schedule
+from penstock.ir.table import check_table
 from penstock.passes.base import Pass
 from penstock.passes.buffers import Buffers
 from penstock.passes.merge_backward import MergeBackward
@@ -70,6 +71,7 @@ def lower(
     rank has more than `max_outstanding_sends` sends that it has not waited for, and `defer_reduce_grad_wait` waits for a reduction only
     before the rank's next one, or at the end.
     """
+    check_table(schedule, "lower")
     passes = lowering(
         fsdp=fsdp,
         merge_backward=merge_backward,
@@ -91,9 +93,10 @@ def lower_rank(
 
     Only `paired` receives, whose places depend on every rank, take the whole pipeline's time.
     """
+    check_table(schedule, "lower_rank")
     if receive == "paired":
         return lower(schedule, fsdp=fsdp, merge_backward=merge_backward, receive=receive)[rank]
-    program = _around(schedule, rank)
+    program = _keep_around(schedule, rank)
     for step in lowering(fsdp=fsdp, merge_backward=merge_backward, receive=receive):
         if isinstance(step, SendReceive):
             program = step.place(program)
@@ -102,7 +105,7 @@ def lower_rank(
     return program[rank]
 
 
-def _around(schedule: Schedule, rank: int) -> Program:
+def _keep_around(schedule: Schedule, rank: int) -> Program:
     """The rank and those it has messages with; the other rows empty."""
     own = set(schedule.placement.stages_of(rank))
     near = own | {stage for edge in schedule.graph.edges if own & set(edge) for stage in edge}

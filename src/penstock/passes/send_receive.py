@@ -36,7 +36,7 @@ class SendReceive(Pass):
     def place(self, program: Program) -> Program:
         """The program with its messages, not yet proved; also for some of the ranks, the rows of the others empty."""
         sent = add_sends(program)
-        return self._passed(sent, rows=place_receives(sent, self.receive), lowered=True)
+        return self._record(sent, rows=place_receives(sent, self.receive), lowered=True)
 
 
 def add_sends(program: Program) -> Program:
@@ -45,13 +45,13 @@ def add_sends(program: Program) -> Program:
     if rows.is_kind(*SENDS, *RECEIVES).any():
         raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives anew")
     linker = program.linker
-    sends = [_sends(linker, Kind.SEND_F), _sends(linker, Kind.SEND_B)]
+    sends = [_list_sends(linker, Kind.SEND_F), _list_sends(linker, Kind.SEND_B)]
     entries, makers = (np.concatenate(column) for column in zip(*sends, strict=True))
     added: Rows = rows.insert(rows.group_ends[makers], entries, rows.rank[makers], tie=makers)
     return program.changed(rows=added)
 
 
-def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
+def _list_sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
     """The code of each send of this kind, and the entry that makes its data: of a sum, the last that adds to it."""
     rows, graph, placement = linker.rows, linker.graph, linker.placement
     forward = kind is Kind.SEND_F
@@ -73,9 +73,9 @@ def _sends(linker: Linker, kind: Kind) -> tuple[Ints, Ints]:
         entries.append(message_code(kind, *((low, high) if forward else (high, low)), microbatch))
         at.append(maker)
     code, maker = np.concatenate(entries), np.concatenate(at)
-    if forward or not len(linker.shared(forward)[0]):
+    if forward or not len(linker.find_shared(forward)[0]):
         return code, maker
     order = np.lexsort((maker, code))
     last = np.append(code[order][1:] != code[order][:-1], True)[: len(code)]
-    kept = np.sort(order[last])
-    return code[kept], maker[kept]
+    edges = np.sort(order[last])
+    return code[edges], maker[edges]

@@ -13,12 +13,13 @@ from penstock.ir import codes
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Flags, Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 
 
 @dataclass(frozen=True)
 class Shard(Pass):
-    """UNSHARD each stage before it computes and RESHARD it when it is no longer wanted.
+    """UNSHARD each stage before it computes and RESHARD it when it is no longer needed.
 
     `residency` is how many stages of a rank may be unsharded at once (by default all). With fewer than the rank holds,
     the stage whose next use is farthest makes room, which gives the fewest unshards that the residency allows.
@@ -30,29 +31,29 @@ class Shard(Pass):
     residency: int | None = None
 
     def __post_init__(self) -> None:
-        check_count(self.name, "lookahead", self.lookahead, 0)
+        check_count("lookahead of pass shard", self.lookahead, 0, error=PassError)
         if self.residency is not None:
-            check_count(self.name, "residency", self.residency, 1)
+            check_count("residency of pass shard", self.residency, error=PassError)
 
     def apply(self, program: Program) -> Program:
         rows = program.rows
         if rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any():
             raise PassError("the program has UNSHARD or RESHARD actions already: shard it once")
         compute = rows.is_kind(*COMPUTE)
-        placed = [self._row(rows, rank, compute) for rank in range(len(rows))]
+        placed = [self._shard_row(rows, rank, compute) for rank in range(len(rows))]
         before, entries, ranks, tie = (np.concatenate(column) for column in zip(*placed, strict=True))
-        return self._passed(program, rows=rows.insert(before, entries, ranks, tie))
+        return self._record(program, rows=rows.insert(before, entries, ranks, tie))
 
-    def _row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
+    def _shard_row(self, rows: Rows, rank: int, compute: Flags) -> tuple[Ints, Ints, Ints, Ints]:
         """One rank's new entries: in front of which entry, the code, the rank, and the order among equals."""
         use = _Use.of(rows, rank, compute)
         most = max((len(stages) for stages in use.stages), default=0) if use.overlaps else 1
         if self.residency is not None and self.residency < most:
             raise PassError(f"residency={self.residency}, but rank {rank} runs an action that uses {most} stages at once")
         if self.residency is None or self.residency >= len(use.held):
-            stays = use.whole_life()
+            stays = use.list_whole_stays()
         else:
-            stays = list(residencies(use.stages, self.residency))
+            stays = list(list_stays(use.stages, self.residency))
         if not stays:
             empty = np.zeros(0, dtype=np.int64)
             return empty, empty, empty, empty
@@ -103,7 +104,7 @@ class _Use:
                 lists[group].append(stage)
         return [tuple(stages) for stages in lists]
 
-    def whole_life(self) -> list[Stay]:
+    def list_whole_stays(self) -> list[Stay]:
         """One stay for each stage, from its first to its last use."""
         stays = []
         for stage in self.held:
@@ -112,12 +113,12 @@ class _Use:
         return stays
 
 
-def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Stay]:
+def list_stays(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Stay]:
     """The stays with the fewest gathers when at most `residency` stages are in full at once; `uses[k]` are the stages of group k.
 
     Whenever a place is wanted and none is free, the stage whose next use is farthest gives up its place as of its last use.
     """
-    following = _next_uses(uses)
+    following = _find_next_uses(uses)
     next_use: dict[int, int] = {}
     first: dict[int, int] = {}
     latest: dict[int, int] = {}
@@ -138,7 +139,7 @@ def residencies(uses: Sequence[tuple[int, ...]], residency: int) -> Iterator[Sta
                 heapq.heappush(places, group + 1)
 
 
-def _next_uses(uses: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _find_next_uses(uses: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """For each group and stage the next group that uses the stage; the number of groups if there is none."""
     seen: dict[int, int] = {}
     following: list[tuple[int, ...]] = []

@@ -11,7 +11,8 @@ from penstock.ir.dependencies import message_code, peer_stages
 from penstock.ir.kind import SEND_WAITS, SENDS, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Ints, Rows
-from penstock.passes.base import Pass, check_count
+from penstock.passes.base import Pass
+from penstock.text.units import check_count
 from penstock.verifier.verify import verify
 
 _END = 1 << 62
@@ -33,7 +34,7 @@ class WaitSend(Pass):
 
     def __post_init__(self) -> None:
         if self.outstanding is not None:
-            check_count(self.name, "outstanding", self.outstanding, 1)
+            check_count("outstanding of pass wait-send", self.outstanding, error=PassError)
 
     def apply(self, program: Program) -> Program:
         placed = self.place(program)
@@ -46,13 +47,13 @@ class WaitSend(Pass):
             raise PassError("the program has no messages yet: run the pass 'send-receive' first")
         bare = program.changed(rows=program.rows.keep(~program.rows.is_kind(*SEND_WAITS)))
         sends = np.flatnonzero(bare.rows.is_kind(*SENDS))
-        places = _behind_backwards(bare, sends)
+        places = _place_behind_backwards(bare, sends)
         if self.outstanding is not None:
             places = _Budget(bare, sends, places, self.outstanding).run()
-        return self._passed(bare, rows=_insert(bare, sends, places))
+        return self._record(bare, rows=_insert(bare, sends, places))
 
 
-def _behind_backwards(program: Program, sends: Ints) -> Ints:
+def _place_behind_backwards(program: Program, sends: Ints) -> Ints:
     """In front of which entry each send is waited for: behind the backward of the same stage and microbatch, else at the end."""
     rows, linker = program.rows, program.linker
     backward = linker.gradient_at(rows.stage[sends], rows.microbatch[sends])
@@ -97,7 +98,7 @@ class _Budget:
             moved = False
             for rank, end in enumerate(ends):
                 entry = at[rank]
-                if entry == end or not all(done[need] for each in range(entry, group_ends[entry]) for need in needs.get(each, ())):
+                if entry == end or not all(done[need] for part in range(entry, group_ends[entry]) for need in needs.get(part, ())):
                     continue
                 held = pending[rank]
                 held[:] = [send for send in held if places[send] > entry]  # retired where they stand
@@ -107,8 +108,8 @@ class _Budget:
                         continue
                     places[ready] = entry
                     held.remove(ready)
-                for each in range(entry, group_ends[entry]):
-                    done[each] = True
+                for part in range(entry, group_ends[entry]):
+                    done[part] = True
                 if entry in number:
                     held.append(number[entry])
                 if entry in message_of:
@@ -116,7 +117,7 @@ class _Budget:
                 at[rank], moved = group_ends[entry], True
         stuck = next((rank for rank, end in enumerate(ends) if at[rank] < end), None)
         if stuck is not None:
-            raise self._refusal(stuck, at[stuck], pending)
+            raise self._explain_refusal(stuck, at[stuck], pending)
         return places
 
     def _needs(self) -> dict[int, list[int]]:
@@ -126,7 +127,7 @@ class _Budget:
             needs.setdefault(after, []).append(before)
         return needs
 
-    def _refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
+    def _explain_refusal(self, rank: int, entry: int, pending: list[list[int]]) -> PassError:
         rows = self.program.rows
         full = [(r, held) for r, held in enumerate(pending) if len(held) >= self.limit]
         rank, held = full[0] if full else (rank, pending[rank])

@@ -14,6 +14,7 @@ from penstock.planner.explore import Explorer, order_by_effort
 from penstock.planner.named_schedules import list_candidates, list_searchable_problems, one_at_a_time, time_named
 from penstock.planner.problem import SLACK
 from penstock.planner.request import SEARCHED, Request
+from penstock.text.numbers import format_count
 
 _MORE_RANKS = (1.25, 1.5, 2, 3, 4)
 _NEAR_ENOUGH = 0.01
@@ -65,10 +66,10 @@ def _write_remedies(remedies: Iterator[str]) -> list[str]:
 
 def _describe_limits(request: Request) -> str:
     limits = [request.units.size(_add_headroom(request, limit)) for limit in request.limits or ()]
-    free = f", {request.headroom:.3g} of it kept free," if request.headroom else ""
+    free = f", {100 * request.headroom:.3g}% of it kept free," if request.headroom else ""
     if len(set(limits)) == 1:
-        return f"{request.ranks} ranks with a memory limit of {limits[0]} each{free}"
-    return f"{request.ranks} ranks with limits of {', '.join(limits)}{free}"
+        return f"{format_count(request.ranks, 'rank')} with a memory limit of {limits[0]} each{free}"
+    return f"{format_count(request.ranks, 'rank')} with limits of {', '.join(limits)}{free}"
 
 
 def _add_headroom(request: Request, limit: float) -> float:
@@ -105,7 +106,7 @@ def _name_all(candidates: list[Candidate]) -> str:
 
 
 def _list_remedies(explorer: Explorer) -> Iterator[str]:
-    """What would fit, found by trying."""
+    """Settings that would fit, found by trying."""
     request, trials = explorer.request, _Trials()
     if not request.recompute:
         fitting = trials.find_fitting(replace(request, recompute=True))
@@ -123,7 +124,7 @@ def _list_hardware(explorer: Explorer, trials: _Trials, counts: list[int]) -> It
     request = explorer.request
     fitting = trials.find_fitting(*_list_more_ranks(request, counts))
     if fitting is not None:
-        yield f"{fitting.problem.ranks} ranks: {_describe_fit(request, fitting)}"
+        yield f"{format_count(fitting.problem.ranks, 'rank')}: {_describe_fit(request, fitting)}"
     lowest = trials.find_lowest_limit(explorer)
     if lowest is not None:
         limit, fitting = lowest

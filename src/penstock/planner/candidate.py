@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from penstock.errors import FileFormatError
 from penstock.ir.costs import Costs
+from penstock.ir.formats.reading import check_record
 from penstock.ir.kind import Kind
 from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
@@ -20,9 +23,12 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
-from penstock.verifier.rules.memory import held_in
+from penstock.text.numbers import format_count
+from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
+_LISTS: dict[str, tuple[type, ...]] = {"sizes": (list,), "slice_lengths": (list,)}
+"""Tuples, in files."""
 _NO_DIFFERENCE = 5e-5
 """Relative differences below this are not worth a word."""
 
@@ -39,9 +45,9 @@ class Verdict(StrEnum):
 
 IN_WORDS = {
     Verdict.FITS: "fit",
-    Verdict.OVER: "over their memory limit",
+    Verdict.OVER: "over the memory limit",
     Verdict.TOO_LARGE: "too large for one microbatch at a time",
-    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
+    Verdict.SLOW: "not timed, because the work alone takes longer than the best plan",
     Verdict.REFUSED: "not possible here",
 }
 """The verdicts of several candidates, after their number."""
@@ -122,7 +128,7 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[str, str, int]:
-        """What a plan is told apart by from its runners-up: the schedule and its placement."""
+        """The schedule and its placement: runners-up of a plan differ in it."""
         return self.name, self.placement, self.chunks
 
     @property
@@ -152,7 +158,7 @@ class Candidate:
         problem, timeline = self.problem, self.timeline
         if ranks is None:
             ranks = [rank for rank, limit in enumerate(problem.memory_limit or ()) if timeline.peak_memory[rank] > limit]
-        held = held_in(timeline.table, problem.costs)
+        held = sum_held(timeline.table, problem.costs)
         return tuple(find_moment(timeline.table, problem.costs, rank, held) for rank in ranks)
 
     def compare(self, other: Candidate) -> str:
@@ -166,8 +172,16 @@ class Candidate:
         for own, reference, same, more, less in pairs:
             if own is not None and reference:
                 change = own / reference - 1
-                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_percent(abs(change))} {more if change > 0 else less}")
+                words.append(same if abs(change) < _NO_DIFFERENCE else f"{_format_percent(abs(change))} {more if change > 0 else less}")
         return ", ".join(filter(None, words))
+
+    def is_like(self, other: Candidate) -> bool:
+        """Whether another candidate has the same shape and the same figures, so that only the name tells them apart."""
+        if self.objective is None or self.peak is None or other.objective is None or other.peak is None:
+            return False
+        fields = ("placement", "chunks", "microbatch", "recompute", "slices", "fits")
+        close = math.isclose(self.objective, other.objective) and math.isclose(self.peak, other.peak)
+        return close and all(getattr(self, name) == getattr(other, name) for name in fields)
 
     def describe(self) -> str:
         """Schedule, placement and microbatches in a few words."""
@@ -175,7 +189,7 @@ class Candidate:
         recomputed = f", {self.recompute} of {stages} stages recomputed" if self.recompute else ""
         recomputed += f", {self.offloaded} activations moved to the host" if self.offloaded else ""
         sliced = f" in {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.name} ({self.placement}, {self.microbatches} microbatches of {self.microbatch}{sliced}{recomputed})"
+        return f"{self.name} ({self.placement}, {format_count(self.microbatches, 'microbatch')} of {self.microbatch}{sliced}{recomputed})"
 
     def to_json(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
@@ -185,25 +199,19 @@ class Candidate:
 
     @classmethod
     def from_json(cls, data: Any, file: str) -> Candidate:
-        known = {item.name for item in fields(cls)} - _IN_THE_MAKING
-        if not isinstance(data, dict) or not set(data) <= known:
-            raise FileFormatError(file, f"an alternative has other fields than {', '.join(sorted(known))}: {data!r}")
-        sizes, lengths = data.get("sizes"), tuple(data.get("slice_lengths", ()))
-        try:
-            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths})
-        except TypeError as error:
-            raise FileFormatError(file, f"an alternative: {error}") from None
+        check_record(data, cls, "an alternative", error=partial(FileFormatError, file), types=_LISTS, omit=_IN_THE_MAKING)
+        return cls(**{**data, **{name: tuple(data[name]) for name in _LISTS if name in data}})
 
 
 def count_verdicts(candidates: Sequence[Candidate]) -> str:
-    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over their memory limit"."""
+    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
-    return f"{len(candidates)} candidates: " + "; ".join(
+    return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(
         f"{counts[verdict]} {text}" for verdict, text in IN_WORDS.items() if counts[verdict]
     )
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Two digits: 0.34%, 1.4%, 42%."""
     return f"{float(f'{100 * share:.2g}'):g}%"
 

@@ -132,7 +132,7 @@ class _ExactSearch:
         from ortools.sat.python import cp_model
 
         whole = not any(less)
-        model = SolverModel(self.instance.with_less_room(less), *self._range())
+        model = SolverModel(self.instance.with_less_room(less), *self._find_range())
         if self.best is not None:
             add_hint(model, self.best)
         solver = cp_model.CpSolver()
@@ -147,7 +147,7 @@ class _ExactSearch:
             return None
         return self.consider(build_schedule(self.problem, model.list_done(solver)))
 
-    def _range(self) -> tuple[int, int]:
+    def _find_range(self) -> tuple[int, int]:
         """The least and the latest possible end, in units."""
         unit, horizon = float(self.instance.time), self.instance.horizon
         least = math.floor(self.bound / unit + CLOSE)
@@ -192,12 +192,12 @@ class Instance:
         time = unit_for([*np.concatenate([*times.values(), hops]).ravel().tolist(), *steps, *ends], TIME_STEPS)
         size = unit_for(np.concatenate([*sizes.values()]).ravel().tolist(), SIZE_STEPS)
         room = [
-            None if limit == math.inf else floor_units(limit * (1 + SLACK) - kept, size) if limit * (1 + SLACK) >= kept else -1
-            for limit, kept in zip(problem.limits, problem.static_memory, strict=True)
+            None if limit == math.inf else floor_units(limit * (1 + SLACK) - static, size) if limit * (1 + SLACK) >= static else -1
+            for limit, static in zip(problem.limits, problem.static_memory, strict=True)
         ]
         own = costs.per_rank("optimizer", problem.placement).tolist()
-        f, i, w, b, travel = (_whole(table, time) for table in (*times.values(), hops))
-        activation, stash, output = (_whole(table, size) for table in sizes.values())
+        f, i, w, b, travel = (_round_down(table, time) for table in (*times.values(), hops))
+        activation, stash, output = (_round_down(table, size) for table in sizes.values())
         reduce, optimizer = (tuple(floor_units(value, time) for value in values) for values in (ends, own))
         return cls(problem, time, size, f, i, w, b, travel, activation, stash, output, tuple(room), reduce, optimizer)
 
@@ -238,7 +238,7 @@ class Instance:
         return bool(self.b[cell] < self.i[cell] + self.w[cell] or self.stash[cell] > self.activation[cell])
 
 
-def _whole(table: NDArray[np.float64], unit: Fraction) -> Whole:
+def _round_down(table: NDArray[np.float64], unit: Fraction) -> Whole:
     return np.array([[floor_units(value, unit) for value in row] for row in table.tolist()], dtype=np.int64)
 
 
@@ -283,30 +283,30 @@ class SolverModel:
         self.end = self.cp.new_int_var(self.least, self.most, "end")
         self._lanes: dict[int, list[Any]] = {rank: [] for rank in range(self.instance.problem.ranks)}
         for cell in self.instance.ranks:
-            self._actions(cell)
+            self._add_actions(cell)
         for lane in self._lanes.values():
             self.cp.add_no_overlap(lane)
         self._needs()
-        self._messages()
-        self._alike()
-        self._memory()
-        self._ends()
+        self._add_messages()
+        self._order_alike()
+        self._add_memory()
+        self._add_ends()
         self.cp.minimize(self.end)
 
     # Actions ----------------------------------------------------------------------------------------------------------
 
-    def _actions(self, cell: Cell) -> None:
+    def _add_actions(self, cell: Cell) -> None:
         one = self.instance
-        self.forward[cell] = self._action(cell, int(one.f[cell]))
+        self.forward[cell] = self._add_action(cell, int(one.f[cell]))
         if not one.may_split(cell):
-            self.gradient[cell] = self._action(cell, int(one.b[cell]))
+            self.gradient[cell] = self._add_action(cell, int(one.b[cell]))
         elif not one.may_join(cell):
-            self.gradient[cell] = self._action(cell, int(one.i[cell]))
-            self.weight[cell] = self._action(cell, int(one.w[cell]))
+            self.gradient[cell] = self._add_action(cell, int(one.i[cell]))
+            self.weight[cell] = self._add_action(cell, int(one.w[cell]))
         else:
-            self._either(cell)
+            self._add_either(cell)
 
-    def _either(self, cell: Cell) -> None:
+    def _add_either(self, cell: Cell) -> None:
         """A backward that is either I and W, or B."""
         one, cp = self.instance, self.cp
         full = self.full[cell] = cp.new_bool_var("full")
@@ -316,9 +316,9 @@ class SolverModel:
             lane.append(cp.new_optional_fixed_size_interval_var(start, takes, there, ""))
             cp.add(end == start + takes).only_enforce_if(there)
         self.gradient[cell] = ModelAction(start, end, int(min(one.i[cell], one.b[cell])))
-        self.weight[cell] = self._action(cell, int(one.w[cell]), full.negated())
+        self.weight[cell] = self._add_action(cell, int(one.w[cell]), full.negated())
 
-    def _action(self, cell: Cell, takes: int, there: Any = None) -> ModelAction:
+    def _add_action(self, cell: Cell, takes: int, there: Any = None) -> ModelAction:
         start = self.moment()
         lane = self._lanes[self.instance.ranks[cell]]
         if there is None:
@@ -338,9 +338,9 @@ class SolverModel:
             gradient = self.gradient[cell]
             self.cp.add(gradient.start >= forward.end)
             if cell in self.weight:
-                self._before(gradient, self.weight[cell])
+                self._put_before(gradient, self.weight[cell])
 
-    def _before(self, one: ModelAction, other: ModelAction) -> None:
+    def _put_before(self, one: ModelAction, other: ModelAction) -> None:
         self._add_if(other.start >= one.end, one.there, other.there)
 
     def _add_if(self, rule: Any, *there: Any) -> None:
@@ -349,7 +349,7 @@ class SolverModel:
         if literals:
             added.only_enforce_if(literals)
 
-    def _messages(self) -> None:
+    def _add_messages(self) -> None:
         """Add messages between ranks; data that stays on a rank is there at once."""
         one, messages = self.instance, []
         classes = {m: k for k, alike in enumerate(one.classes) for m in alike}
@@ -361,13 +361,13 @@ class SolverModel:
             ends = ((self.forward[low], self.forward[high], down, up), (self.gradient[high], self.gradient[low], up, down))
             for backward, (producer, consumer, source, target) in zip((False, True), ends, strict=True):
                 if source == target:
-                    self._before(producer, consumer)
+                    self._put_before(producer, consumer)
                 else:
                     lane = high[0], backward, classes[high[1]]
                     messages.append(Message(producer, consumer, int(one.travel[high]), source, target, backward, lane, high))
         self.links = add_links(self, messages)
 
-    def _alike(self) -> None:
+    def _order_alike(self) -> None:
         """Make identical microbatches pass every stage in the same order.
 
         In any schedule, rename the k-th of them on each stage, by F, by gradient and by W, to be the k-th: its inputs were
@@ -378,15 +378,15 @@ class SolverModel:
                 for first, second in pairwise(alike):
                     for doings in (self.forward, self.gradient, self.weight):
                         if (stage, first) in doings:
-                            self._before(doings[stage, first], doings[stage, second])
+                            self._put_before(doings[stage, first], doings[stage, second])
 
     # Memory -----------------------------------------------------------------------------------------------------------
 
-    def _memory(self) -> None:
+    def _add_memory(self) -> None:
         for rank, room in enumerate(self.instance.room):
             if room is not None:
                 self._hold(rank, room)
-                self._freed_first(rank, room)
+                self._add_gradient_waits(rank, room)
 
     def _hold(self, rank: int, room: int) -> None:
         """Limit the memory at any time."""
@@ -411,32 +411,32 @@ class SolverModel:
             for size, begin, when, end in LIFETIMES:
                 first, last = actions[begin], actions[end]
                 if held[size] and first is not None and last is not None:
-                    intervals.append(self._span(first.end if when is When.END else first.start, last.end, last.there))
+                    intervals.append(self._add_span(first.end if when is When.END else first.start, last.end, last.there))
                     sizes.append(held[size])
         self.cp.add_cumulative(intervals, sizes, room)
 
-    def _span(self, start: Any, end: Any, there: Any) -> Any:
+    def _add_span(self, start: Any, end: Any, there: Any) -> Any:
         size = self.moment()
         if there is None:
             return self.cp.new_interval_var(start, size, end, "")
         return self.cp.new_optional_interval_var(start, size, end, there, "")
 
-    def _freed_first(self, rank: int, room: int) -> None:
+    def _add_gradient_waits(self, rank: int, room: int) -> None:
         """Let forwards wait for earlier gradients of their stage or a later one of the rank (see `bounds.events.list_waits`), for speed."""
         one = self.instance
         for alike in one.classes:
-            mine = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
-            for at, first in enumerate(mine):
-                held = sum(int(one.activation[own, alike[0]]) for own in mine[: at + 1])
-                for second in mine[at:] if held else ():
-                    more = sum(int(one.activation[own, alike[0]]) for own in mine if first < own <= second)
+            stages = [stage for stage in range(one.problem.stages) if one.ranks[stage, alike[0]] == rank]
+            for at, first in enumerate(stages):
+                held = sum(int(one.activation[own, alike[0]]) for own in stages[: at + 1])
+                for second in stages[at:] if held else ():
+                    more = sum(int(one.activation[own, alike[0]]) for own in stages if first < own <= second)
                     fit = (room - more) // held
                     for before, after in zip(alike, alike[fit:] if fit > 0 else (), strict=False):
-                        self._before(self.gradient[second, before], self.forward[first, after])
+                        self._put_before(self.gradient[second, before], self.forward[first, after])
 
     # Ends -------------------------------------------------------------------------------------------------------------
 
-    def _ends(self) -> None:
+    def _add_ends(self) -> None:
         one, problem = self.instance, self.instance.problem
         begins = [0] * problem.ranks if problem.barrier else add_begins(self)
         lanes: dict[int, list[Any]] = {}
@@ -449,7 +449,7 @@ class SolverModel:
             for doing in doings:
                 finished = doing.end if begun is None else begun
                 if begun is not None:
-                    self._before(doing, ModelAction(begun, begun + takes, takes))
+                    self._put_before(doing, ModelAction(begun, begun + takes, takes))
                 self._add_if(self.end >= finished + takes + one.optimizer[rank] - begins[rank], doing.there)
             if begun is not None:
                 lanes.setdefault(rank, []).append(self.cp.new_fixed_size_interval_var(begun, takes, ""))
@@ -500,7 +500,7 @@ class MessageLinks:
 
 def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
     """Let messages arrive after their travel time, and later if their link is busy."""
-    links, added = _by_link(model, messages), MessageLinks()
+    links, added = _group_by_link(model, messages), MessageLinks()
     ordered = model.instance.problem.costs.contention == "independent"
     for link in links.values():
         if not ordered or _can_wait(link):
@@ -513,7 +513,7 @@ def add_links(model: SolverModel, messages: list[Message]) -> MessageLinks:
     return added
 
 
-def _by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
+def _group_by_link(model: SolverModel, messages: list[Message]) -> dict[object, list[Message]]:
     links: dict[object, list[Message]] = {}
     contention = model.instance.problem.costs.contention
     for message in messages:
@@ -544,10 +544,10 @@ def _share(model: SolverModel, link: list[Message], links: MessageLinks, ordered
         links.beside[message] = [other for other in link if other is not message]
     cp.add_no_overlap(lane)
     if ordered:
-        _first_come(model, link, links.leaves)
+        _add_first_come(model, link, links.leaves)
 
 
-def _first_come(model: SolverModel, link: list[Message], leaves: dict[Message, Any]) -> None:
+def _add_first_come(model: SolverModel, link: list[Message], leaves: dict[Message, Any]) -> None:
     """Messages leave in the order in which they were produced, which is known in advance within a lane."""
     lanes: dict[object, list[Message]] = {}
     for message in link:
@@ -573,7 +573,7 @@ def _first_come(model: SolverModel, link: list[Message], leaves: dict[Message, A
 
 def add_begins(model: SolverModel) -> list[Any]:
     """When each rank's first action starts."""
-    causes = _all_causes(model)
+    causes = _list_causes(model)
     few = sum(map(len, causes.values())) <= MOST_CAUSES
     prompt = {thing: model.cp.new_bool_var("") for thing in causes} if few else {}
     for thing, literal in prompt.items():
@@ -583,7 +583,7 @@ def add_begins(model: SolverModel) -> list[Any]:
 
 
 def _begin(model: SolverModel, rank: int, prompt: dict[Thing, Any]) -> Any:
-    first = _firsts(model, rank)
+    first = _list_firsts(model, rank)
     if not first:
         return 0
     begin = model.moment()
@@ -594,7 +594,7 @@ def _begin(model: SolverModel, rank: int, prompt: dict[Thing, Any]) -> Any:
     return begin
 
 
-def _firsts(model: SolverModel, rank: int) -> list[Cell]:
+def _list_firsts(model: SolverModel, rank: int) -> list[Cell]:
     """The forwards that can be the rank's first action: those on the lowest of its stages that their microbatches pass."""
     lowest: dict[int, int] = {}
     for (stage, m), of in model.instance.ranks.items():
@@ -615,12 +615,12 @@ def _explain(model: SolverModel, start: Any, literal: Any, causes: list[Cause], 
     model.cp.add_bool_or(reasons).only_enforce_if(literal)
 
 
-def _all_causes(model: SolverModel) -> dict[Thing, list[Cause]]:
+def _list_causes(model: SolverModel) -> dict[Thing, list[Cause]]:
     lanes = {m: (k, place) for k, alike in enumerate(model.instance.classes) for place, m in enumerate(alike)}
     causes: dict[Thing, list[Cause]] = {}
     for cell in model.forward:
         before = [other for other in model.forward if other != cell and _may_precede(model, other, cell, lanes)]
-        causes["forward", cell] = [*_input(model, cell), *((model.forward[other].end, ("forward", other)) for other in before)]
+        causes["forward", cell] = [*_find_input(model, cell), *((model.forward[other].end, ("forward", other)) for other in before)]
         message = model.links.forward.get(cell)
         if message in model.links.leaves:
             beside = [other for other in model.links.beside[message] if not other.backward]
@@ -637,7 +637,7 @@ def _may_precede(model: SolverModel, one: Cell, other: Cell, lanes: dict[int, tu
     return one[0] != other[0] or kind != other_kind or place + 1 == other_place
 
 
-def _input(model: SolverModel, cell: Cell) -> list[Cause]:
+def _find_input(model: SolverModel, cell: Cell) -> list[Cause]:
     """When the input of the forward is there."""
     if cell[0] == 0:
         return [(0, None)]

@@ -88,10 +88,10 @@ def is_held_back(candidate: Candidate, request: Request) -> bool:
     """Whether a timed candidate that recomputes nothing does not fit, or only on stages that are cut unevenly."""
     if candidate.timed is None or candidate.recompute or candidate.offloaded or candidate.schedule.slices > 1:
         return False
-    return not candidate.fits or all(candidate.sizes != problem.sizes for problem in _even_problems(candidate, request))
+    return not candidate.fits or all(candidate.sizes != problem.sizes for problem in _make_even_problems(candidate, request))
 
 
-def _even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
+def _make_even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
     problem = candidate.problem
     assert problem.profile is not None
     return request.make_problems(problem.profile, problem.placement, problem.recompute)
@@ -99,7 +99,7 @@ def _even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
 
 def offload(candidate: Candidate, request: Request) -> Candidate | None:
     """The fastest way found to make a candidate fit by moving activations; None if there is none."""
-    problems = [*_even_problems(candidate, request)[:1], candidate.problem]
+    problems = [*_make_even_problems(candidate, request)[:1], candidate.problem]
     for problem in problems:
         if (fitting := _Moving(candidate, problem, request).run()) is not None:
             return fitting
@@ -108,7 +108,7 @@ def offload(candidate: Candidate, request: Request) -> Candidate | None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a plan does with the activations of each rank: a share moves, and some ranks recompute."""
+    """The treatment of each rank's activations: a share moves, and some ranks recompute."""
 
     shares: tuple[int, ...]
     recomputed: frozenset[int] = frozenset()

@@ -45,7 +45,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     """Layers per stage, then."""
     recompute: tuple[bool, ...] = ()
-    """Which stages are recomputed, then."""
+    """The stages that are recomputed, then."""
     slices: int = 1
     """Slices that each microbatch is cut into along the sequence."""
     lengths: tuple[int, ...] = ()
@@ -153,7 +153,9 @@ class Problem:
 
     def fits(self, timeline: Timeline) -> bool:
         """Whether every rank stays within its limit."""
-        return not any(peak > limit * (1 + SLACK) for peak, limit in zip(timeline.peak_memory, self.limits, strict=True))
+        if self.memory_limit is None:
+            return True
+        return not any(peak > limit * (1 + SLACK) for peak, limit in zip(timeline.peak_memory, self.memory_limit, strict=True))
 
     def describe(self) -> str:
         """Placement, chunks, microbatches and recompute in a few words."""

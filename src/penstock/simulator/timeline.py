@@ -19,6 +19,7 @@ from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.rows import Flags, Floats
 from penstock.ir.table import Table
 from penstock.simulator.event_loops.flat import Flat, Messages
+from penstock.text.numbers import format_count
 from penstock.text.units import SECONDS, Units
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ class Timeline:
 
     @cached_property
     def computes(self) -> Flags:
-        """Which actions are computation."""
+        """The actions that are computation."""
         rows = self.table.rows
         return rows.is_kind(*COMPUTE)[rows.heads]
 
@@ -199,9 +200,9 @@ class Timeline:
 
     def gaps(self, rank: int) -> list[Gap]:
         """The rank's idle times, each with its cause."""
-        from penstock.simulator.gaps import measured_gaps, simulated_gaps
+        from penstock.simulator.gaps import find_measured_gaps, find_simulated_gaps
 
-        return simulated_gaps(self, rank) if self.source == "simulated" else measured_gaps(self, rank)
+        return find_simulated_gaps(self, rank) if self.source == "simulated" else find_measured_gaps(self, rank)
 
     @cached_property
     def idle_by_cause(self) -> dict[str, float]:
@@ -217,9 +218,9 @@ class Timeline:
     @cached_property
     def critical_path(self) -> list[PathStep]:
         """A chain of actions and messages from the start to the makespan; without a pause if simulated."""
-        from penstock.simulator.critical import measured_path, simulated_path
+        from penstock.simulator.critical import find_measured_path, find_simulated_path
 
-        return simulated_path(self) if self.source == "simulated" else measured_path(self)
+        return find_simulated_path(self) if self.source == "simulated" else find_measured_path(self)
 
     def scaled(self, factor: float) -> Timeline:
         """The same timeline in another unit of time: every time multiplied by the factor."""
@@ -231,13 +232,13 @@ class Timeline:
             columns[name] = np.where(times < 0, times, times * factor)  # -1 stands for no time
         unit = SECONDS.get(self.units.time_unit, math.nan) / factor
         name = next((name for name, seconds in SECONDS.items() if math.isclose(seconds, unit)), "")
-        return self._changed(costs=self.costs.scaled(factor), units=replace(self.units, time_unit=name), **columns)
+        return self._copy_with(costs=self.costs.scaled(factor), units=replace(self.units, time_unit=name), **columns)
 
     def in_units(self, units: Units) -> Timeline:
         """The same timeline, whose numbers are in these units."""
-        return self._changed(units=units)
+        return self._copy_with(units=units)
 
-    def _changed(self, **fields: Any) -> Timeline:
+    def _copy_with(self, **fields: Any) -> Timeline:
         changed = replace(self, **fields)
         changed.__dict__["flat"] = self.flat
         return changed
@@ -267,4 +268,4 @@ class Timeline:
         name = f"{self.table.name!r}, " if self.table.name else ""
         figures = f"makespan {self.units.time(self.makespan)}, bubble {self.bubble:.2%}"
         peak = f", peak memory {self.units.size(max(self.peak_memory))}" if self.units.in_bytes else ""
-        return f"<Timeline {name}{self.source}, {self.ranks} ranks, {figures}{peak}>"
+        return f"<Timeline {name}{self.source}, {format_count(self.ranks, 'rank')}, {figures}{peak}>"

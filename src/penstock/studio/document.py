@@ -1,4 +1,4 @@
-"""What the page draws: a schedule or program with its timing graph, as plain data.
+"""Documents that the page draws: a schedule or program with its timing graph, as plain data.
 
 The page times the graph itself under any costs, so a document holds no times but measured ones. Columns of numbers are the base64 of
 their bytes, which the page reads without parsing digits.
@@ -69,10 +69,10 @@ def document(
         "slices": table.slices,
         "copies": [list(copy) for copy in table.placement.copies],
         "lowered": table.lowered,
-        "table": _about(table),
+        "table": _describe_file(table),
         "kinds": [kind.name for kind in Kind],
-        "entries": _entries(table.rows),
-        **_structure(table, costs, any(all_findings)),
+        "entries": _pack_entries(table.rows),
+        **_pack_structure(table, costs, any(all_findings)),
         "costs": costs.to_json(),
         "units": dict(zip(("time", "size"), units, strict=True)),
         "memory_limit": list(memory_limit) if isinstance(memory_limit, Sequence) else memory_limit,
@@ -83,14 +83,14 @@ def document(
 
 def describe_findings(findings: Sequence[Finding]) -> dict[str, Any]:
     """Describe findings for the page: the first of them, and how many there are."""
-    return {"findings": [_finding(finding) for finding in findings[:MOST_FINDINGS]], "num_findings": len(findings)}
+    return {"findings": [_write_finding(finding) for finding in findings[:MOST_FINDINGS]], "num_findings": len(findings)}
 
 
 def timeline_document(timeline: Timeline, *, source: dict[str, Any], memory_limit: Limit = None, **options: Any) -> Document:
     """Describe a timeline for the page, with its times if they were measured."""
     view = document(timeline.table, timeline.costs, source=source, memory_limit=memory_limit, **options)
     if timeline.source != "simulated" and view["timed"]:
-        view["measured"] = {"source": timeline.source, **{name: real(getattr(timeline, name)) for name in _TIMES}}
+        view["measured"] = {"source": timeline.source, **{name: pack_floats(getattr(timeline, name)) for name in _TIMES}}
     return view
 
 
@@ -100,8 +100,8 @@ def title_of(table: Table) -> str:
     return f"{name}, {format_count(table.ranks, 'rank')}, {format_count(table.microbatches, 'microbatch')}{slices}"
 
 
-def _about(table: Table) -> dict[str, Any]:
-    """What a file of the table holds besides its rows."""
+def _describe_file(table: Table) -> dict[str, Any]:
+    """The content of a table's file besides its rows."""
     about: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
         "name": table.name,
@@ -113,38 +113,38 @@ def _about(table: Table) -> dict[str, Any]:
     return about
 
 
-def _entries(rows: Rows) -> dict[str, Any]:
+def _pack_entries(rows: Rows) -> dict[str, Any]:
     """Every part of every action; with slices, the microbatch is the number of the slice among those of all microbatches."""
     return {
-        "kind": small(rows.kind),
-        "stage": whole(rows.stage),
-        "microbatch": whole(rows.microbatch),
-        "peer": whole(rows.peer),
-        "at": whole(np.append(np.flatnonzero(rows.heads), len(rows.codes))),
+        "kind": pack_small(rows.kind),
+        "stage": pack_ints(rows.stage),
+        "microbatch": pack_ints(rows.microbatch),
+        "peer": pack_ints(rows.peer),
+        "at": pack_ints(np.append(np.flatnonzero(rows.heads), len(rows.codes))),
     }
 
 
-def _structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
+def _pack_structure(table: Table, costs: Costs, suspect: bool) -> dict[str, Any]:
     """The timing graph, or only the bounds of the rows if the table cannot be timed."""
     if suspect and not _runs(table, costs):
-        return {"timed": False, "graph": {"bounds": whole(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
+        return {"timed": False, "graph": {"bounds": pack_ints(table.rows.group_offsets)}, "local": None, "messages": None, "channels": []}
     flat = Flat(table)
     graph, messages, group = flat.graph(), flat.messages, table.rows.group
-    before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _beside_messages(table, flat), strict=True))
+    before, after = (group[np.concatenate(ends)] for ends in zip(table.links.local, _find_further_needs(table, flat), strict=True))
     pairs = np.unique(np.stack((after, before)), axis=1)
-    ends = {name: whole(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
-    ends |= {name: whole(getattr(table.deliveries, name)) for name in ("begun", "last")}
-    columns = {name: whole(getattr(graph, name)) for name in _GRAPH}
+    ends = {name: pack_ints(getattr(messages, name)) for name in ("before", "after", "maker", "source", "target", "channel")}
+    ends |= {name: pack_ints(getattr(table.deliveries, name)) for name in ("begun", "last")}
+    columns = {name: pack_ints(getattr(graph, name)) for name in _GRAPH}
     return {
         "timed": True,
-        "graph": {"bounds": whole(graph.bounds), **columns, "collective": small(graph.collective >= 0)},
-        "local": {"after": whole(pairs[0]), "before": whole(pairs[1])},
+        "graph": {"bounds": pack_ints(graph.bounds), **columns, "collective": pack_small(graph.collective >= 0)},
+        "local": {"after": pack_ints(pairs[0]), "before": pack_ints(pairs[1])},
         "messages": ends,
         "channels": [[source, target, kind.name] for source, target, kind in messages.channels],
     }
 
 
-def _beside_messages(table: Table, flat: Flat) -> Needs:
+def _find_further_needs(table: Table, flat: Flat) -> Needs:
     """Pairs across ranks that no message stands for: further readers of an output, and earlier parts of a sum of gradients."""
     data, messages, span = table.links.data, flat.messages, len(table.rows.codes)
     more = ~np.isin(data.before * span + data.after, messages.before * span + messages.after)
@@ -161,7 +161,7 @@ def _runs(table: Table, costs: Costs) -> bool:
     return bool(inside.all())
 
 
-def _finding(finding: Finding) -> dict[str, Any]:
+def _write_finding(finding: Finding) -> dict[str, Any]:
     return {
         "rule": finding.rule,
         "severity": finding.severity.name.lower(),
@@ -177,17 +177,17 @@ def _finding(finding: Finding) -> dict[str, Any]:
 # Columns --------------------------------------------------------------------------------------------------------------
 
 
-def small(values: Any) -> Column:
+def pack_small(values: Any) -> Column:
     """Pack whole numbers from -128 to 127."""
     return _pack("i8", "<i1", values)
 
 
-def whole(values: Any) -> Column:
+def pack_ints(values: Any) -> Column:
     """Pack whole numbers of 32 bits."""
     return _pack("i32", "<i4", values)
 
 
-def real(values: Any) -> Column:
+def pack_floats(values: Any) -> Column:
     """Pack floating-point numbers, to the last bit."""
     return _pack("f64", "<f8", values)
 

@@ -1,7 +1,7 @@
 """Plans in the making: one at a time, each in its own process, which can be ended.
 
-`Jobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
-`failed`. A `Job` keeps them for every page that follows the plan.
+`PlanJobs` starts a process that runs `run_plan`. It sends events back: each candidate as it is tried, progress, and at the end `done` or
+`failed`. A `PlanJob` keeps them for every page that follows the plan.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class PlanEvent:
 
 
 @dataclass
-class Job:
+class PlanJob:
     """One plan and all its events so far."""
 
     key: str
@@ -55,7 +55,7 @@ class Job:
     followers: int = 0
     changed: Condition = field(default_factory=Condition)
 
-    def after(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
+    def wait_for_events(self, place: int, seconds: float) -> tuple[list[PlanEvent], bool]:
         """Give the events from this place on, after waiting at most so long for one, and whether the job has ended."""
         with self.changed:
             self.changed.wait_for(lambda: self.ended or len(self.events) > place, seconds)
@@ -98,8 +98,8 @@ class Job:
         return self.end(PlanEvent("done", {"best": index, "cancelled": True}))
 
     @contextmanager
-    def followed(self) -> Iterator[None]:
-        """Count a page that follows the job. The job ends with its last page: nobody else knows its key, and only one plan can run."""
+    def follow(self) -> Iterator[None]:
+        """Count a page that follows the job. The job ends with its last page: no other client knows its key, and only one plan can run."""
         self.followers += 1
         try:
             yield
@@ -120,12 +120,12 @@ class Job:
         return True
 
 
-class Jobs:
+class PlanJobs:
     """The current plan, or the last one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._job: Job | None = None
+        self._job: PlanJob | None = None
         self._listener: Thread | None = None
 
     def start(self, body: Any, seconds: float) -> str:
@@ -142,12 +142,12 @@ class Jobs:
         process = context.Process(target=run_plan, args=(sender, body), daemon=True)
         process.start()
         sender.close()
-        self._job = Job(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
+        self._job = PlanJob(secrets.token_urlsafe(9), process, receiver, monotonic() + seconds + GRACE)
         self._listener = Thread(target=self._job.listen, daemon=True)
         self._listener.start()
         return self._job.key
 
-    def get(self, key: str) -> Job:
+    def get(self, key: str) -> PlanJob:
         if self._job is None or not secrets.compare_digest(key.encode(), self._job.key.encode()):
             raise UnknownNameError("there is no such plan: only the last one is kept")
         return self._job
@@ -189,7 +189,7 @@ class _Planner:
         self.count = 0
         self.in_bytes = False
         self.limits: tuple[float, ...] | None = None
-        """What each rank may hold by the request, without the share that stays free."""
+        """The memory limit of each rank in the request, without the share that stays free."""
         self.latest: dict[int, int] = {}
         """By their place among the plan's alternatives, the index of the latest version of each candidate."""
 
@@ -201,20 +201,20 @@ class _Planner:
         profile, options = read_plan_request(body)
         self.in_bytes = is_in_bytes(profile, options.get("memory_limit"))
         self.limits = used_limits(profile, options)
-        best = plan(profile, **options, progress=self.progress, found=self.found)
-        self.connection.send(("done", self._result(best), json.dumps(best.to_json()).encode()))
+        best = plan(profile, **options, progress=self.progress, found=self.send_candidate)
+        self.connection.send(("done", self._describe_result(best), json.dumps(best.to_json()).encode()))
 
     def progress(self, progress: Progress) -> None:
         self.connection.send(("progress", asdict(progress), None))
 
-    def found(self, candidate: Candidate) -> None:
+    def send_candidate(self, candidate: Candidate) -> None:
         index = self.latest[candidate.place] = self.count
         self.count += 1
         self.connection.send(
             ("candidate", describe_candidate(candidate, index, self.limits), pack_candidate(candidate, index, self.in_bytes))
         )
 
-    def _result(self, plan: Plan) -> dict[str, Any]:
+    def _describe_result(self, plan: Plan) -> dict[str, Any]:
         return {
             "best": self.latest[plan.chosen],
             "cancelled": False,

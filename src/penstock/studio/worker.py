@@ -21,7 +21,7 @@ MOST_MEMORY = 16 << 30
 
 @dataclass(eq=False)
 class Question:
-    """A question; `left` means that nobody waits for the answer any more, `dropped` that it was ended for that reason."""
+    """A question; `left` means that the client has gone, `dropped` that it was ended for that reason."""
 
     name: str
     body: Any = None
@@ -42,7 +42,7 @@ class Worker:
     def start(self) -> None:
         """Start the process now, so that the first question does not wait for it."""
         with self._turn_of(Question("start"), self.seconds):
-            self._running()
+            self._ensure_running()
 
     def ask(self, name: str, body: Any) -> bytes:
         """Get the answer as JSON text; an error in the process is raised here."""
@@ -56,7 +56,7 @@ class Worker:
         return data
 
     def leave(self, question: Question) -> None:
-        """Say that nobody waits for the answer: a question that has not begun is dropped."""
+        """Note that the client has gone: a question that has not begun is dropped."""
         with self._turn:
             question.left = True
             self._turn.notify_all()
@@ -89,10 +89,10 @@ class Worker:
 
     def _check_left(self, question: Question) -> None:
         if question.left:
-            raise BusyError("nobody waits for this answer any more")
+            raise BusyError("the client of this question has gone")
 
     def _answer(self, question: Question) -> bytes:
-        connection = self._running()
+        connection = self._ensure_running()
         self._check_left(question)
         try:
             connection.send((question.name, question.body))
@@ -110,7 +110,7 @@ class Worker:
         data: bytes = answer
         return data
 
-    def _running(self) -> Connection:
+    def _ensure_running(self) -> Connection:
         if self._connection is None or not self._process.is_alive():
             self._end()
             context = multiprocessing.get_context("spawn")

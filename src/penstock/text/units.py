@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ SECONDS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 BYTES = {"B": 1} | {f"{p}{u}": b**n for u, b in (("B", 1000), ("iB", 1024)) for n, p in enumerate("KMGTP", start=1)}
 """The units of size, in bytes."""
 _BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_TIME = re.compile(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*([A-Za-z]*)\s*")
 
 
@@ -37,6 +39,18 @@ def parse_size(value: float | str, name: str | None = None) -> float:
         raise (error if name is None else CostsError(f"{name}: {error}")) from None
 
 
+def parse_time(text: str, name: str) -> tuple[float, str]:
+    """Read a time: a number and its unit, which is empty if none is written.
+
+    >>> parse_time("5us", "latency"), parse_time("0.1", "latency")
+    ((5.0, 'us'), (0.1, ''))
+    """
+    match = _TIME.fullmatch(text)
+    if match is None or match[2] not in {"", *SECONDS}:
+        raise CostsError(f"{name}: {text!r} is not a time: write a number and one of {', '.join(SECONDS)}, like 5us")
+    return float(match[1]), match[2]
+
+
 def check_number(name: str, value: Any) -> float:
     """Give a finite number of at least 0 as a float; refuse anything else."""
     if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
@@ -48,6 +62,16 @@ def check_number(name: str, value: Any) -> float:
     return float(value)
 
 
+def check_count(name: str, value: Any, least: int = 1, most: int | None = None, *, error: Callable[[str], Exception] = CostsError) -> int:
+    """Give a whole number from `least` to `most` as an int; refuse anything else. `error` makes the exception from a sentence."""
+    if hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        value = value.item()  # a NumPy scalar
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        until = "" if most is None else f" and at most {most}"
+        raise error(f"{name} must be a whole number of at least {least}{until}, got {value!r}")
+    return value
+
+
 def has_byte_unit(size: object) -> bool:
     """Whether a size is written in bytes, like "40GiB"."""
     return isinstance(size, str) and size.rstrip().endswith("B")
@@ -56,13 +80,13 @@ def has_byte_unit(size: object) -> bool:
 def _parse_text(text: str) -> float:
     match = _SIZE.fullmatch(text)
     if match is None or match[2] not in {"", *BYTES}:
-        meant = _nearest_size(text)
+        meant = _guess_size(text)
         hint = f"did you mean {meant}? " if meant else ""
         raise CostsError(f"{text!r} is not a size: {hint}write a number and one of {', '.join(BYTES)}, like 40GiB")
     return float(match[1]) * float(BYTES[match[2] or "B"])
 
 
-def _nearest_size(text: str) -> str | None:
+def _guess_size(text: str) -> str | None:
     """The size that was probably meant by a unit in the wrong case or without its B."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text)
     if match is None:

@@ -62,7 +62,7 @@ function computationOf(name: string, rank: number | null): Named | null {
   return { action, parts: [action] };
 }
 
-/** A computation as Penstock writes it; null for what is none. */
+/** A computation as Penstock writes it; null for any other name. */
 function canonical(text: string): string | null {
   const match = COMPUTATION.exec(text);
   if (!match) return null;

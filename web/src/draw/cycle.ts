@@ -3,7 +3,7 @@ import type { Pen } from "./pen.ts";
 import type { Scene } from "./scene.ts";
 import { boxOf, type Box } from "./target.ts";
 
-/** The two ends of a wait as nodes: who waits, and what for; -1 where the row has no such step. */
+/** The two ends of a wait as nodes: who waits, and what for; -1 if the row has no such step. */
 export function endsOf(view: View, [rank, step, neededRank, neededStep]: CycleLink): [waits: number, needs: number] {
   const at = (r: number, s: number): number => (s < view.graph.bounds[r + 1] - view.graph.bounds[r] ? view.graph.bounds[r] + s : -1);
   return [at(rank, step), at(neededRank, neededStep)];

@@ -30,7 +30,7 @@ export interface Pointed {
   drag?: { ghost: Ghost; broken: [number, number][] } | null;
 }
 
-/** What is pointed at, over the picture: the rest is veiled where something is selected or the path is asked for. */
+/** What is pointed at, over the picture: the rest is veiled if something is selected or the path is shown. */
 export function paintOverlay(pen: Pen, scene: Scene, pointed: Pointed): void {
   const { layout, scale } = scene;
   pen.clip(scale.left, layout.axis, scale.width, scene.visible, () =>

@@ -117,7 +117,7 @@ function paintLabel(pen: Pen, scene: Scene, row: Row): void {
   if (row.out && row.back && row.out.height >= 5 && layout.gutter >= 60) pen.text(10, row.back.top, "copies", { fill: paper.soft, size: 10 });
 }
 
-/** A frame around each place at which the verifier found something; dashed where nothing stands. */
+/** A frame around each place at which the verifier found something; dashed if nothing stands there. */
 function paintFindings(pen: Pen, scene: Scene, row: Row): void {
   const shown = scene.panels[row.panel];
   for (const finding of shown.view.findings.filter((each) => each.rank === row.rank)) {

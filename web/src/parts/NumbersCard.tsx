@@ -107,7 +107,7 @@ function placeOf(panels: Shown[], k: number): string {
 /** Letters of a label that has room in a narrow column. */
 const SHORT = 10;
 
-/** A panel's label, or its place where the card has no room for it. */
+/** A panel's label, or its place if the card has no room for it. */
 function Head({ label, place }: { label: string; place: string }) {
   if (label.length <= SHORT) return <>{label}</>;
   return (
@@ -146,7 +146,7 @@ function RankTable({ shown }: { shown: Shown }) {
 }
 
 function stagesOf(copies: number[][], rank: number): string {
-  const found = copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : [])));
+  const found = [...new Set(copies.flatMap((copy) => copy.flatMap((owner, stage) => (owner === rank ? [stage] : []))))];
   return found.length > 6 ? `${found.slice(0, 5).join(", ")}, …` : found.join(", ");
 }
 

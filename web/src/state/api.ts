@@ -30,7 +30,7 @@ export interface Candidate {
   [more: string]: unknown;
 }
 
-/** What went wrong, in the server's words where it answered. */
+/** What went wrong, in the server's words if it answered. */
 export class ApiError extends Error {}
 
 async function ask(path: string, body?: unknown, signal?: AbortSignal): Promise<unknown> {

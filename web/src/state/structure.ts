@@ -68,7 +68,8 @@ function channels(view: View): Pick<Structure, "ofChannel" | "channelsOf"> {
 }
 
 function chunksOf(view: View): Pick<Structure, "chunk" | "chunks"> {
-  const held = new Array<number>(view.ranks).fill(0);
-  const chunk = view.copies.map((copy) => copy.map((rank) => held[rank]++));
-  return { chunk, chunks: Math.max(1, ...held) };
+  const held = Array.from({ length: view.ranks }, () => [] as number[]);
+  const place = (stages: number[], stage: number): number => (stages.includes(stage) ? stages.indexOf(stage) : stages.push(stage) - 1);
+  const chunk = view.copies.map((copy) => copy.map((rank, stage) => place(held[rank], stage)));
+  return { chunk, chunks: Math.max(1, ...held.map((stages) => stages.length)) };
 }

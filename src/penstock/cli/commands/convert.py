@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import STDOUT, existing_file, file_option, text_option, writable
+from penstock.cli.options import STDOUT, check_file, check_writable, file_option, text_option
 from penstock.cli.output import check_csv, describe_table, emit, to_json
 from penstock.cli.sources import ScheduleSource, parse_options, read_json_object
 from penstock.errors import FileFormatError, PlacementError, ScheduleError, UsageError
@@ -39,7 +39,7 @@ LAYOUTS = (Format.MEGATRON, Format.TORCHTITAN)
 
 def convert(
     source: ScheduleSource,
-    target: Annotated[Path | None, typer.Argument(metavar="OUT", callback=writable, help="The file to write; - is stdout.")] = None,
+    target: Annotated[Path | None, typer.Argument(metavar="OUT", callback=check_writable, help="The file to write; - is stdout.")] = None,
     *,
     from_: Annotated[Format | None, typer.Option("--from", help="The format of the input.  [default: by suffix]")] = None,
     to: Annotated[Format | None, typer.Option("--to", help="The format of the output.  [default: by suffix]")] = None,
@@ -77,10 +77,10 @@ def convert(
     """
     from penstock.ir.formats.csv_form import write_whole
 
-    path = _target(target, output)
+    path = _choose_target(target, output)
     if path == STDOUT and as_json:
         raise UsageError("--json describes the file on stdout, but OUT is stdout already: name a file")
-    form = to or _by_suffix(path)
+    form = to or _choose_format(path)
     _check_layout_options(from_, form, profile, kinds)
     plan = _read_layout(source, from_, profile, kinds) if from_ in LAYOUTS else None
     if form in LAYOUTS:
@@ -100,7 +100,7 @@ def convert(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is written, and its description in words and as data."""
+    """The text to write, and its description in words and as data."""
 
     text: str
     words: str
@@ -109,14 +109,14 @@ class Conversion:
     """Lines with the arguments of another package that belong to the text."""
 
 
-def _target(target: Path | None, output: Path | None) -> Path:
+def _choose_target(target: Path | None, output: Path | None) -> Path:
     """OUT or -o FILE."""
     if (target is None) == (output is None):
         raise UsageError("give one file to write: OUT or -o FILE" + (", not both" if target else ""))
     return target or output or STDOUT
 
 
-def _by_suffix(path: Path) -> Format:
+def _choose_format(path: Path) -> Format:
     known = {".csv": Format.CSV, ".json": Format.JSON, ".ds": Format.DEEPSPEED}
     form = known.get(path.suffix.lower())
     if form is None:
@@ -157,7 +157,7 @@ def _fit(table: Table, form: Format | None) -> Table:
     return table
 
 
-def _text(table: Table, form: Format, path: Path) -> str:
+def _write_text(table: Table, form: Format, path: Path) -> str:
     from penstock.ir.formats.csv_form import csv_text
     from penstock.passes.deepspeed.instructions import streams
     from penstock.passes.deepspeed.text import format_streams
@@ -173,11 +173,11 @@ def _text(table: Table, form: Format, path: Path) -> str:
 def _write_table(table: Table, form: Format, path: Path) -> Conversion:
     """Write a schedule or program."""
     written = Format.LOWERED_CSV if form is Format.CSV and table.lowered else form
-    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_shape(table)}
-    return Conversion(_text(table, form, path), describe_table(table), data)
+    data = {"format": written.value, "type": type(table).__name__.lower(), "name": table.name, **_describe_shape(table)}
+    return Conversion(_write_text(table, form, path), describe_table(table), data)
 
 
-def _shape(table: Table) -> dict[str, int]:
+def _describe_shape(table: Table) -> dict[str, int]:
     shape = {"ranks": table.ranks, "stages": table.stages, "microbatches": table.microbatches}
     return shape | ({"slices": table.slices} if table.slices > 1 else {})
 
@@ -209,14 +209,14 @@ def _read_layout(source: ScheduleSource, form: Format | None, profile: Path | No
     for name in options:
         if name != "group_size" or form is not Format.MEGATRON:
             raise UsageError(f"--option: a layout takes no {name}: only --from megatron has one option, group_size")
-    text, name = _layout_text(source.source, form)
+    text, name = _read_layout_text(source.source, form)
     assert profile is not None
-    model = Profile.load(existing_file(profile, "--profile: "))
+    model = Profile.load(check_file(profile, "--profile: "))
     read = read_megatron if form is Format.MEGATRON else read_torchtitan
     return read(text, model, ranks=source.ranks, microbatches=source.microbatches, kinds=kinds, source=name, **options)
 
 
-def _layout_text(source: str, form: Format | None) -> tuple[str, str]:
+def _read_layout_text(source: str, form: Format | None) -> tuple[str, str]:
     """The text of a layout, and its name in errors: the source itself, or the file that it names."""
     from penstock.ir.formats.reading import read_text
 
@@ -225,7 +225,7 @@ def _layout_text(source: str, form: Format | None) -> tuple[str, str]:
         return source, "layout"
     if form is Format.MEGATRON and not Path(source).exists() and not set(source) & {".", "/", "\\"}:
         return source, "layout"  # a layout of one stage
-    return read_text(existing_file(Path(source)), f"{form} layout").strip(), source
+    return read_text(check_file(Path(source)), f"{form} layout").strip(), source
 
 
 def _load_plan(source: ScheduleSource, form: Format) -> Plan:
@@ -243,7 +243,7 @@ def _load_plan(source: ScheduleSource, form: Format) -> Plan:
 def _write_plan(plan: Plan) -> Conversion:
     timeline = plan.predicted
     words = f"{describe_table(plan.schedule, 'plan')}; {plan.units.time(timeline.makespan)}, bubble {format_percent(timeline.bubble)}"
-    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_shape(plan.schedule)}
+    data = {"format": Format.JSON.value, "type": "plan", "name": plan.name, **_describe_shape(plan.schedule)}
     return Conversion(to_json(plan.to_json()), words, {**data, "makespan": timeline.makespan, "bubble": timeline.bubble})
 
 
@@ -255,12 +255,12 @@ def _write_layout(plan: Plan, form: Format, kinds: str | None, source: str) -> C
     except (PlacementError, ScheduleError) as error:
         raise FileFormatError(source, str(error)) from None
     words = f"{form} layout of {describe_table(plan.schedule, 'plan')}"
-    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_shape(plan.schedule)}
+    data: dict[str, Any] = {"format": form.value, "type": "layout", "name": plan.name, **_describe_shape(plan.schedule)}
     data |= {"layout": export.text, "arguments": export.settings, "notes": list(export.notes)}
-    return Conversion(f"{export.text}\n", words, data, tuple(_argument_lines(export)))
+    return Conversion(f"{export.text}\n", words, data, tuple(_write_arguments(export)))
 
 
-def _argument_lines(export: Export) -> Iterator[str]:
+def _write_arguments(export: Export) -> Iterator[str]:
     yield "arguments that must agree with it:"
     for name, value in export.settings.items():
         yield f"  {name} {value}".rstrip()

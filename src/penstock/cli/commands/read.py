@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, check_suffix, count_option, existing_file, file_option
+from penstock.cli.options import AsJson, check_file, check_suffix, count_option, file_option
 from penstock.cli.output import deliver, to_json
 from penstock.text.numbers import format_percent
 from penstock.text.table import format_table
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def read(
-    traces: Annotated[list[Path], typer.Argument(metavar="TRACE...", help="One trace of torch.profiler per rank: .json or .json.gz.")],
+    traces: Annotated[list[Path], typer.Argument(metavar="TRACE", help="One trace of torch.profiler per rank: .json or .json.gz.")],
     *,
     step: Annotated[int | None, count_option("The step to read, from 0.  [default: the last]", "--step")] = None,
     profile: Annotated[
@@ -50,15 +50,15 @@ def read(
     from penstock.ir.formats.csv_form import write_whole
 
     check_suffix(output, SUFFIXES)
-    timeline = read_traces([existing_file(path) for path in traces], step)
+    timeline = read_traces([check_file(path) for path in traces], step)
     if output is not None:
         timeline.save(output)
     if profile is not None:
         write_whole(profile, to_json(stage_profile(timeline).to_json()))
-    deliver(lambda _: _lines(timeline), lambda: _data(timeline), as_json=as_json, output=None)
+    deliver(lambda _: _write_lines(timeline), lambda: _collect_data(timeline), as_json=as_json, output=None)
 
 
-def _data(timeline: Timeline) -> dict[str, Any]:
+def _collect_data(timeline: Timeline) -> dict[str, Any]:
     from penstock.cli.commands.simulate import data
     from penstock.integrations.profiler_traces import find_slow_rank, waits_between_ranks
 
@@ -66,7 +66,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
     return {**data(timeline), "waits": waits_between_ranks(timeline), "slow_rank": None if slow is None else slow.rank}
 
 
-def _lines(timeline: Timeline) -> Iterator[str]:
+def _write_lines(timeline: Timeline) -> Iterator[str]:
     from penstock.draw.summary import shape_of
     from penstock.integrations.profiler_traces import find_slow_rank, waits_between_ranks
 

@@ -143,8 +143,8 @@ class PipelineParallelGrid:
         self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
         self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
         self.dp_groups, self.pipe_groups = self._lists("data"), self._lists("pipe")
-        self.dp_group, self.pp_group, self.slice_group = (self._along(axis) for axis in ("data", "pipe", "model"))
-        self.p2p_groups = self._next_ranks()
+        self.dp_group, self.pp_group, self.slice_group = (self._list_along(axis) for axis in ("data", "pipe", "model"))
+        self.p2p_groups = self._list_next()
         replica = self._topo.filter_match(data=self.data_parallel_id) if "data" in self._topo.axes else list(range(self.world_size))
         self.ds_model_rank, self.ds_model_world_size = replica.index(self.global_rank), len(replica)
         self._process_groups = _process_groups(data=self.dp_group, pipe=self.pp_group, slice=self.slice_group, model=replica)
@@ -152,11 +152,11 @@ class PipelineParallelGrid:
     def _lists(self, axis: str) -> list[list[int]]:
         return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
 
-    def _along(self, axis: str) -> list[int]:
+    def _list_along(self, axis: str) -> list[int]:
         """This rank and those that differ from it along the axis alone."""
         return next(ranks for ranks in self._lists(axis) if self.global_rank in ranks)
 
-    def _next_ranks(self) -> list[list[int]]:
+    def _list_next(self) -> list[list[int]]:
         """Every rank with that of the next stage; after the last stage comes the first."""
         following = {rank: ranks[(at + 1) % len(ranks)] for ranks in self.pipe_groups for at, rank in enumerate(ranks)}
         return [[rank, following[rank]] for rank in range(self.world_size)]
@@ -167,7 +167,7 @@ class PipelineParallelGrid:
     def _process_group(self, name: str) -> Any:
         if name not in self._process_groups:
             raise ScheduleError(
-                "process groups exist where ranks are processes: launch with backend='gloo' or torchrun, or use the lists of ranks"
+                "process groups exist only if ranks are processes: launch with backend='gloo' or torchrun, or use the lists of ranks"
             )
         return self._process_groups[name]
 
@@ -204,7 +204,7 @@ class PipelineParallelGrid:
     # Replicas ---------------------------------------------------------------------------------------------------------
 
     def get_data_parallel_id(self) -> int:
-        """Which replica of the pipeline this rank is in."""
+        """The replica of the pipeline that this rank is in."""
         return self._coordinate("data")
 
     get_data_parallel_rank = get_data_parallel_id
@@ -223,7 +223,7 @@ class PipelineParallelGrid:
     # Slices, and everything that makes one replica --------------------------------------------------------------------
 
     def get_slice_parallel_rank(self) -> int:
-        """Which slice of its layers this rank holds."""
+        """The slice of its layers that this rank holds."""
         return self._coordinate("model")
 
     get_tensor_model_parallel_rank = get_slice_parallel_rank
@@ -264,7 +264,7 @@ def _divide(ranks: int) -> ProcessTopology:
 
 
 def _process_groups(**members: Sequence[int]) -> dict[str, Any]:
-    """This rank's process groups by name; none where ranks are threads. Every rank makes its own, in the same order of names."""
+    """This rank's process groups by name; none if ranks are threads. Every rank makes its own, in the same order of names."""
     import torch.distributed as dist
 
     from penstock.runtime.transport.current_group import get_group

@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.ir.rows import Floats
-from penstock.planner.bounds.rank_bounds import RankTerms, chains, first_backward, holding, list_rank_terms, one_machine, work
+from penstock.planner.bounds.rank_bounds import (
+    RankTerms,
+    bound_chains,
+    bound_first_backward,
+    bound_holding,
+    bound_one_machine,
+    bound_work,
+    list_rank_terms,
+)
 from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
 from penstock.planner.budget import SolverBudget
@@ -22,11 +30,11 @@ ROUNDING = 1e-9
 ON_FLOW = 0.6
 """Share of the budget for the linear programs."""
 QUICK: dict[str, Callable[[RankTerms], float]] = {
-    "work": work,
-    "chains": chains,
-    "one machine": one_machine,
-    "first backward": first_backward,
-    "holding": holding,
+    "work": bound_work,
+    "chains": bound_chains,
+    "one machine": bound_one_machine,
+    "first backward": bound_first_backward,
+    "holding": bound_holding,
 }
 """The bounds that need no solver; each holds for every rank."""
 
@@ -104,9 +112,9 @@ def fits_one_microbatch(terms: Terms) -> bool:
     """
     for copy in terms.copies:
         for rank in set(copy.ranks):
-            mine = list(copy.stages_of(rank))
-            held = _add_slices(copy.activation[mine], copy.slices).cumsum(axis=0)
-            held = held + np.maximum(copy.received[mine], copy.returned[mine])[:, copy.slices - 1 :: copy.slices]
+            stages = list(copy.stages_of(rank))
+            held = _add_slices(copy.activation[stages], copy.slices).cumsum(axis=0)
+            held = held + np.maximum(copy.received[stages], copy.returned[stages])[:, copy.slices - 1 :: copy.slices]
             if held.max() > terms.room[rank]:
                 return False
     return all(room >= 0 for room in terms.room)

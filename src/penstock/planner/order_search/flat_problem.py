@@ -87,12 +87,12 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
     tables = {name: costs.table(name, stages, microbatches) for name in ("f", "i", "w", "b", "activation", "weight_stash")}
     times = np.concatenate([tables[name].ravel() for name in ("f", "i", "w")])
     ranks = problem.placement.ranks_of(*np.indices((stages, microbatches)))
-    before, after = _neighbours(stages, microbatches)
+    before, after = _list_neighbours(stages, microbatches)
     sizes = costs.table("output", stages, microbatches)
     hops = costs.latency + (np.zeros_like(sizes) if costs.bandwidth is None else sizes / costs.bandwidth)
-    travel, link, num_links = _links(problem, ranks, after, hops)
+    travel, link, num_links = _number_links(problem, ranks, after, hops)
     reduce = np.array(costs.per_stage("reduce", stages))
-    held = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
+    stages_of_ranks = [problem.placement.stages_of(rank) for rank in range(problem.ranks)]
     activation, stash = tables["activation"].ravel(), tables["weight_stash"].ravel()
     cells, limits = stages * microbatches, np.array(problem.limits)
     room = np.where(np.isinf(limits), limits, limits * (1 + SLACK)) - np.array(problem.static_memory)
@@ -125,8 +125,8 @@ def flatten(problem: Problem, reserve: Sequence[float] = ()) -> FlatProblem:
         activation=activation,
         stash=stash,
         bounds=np.concatenate(([0], np.cumsum(np.bincount(np.tile(ranks.ravel(), 3), minlength=problem.ranks)))),
-        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in held]))),
-        stage_of=np.array([stage for stages_of in held for stage in stages_of], dtype=np.int64),
+        stage_at=np.concatenate(([0], np.cumsum([len(stages_of) for stages_of in stages_of_ranks]))),
+        stage_of=np.array([stage for stages_of in stages_of_ranks for stage in stages_of], dtype=np.int64),
         alone=np.zeros(problem.ranks),
         work=np.zeros(problem.ranks),
     )
@@ -150,12 +150,12 @@ def set_full_backwards(flat: FlatProblem, full: Flags) -> FlatProblem:
         full=full.copy(),
         takes=takes,
         keeps=keeps,
-        alone=_alone(flat, stash),
+        alone=_find_peak_alone(flat, stash),
         work=flat.closing + np.bincount(flat.rank, weights=duration, minlength=flat.ranks),
     )
 
 
-def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
+def _list_neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     """The nodes before and after each node."""
     node = np.arange(3 * stages * microbatches).reshape(3, stages, microbatches)
     after = np.full_like(node, -1)
@@ -168,7 +168,7 @@ def _neighbours(stages: int, microbatches: int) -> tuple[Ints, Ints]:
     return before, after.ravel()
 
 
-def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
+def _number_links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Floats, Ints, int]:
     """Time and link of each message.
 
     A link is a channel, or several channels that contend for it. Messages of one sender go in its order, as in the simulation;
@@ -189,7 +189,7 @@ def _links(problem: Problem, ranks: Ints, after: Ints, hops: Floats) -> tuple[Fl
     return travel, link, len(keys)
 
 
-def _alone(flat: FlatProblem, stash: Floats) -> Floats:
+def _find_peak_alone(flat: FlatProblem, stash: Floats) -> Floats:
     """Peak memory of one microbatch alone: all its activations on the rank, and the stash of one stage while the others are held."""
     shape = (flat.stages, flat.microbatches)
     activation, kept = flat.activation.reshape(shape).max(axis=1), stash.reshape(shape).max(axis=1)
@@ -224,7 +224,7 @@ def build_schedule(problem: Problem, order: Ints, full: Flags, name: str = "sear
     stage, microbatch = cell // problem.microbatches, cell % problem.microbatches
     whole = full[cell] > 0
     code = np.where(kind == 0, int(Kind.F), np.where(kind == 2, int(Kind.W), np.where(whole, int(Kind.B), int(Kind.I))))
-    kept = ~((kind == 2) & whole)
+    stays = ~((kind == 2) & whole)
     ranks = problem.placement.ranks_of(stage, microbatch)
-    entries = codes.pack(stage, code, microbatch)[kept]
-    return Schedule.from_rows(Rows.sorted_by(entries, ranks[kept], problem.ranks), problem.placement, problem.microbatches, name=name)
+    entries = codes.pack(stage, code, microbatch)[stays]
+    return Schedule.from_rows(Rows.sorted_by(entries, ranks[stays], problem.ranks), problem.placement, problem.microbatches, name=name)

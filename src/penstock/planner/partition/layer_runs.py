@@ -18,7 +18,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
+    """The memory of a rank at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
 
     Both are counted in microbatches; a slice is a part of one.
     """
@@ -75,7 +75,7 @@ class LayerRuns:
         """Memory of the weight stash of one microbatch."""
         return np.asarray(sum(part._stashes for part in self._slices)) if self.lengths else self._sum("weight_stash")
 
-    def held(self, recompute: bool, activations: float, stashes: float) -> Floats:
+    def sum_held(self, recompute: bool, activations: float, stashes: float) -> Floats:
         """Memory with that many activations and stashes, parameters included; a recomputed run keeps only its input."""
         key = recompute, activations, stashes
         if key not in self._held:
@@ -129,8 +129,8 @@ class Cutting:
 
     def moments_of(self, rank: int) -> list[PeakMoment]:
         """The moments of a rank: the given ones, and the one with a microbatch in all of its stages, which every schedule has."""
-        held = len(self.placement.stages_of(rank))
-        return [PeakMoment(rank, (1,) * held, (0,) * held), *(moment for moment in self.moments if moment.rank == rank)]
+        count = len(self.placement.stages_of(rank))
+        return [PeakMoment(rank, (1,) * count, (0,) * count), *(moment for moment in self.moments if moment.rank == rank)]
 
     def times(self, stage: int) -> Floats:
         """Time of a rank on a stage, for every run of layers."""
@@ -158,7 +158,7 @@ class Cutting:
                 reserve = np.zeros(len(cuts))
                 for stage, activations, stashes in zip(stages, moment.activations, moment.stashes, strict=True):
                     run = cuts[:, stage], cuts[:, stage + 1]
-                    held += self.runs.held(self.recompute[stage], activations, stashes)[run]
+                    held += self.runs.sum_held(self.recompute[stage], activations, stashes)[run]
                     reserve = np.maximum(reserve, self.runs.reserves[self.recompute[stage]][run])
                 totals[:, rank] = np.maximum(totals[:, rank], memory_over(held + reserve, limit))
         return totals

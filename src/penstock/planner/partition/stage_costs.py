@@ -32,7 +32,7 @@ def reserves(
     if lengths:
         most = _tabulate_reserves(profile, sizes, recompute, lengths).max(axis=1)
         return [float(max(most[stage] for stage in placement.stages_of(rank))) for rank in range(placement.ranks)]
-    kept = _kept(profile, sizes)
+    kept = _sum_kept(profile, sizes)
     beyond = [
         max(layer.workspace for layer in run) + (max(sum(layer.activation for layer in run) - kept_input, 0.0) if again else 0.0)
         for run, kept_input, again in zip(split_layers(profile, sizes), kept, recompute, strict=True)
@@ -59,15 +59,15 @@ def sliced_stage_costs(  # noqa: PLR0917
 
 def _sum_slices(profile: Profile, sizes: Sequence[int], lengths: Sequence[int], name: str) -> Floats:
     """A field of every stage (row) on every slice (column)."""
-    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _first_layers(sizes)))
+    return np.asarray(np.add.reduceat(profile.tabulate_slices(name, lengths), _find_first_layers(sizes)))
 
 
-def _first_layers(sizes: Sequence[int]) -> list[int]:
+def _find_first_layers(sizes: Sequence[int]) -> list[int]:
     return [0, *accumulate(sizes[:-1])]
 
 
 def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int]) -> Floats:
-    """What each stage holds of each slice if it is recomputed: its input, and what its layers keep in any case."""
+    """Memory of each stage for each slice if it is recomputed: its input, and the part that its layers keep in any case."""
     assert profile.tokens is not None
     first = profile.input * np.array(lengths) / profile.tokens
     inputs = np.vstack([first[None, :], profile.tabulate_slices("output", lengths)[np.cumsum(sizes)[:-1] - 1]])
@@ -76,7 +76,7 @@ def _tabulate_kept(profile: Profile, sizes: Sequence[int], lengths: Sequence[int
 
 def _tabulate_reserves(profile: Profile, sizes: Sequence[int], recompute: Sequence[bool], lengths: Sequence[int]) -> Floats:
     """The memory that each stage needs beyond what it holds while it runs each slice."""
-    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _first_layers(sizes))
+    workspace = np.maximum.reduceat(profile.tabulate_slices("workspace", lengths), _find_first_layers(sizes))
     again = np.maximum(_sum_slices(profile, sizes, lengths, "activation") - _tabulate_kept(profile, sizes, lengths), 0.0)
     return np.asarray(workspace + np.where(np.array(recompute)[:, None], again, 0.0))
 
@@ -88,26 +88,26 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     activations; the memory of that second forward is counted with the parameters of the rank's first stage. Two copies of the
     model exchange their gradients at the end, before the reduction over data-parallel replicas and the optimizer step.
     """
-    cut, kept = split_layers(profile, sizes), _kept(profile, sizes)
+    cut, kept = split_layers(profile, sizes), _sum_kept(profile, sizes)
 
-    def summed(name: str) -> tuple[float, ...]:
+    def sum_layers(name: str) -> tuple[float, ...]:
         return tuple(sum(getattr(layer, name) for layer in run) for run in cut)
 
-    f, i, held = summed("f"), summed("i"), summed("activation")
+    f, i, held = sum_layers("f"), sum_layers("i"), sum_layers("activation")
     kept_output = [*(run[-1].output * profile.keeps_output for run in cut[:-1]), 0.0]
     return Costs(
         f=f,
         i=tuple(back + again * ahead for back, ahead, again in zip(i, f, recompute, strict=True)),
-        w=summed("w"),
+        w=sum_layers("w"),
         activation=tuple(
             (kept_input if again else whole) + output
             for whole, kept_input, again, output in zip(held, kept, recompute, kept_output, strict=True)
         ),
-        weight_stash=summed("weight_stash"),
+        weight_stash=sum_layers("weight_stash"),
         output=tuple(run[-1].output for run in cut),
         parameters=_add_reserves(profile, sizes, placement, reserves(profile, sizes, placement, recompute)),
-        reduce=_reduction(profile, summed("gradients"), summed("reduction"), len(placement.copies)),
-        optimizer=summed("update") if any(summed("update")) else 0.0,
+        reduce=_time_reduction(profile, sum_layers("gradients"), sum_layers("reduction"), len(placement.copies)),
+        optimizer=sum_layers("update") if any(sum_layers("update")) else 0.0,
         overlap=profile.overlap,
         contention=profile.contention,
         latency=profile.latency,
@@ -118,7 +118,7 @@ def stage_costs(profile: Profile, sizes: Sequence[int], placement: Placement, re
     )
 
 
-def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
+def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequence[float], copies: int) -> float | tuple[float, ...]:
     """Time of the reduction over replicas, after the exchange between the two copies of the model in one pipeline."""
     if copies == 1:
         return tuple(over_replicas) if any(over_replicas) else 0.0
@@ -127,15 +127,15 @@ def _reduction(profile: Profile, gradients: Sequence[float], over_replicas: Sequ
 
 
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
     for rank, size in enumerate(reserve):
         static[placement.stages_of(rank)[0]] += size
     return tuple(static)
 
 
-def _kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
-    """What each stage holds per microbatch if it is recomputed: its input, and what its layers keep in any case."""
+def _sum_kept(profile: Profile, sizes: Sequence[int]) -> list[float]:
+    """Memory of each stage per microbatch if it is recomputed: its input, and the part that its layers keep in any case."""
     cut = split_layers(profile, sizes)
     inputs = [profile.input, *(run[-1].output for run in cut[:-1])]
     return [size + sum(layer.kept for layer in run) for size, run in zip(inputs, cut, strict=True)]

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import CostsError, FileFormatError, nearest
+from penstock.errors import CostsError, FileFormatError
 from penstock.ir.costs import Costs
-from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.formats.reading import check_record, read_settings, suffix_of
 from penstock.ir.rows import Floats
 from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
-from penstock.text.units import parse_size
+from penstock.text.units import check_count, parse_size
 
 TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
@@ -62,7 +62,7 @@ class Layer:
     kept: float = 0.0
     """The part of the activation that a recomputed stage holds too."""
     slices: SliceCosts | None = None
-    """What a slice of the sequence takes, if that is known."""
+    """The costs of a slice of the sequence, if they are known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -71,7 +71,7 @@ class Layer:
         if slices is not None and not isinstance(slices, SliceCosts):
             object.__setattr__(self, "slices", SliceCosts.from_json(slices))
         for field in fields(self)[1:-1]:
-            object.__setattr__(self, field.name, _size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
+            object.__setattr__(self, field.name, _parse_size(field.name, getattr(self, field.name), text=field.name not in TIMES + ONCE))
 
     @property
     def time(self) -> float:
@@ -101,7 +101,7 @@ class Layer:
 
     @classmethod
     def from_json(cls, data: Any) -> Layer:
-        return cls(**_check_fields(data, "a layer", [field.name for field in fields(cls)], needed=TIMES))
+        return cls(**check_record(data, cls, "a layer", error=CostsError))
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Profile:
     overlap: float = 1.0
     """Time of two overlapped actions, as a share of the sum of their times."""
     contention: str = "independent"
-    """Which messages share a link, as in `penstock.Costs`."""
+    """The messages that share a link, as in `penstock.Costs`."""
     estimated: bool = False
     """Whether the numbers are computed rather than measured; a plan then leaves some memory free."""
     host_bandwidth: float | None = None
@@ -156,15 +156,15 @@ class Profile:
         if not self.layers or not all(isinstance(layer, Layer) for layer in self.layers):
             raise CostsError("a profile needs at least one layer, each a penstock.Layer")
         for name in ("latency", "input", "host_latency"):
-            object.__setattr__(self, name, _size(name, getattr(self, name), text=name == "input"))
+            object.__setattr__(self, name, _parse_size(name, getattr(self, name), text=name == "input"))
         for name in ("bandwidth", "host_bandwidth"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _size(name, getattr(self, name)))
+                object.__setattr__(self, name, _parse_size(name, getattr(self, name)))
                 if not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
-        _check_count("microbatch", self.microbatch)
+        check_count("microbatch", self.microbatch)
         if self.tokens is not None:
-            _check_count("tokens", self.tokens)
+            check_count("tokens", self.tokens)
         texts, flags = ("time_unit", "size_unit", "source"), ("keeps_output", "estimated")
         for name, kind, words in [*((name, str, "text") for name in texts), *((name, bool, "true or false") for name in flags)]:
             if not isinstance(getattr(self, name), kind):
@@ -226,9 +226,9 @@ class Profile:
             raise CostsError(f"sequences cannot be cut into slices on this profile: {self.lacks_slices}")
         if any(type(length) is not int or length < 1 for length in lengths) or sum(lengths) != self.tokens:
             raise CostsError(f"slices of {', '.join(map(str, lengths))} tokens do not make up a sequence of {self.tokens}")
-        return tuple(self._slice_at(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
+        return tuple(self._find_slice(length, prefix) for length, prefix in zip(lengths, list_prefixes(lengths), strict=True))
 
-    def _slice_at(self, length: int, prefix: int) -> Profile:
+    def _find_slice(self, length: int, prefix: int) -> Profile:
         assert self.tokens is not None
         if (length, prefix) not in self._slices:
             layers = [layer.slice_at(length, prefix, self.tokens) for layer in self.layers]
@@ -244,7 +244,11 @@ class Profile:
             return np.array([layer.output for layer in self.layers])[:, None] * length / self.tokens
         if name not in self._slice_terms:
             slices = [layer.slices for layer in self.layers]
-            costs = [SliceCost(token=each.keys) if name == "kept" else getattr(each, name) for each in slices if each is not None]
+            costs = [
+                SliceCost(token=layer_slices.keys) if name == "kept" else getattr(layer_slices, name)
+                for layer_slices in slices
+                if layer_slices is not None
+            ]
             self._slice_terms[name] = [np.array([getattr(cost, term) for cost in costs])[:, None] for term in TERMS]
         fixed, token, pair, before = self._slice_terms[name]
         return np.asarray(fixed + token * length + pair * (length * (prefix + length / 2)) + before * prefix)
@@ -261,7 +265,7 @@ class Profile:
 
     def at(self, microbatch: int) -> Profile:
         """The profile at another microbatch size: as measured, or scaled from the nearest measured size."""
-        _check_count("microbatch", microbatch)
+        check_count("microbatch", microbatch)
         measured = [replace(self, variants=()), *self.variants]
         nearest = min(measured, key=lambda profile: max(profile.microbatch / microbatch, microbatch / profile.microbatch))
         factor = microbatch / nearest.microbatch
@@ -283,14 +287,14 @@ class Profile:
     @classmethod
     def from_json(cls, data: Any) -> Profile:
         """The reverse of `to_json`; a layer may have a `count`, for that many equal layers in a row."""
-        values = dict(_check_fields(data, "a profile", [field.name for field in fields(cls)], needed=("layers",)))
+        values = dict(check_record(data, cls, "a profile", error=CostsError))
         values["layers"] = list(_layers_from_json(values["layers"]))
         variants = values.pop("variants", [])
         if not isinstance(variants, list):
             raise CostsError(f"variants must be a list, got {variants!r}")
         variants = list(variants)
         for place, variant in enumerate(variants):
-            own = _check_fields(variant, "a variant", _OF_VARIANTS, needed=("layers",))
+            own = check_record(variant, cls, "a variant", error=CostsError, omit={field.name for field in fields(cls)} - set(_OF_VARIANTS))
             variants[place] = cls(**{**own, "layers": list(_layers_from_json(own["layers"]))})
         return cls(**values, variants=variants)
 
@@ -299,7 +303,7 @@ class Profile:
         from penstock.ir.formats.csv_form import write_whole
 
         data = self.to_json()
-        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else toml_text(data)
+        text = json.dumps(data, indent=1) + "\n" if suffix_of(path) == ".json" else write_toml(data)
         write_whole(path, text)
 
     @classmethod
@@ -323,56 +327,38 @@ def _layers_from_json(data: Any) -> Iterable[Layer]:
         values = dict(entry) if isinstance(entry, dict) else entry
         count = values.pop("count", 1) if isinstance(values, dict) else 1
         try:
-            _check_count("count", count)
+            check_count("count", count)
             layer = Layer.from_json(values)
         except CostsError as error:
             raise CostsError(f"layer {place}: {error}") from None
         yield from [layer] * count
 
 
-def _check_fields(data: Any, what: str, names: Sequence[str], needed: Sequence[str]) -> dict[str, Any]:
-    """Refuse unknown fields and missing ones."""
-    if not isinstance(data, dict):
-        raise CostsError(f"{what} is a table of names and values, got {type(data).__name__}")
-    for name in data:
-        if name not in names:
-            raise CostsError(f"{what} has no field {name!r}: {nearest(name, names)}")
-    for name in needed:
-        if name not in data:
-            raise CostsError(f"{what} needs {name!r}")
-    return data
-
-
-def _check_count(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise CostsError(f"{name} must be a whole number of at least 1, got {value!r}")
-
-
-def _size(name: str, value: Any, text: bool = True) -> float:
+def _parse_size(name: str, value: Any, text: bool = True) -> float:
     if isinstance(value, str) and not text:
         raise CostsError(f"{name} must be a number, got {value!r}")
     return parse_size(value, name)
 
 
-def toml_text(data: dict[str, Any]) -> str:
+def write_toml(data: dict[str, Any]) -> str:
     """Plain values first, then lists of tables, which may hold such lists themselves."""
-    return "\n".join(_toml_lines(data, "")) + "\n"
+    return "\n".join(_write_toml_lines(data, "")) + "\n"
 
 
-def _toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
+def _write_toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {_write_toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
-            yield from _toml_lines(row, f"{prefix}{name}.")
+            yield from _write_toml_lines(row, f"{prefix}{name}.")
 
 
-def _toml_value(value: Any) -> str:
+def _write_toml_value(value: Any) -> str:
     """A plain value, or a table in one line."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml_value(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{name} = {_write_toml_value(inner)}" for name, inner in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False)

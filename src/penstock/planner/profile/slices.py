@@ -1,4 +1,4 @@
-"""What a slice of the sequence takes on a layer, from its length and from the tokens before it, and how that is fitted to measurements.
+"""Costs of a slice of the sequence on a layer, from its length and the tokens before it, and how they are fitted to measurements.
 
 A slice of n tokens after a prefix of p costs
 
@@ -15,13 +15,14 @@ slices, by the fixed part alone, and not on their lengths.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.errors import CostsError, nearest
+from penstock.errors import CostsError
+from penstock.ir.formats.reading import check_record
 from penstock.ir.rows import Floats
 from penstock.text.units import parse_size
 
@@ -66,7 +67,7 @@ class SliceCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCosts:
-    """What a slice takes on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
+    """The costs of a slice on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
 
     f: SliceCost
     i: SliceCost
@@ -87,7 +88,7 @@ class SliceCosts:
             value = getattr(self, name)
             if isinstance(value, SliceCost):
                 continue
-            _check_names(value, f"{name} of a slice", TERMS)
+            check_record(value, SliceCost, f"{name} of a slice", error=CostsError)
             try:
                 object.__setattr__(self, name, SliceCost(**value))
             except CostsError as error:
@@ -107,19 +108,7 @@ class SliceCosts:
 
     @classmethod
     def from_json(cls, data: Any) -> SliceCosts:
-        _check_names(data, "slices of a layer", [field.name for field in fields(cls)])
-        missing = [name for name in _TIMES if name not in data]
-        if missing:
-            raise CostsError(f"slices of a layer need {missing[0]!r}, the time of a slice")
-        return cls(**data)
-
-
-def _check_names(data: Any, what: str, names: Sequence[str]) -> None:
-    if not isinstance(data, dict):
-        raise CostsError(f"{what}: a table of {', '.join(names)} is needed, got {data!r}")
-    for name in data:
-        if name not in names:
-            raise CostsError(f"{what}: there is no {name!r}: {nearest(name, names)}")
+        return cls(**check_record(data, cls, "slices of a layer", error=CostsError))
 
 
 def list_prefixes(lengths: Sequence[int]) -> list[int]:

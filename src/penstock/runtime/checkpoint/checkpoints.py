@@ -35,6 +35,7 @@ from penstock.runtime.checkpoint.training_state import (
 from penstock.runtime.transport.current_group import get_group
 from penstock.runtime.transport.failures import PickledError
 from penstock.runtime.transport.group import Group
+from penstock.text.units import check_count
 
 if TYPE_CHECKING:
     from penstock.runtime.checkpoint.storage import CheckpointWriter
@@ -71,8 +72,8 @@ class Checkpoints:
         trusted: bool = False,
         deadline: float = 600.0,
     ) -> None:
-        if keep is not None and (not _is_count(keep) or keep < 1):
-            raise CheckpointError(f"keep={keep!r}: keep at least one checkpoint, or None for all")
+        if keep is not None:
+            check_count("keep (None for all)", keep, error=CheckpointError)
         self.folder, self.keep, self.verify, self.trusted = Path(folder).absolute(), keep, verify, trusted
         existing = next(path for path in (self.folder, *self.folder.parents) if path.exists())
         if not existing.is_dir():
@@ -153,7 +154,7 @@ class Checkpoints:
         assert draft is not None
         first = {name: names[0] for names in ties for name in names}
         try:
-            steps = [theirs for *_, theirs in begun]
+            steps = [number for *_, number in begun]
             if len(set(steps)) > 1:
                 raise CheckpointError(f"the ranks save different steps, {steps}: give all the same")
             layout = self._collective.run(
@@ -170,9 +171,8 @@ class Checkpoints:
         self._writer = CheckpointWriter(draft, layout, ranks=self.ranks, ties=ties, about=about, keep=self.keep, deadline=deadline)
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
-        """What the ranks exchange first; the first rank makes the folder."""
-        if not _is_count(step) or step < 0:
-            raise CheckpointError(f"step {step!r}: give the number of steps that were made")
+        """The values that ranks exchange first; the first rank makes the folder."""
+        check_count("step, the number of steps made,", step, 0, error=CheckpointError)
         return Draft.begin(self.folder, step) if self.rank == 0 else None, model.parameter_names(), step
 
     # Loading ----------------------------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ class Checkpoints:
 
     def _check_files(self, checkpoint: Checkpoint) -> None:
         """Compare all files with the manifest; each rank looks at some of them."""
-        mine = sorted(checkpoint.files)[self.rank :: self.ranks]
-        self._collective.gather("check a checkpoint", lambda: checkpoint.check(mine, contents=self.verify))
+        names = sorted(checkpoint.files)[self.rank :: self.ranks]
+        self._collective.gather("check a checkpoint", lambda: checkpoint.check(names, contents=self.verify))
 
     def _load(self, checkpoint: Checkpoint, training: TrainingState) -> Checkpoint:
         from penstock.runtime.checkpoint.storage import CheckpointReader
@@ -261,10 +261,6 @@ class Checkpoints:
             run("read a checkpoint", lambda: reader.fill(tensors))
         run("load a checkpoint", lambda: training.load_tensors(tensors, values, stream))
         return checkpoint
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 T = TypeVar("T")
@@ -298,9 +294,9 @@ class CollectiveSteps:
             error = caught
         failure = None if error is None else (PickledError.of(error), isinstance(error, CheckpointError))
         everyone = self.group.gather(self.rank, step, (result, failure), self.deadline)
-        for rank, (_, theirs) in enumerate(everyone):
-            if theirs is not None:
-                cause, is_ours = theirs
+        for rank, (_, report) in enumerate(everyone):
+            if report is not None:
+                cause, is_ours = report
                 text = cause.description.partition(": ")[2] if is_ours else f"rank {rank} failed to {step}: {cause.description}"
                 raise CheckpointError(text) from (error if rank == self.rank else cause.rebuild())
         return [value for value, _ in everyone]
@@ -368,7 +364,7 @@ class Checkpoint:
     def read(cls, path: Path) -> Checkpoint:
         """Read the manifest of a checkpoint; its other files are not looked at."""
 
-        def unreadable(reason: str) -> CheckpointError:
+        def refuse(reason: str) -> CheckpointError:
             return CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} cannot be read ({reason})")
 
         try:
@@ -376,13 +372,13 @@ class Checkpoint:
         except FileNotFoundError:
             raise CheckpointError(f"checkpoint {path} is partial: it has no {MANIFEST}") from None
         except (OSError, FileFormatError) as error:
-            raise unreadable(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
-        version = check_fields(manifest, {"format": (int,)}, error=unreadable)["format"]
+            raise refuse(error.reason if isinstance(error, FileFormatError) else f"{type(error).__name__}: {error}") from error
+        version = check_fields(manifest, {"format": (int,)}, error=refuse)["format"]
         if version != _FORMAT:
             raise CheckpointError(f"checkpoint {path} has format {version}, and this version reads {_FORMAT}")
-        check_fields(manifest, _FIELDS, error=unreadable)
+        check_fields(manifest, _FIELDS, error=refuse)
         for name, entry in manifest["files"].items():
-            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: unreadable(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
+            check_fields(entry, _FILE_FIELDS, error=lambda reason, name=name: refuse(f"of {name}, {reason}"), closed=True)  # type: ignore[misc]
         if manifest.pop("sha256") != _digest(manifest):
             raise CheckpointError(f"checkpoint {path} is corrupt: its {MANIFEST} has changed since it was written")
         files = {name: FileDigest(**entry) for name, entry in manifest["files"].items()}

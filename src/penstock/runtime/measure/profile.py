@@ -63,7 +63,7 @@ def profile(
     if warmup < 0 or repeats < 1:
         raise ScheduleError(f"warmup={warmup}, repeats={repeats}: at least 0 and 1")
     split, sample, loss_fn, target = _open_hugging_face(model, split, sample, loss_fn, target)
-    named = _named_layers(model, split)
+    named = _name_layers(model, split)
     args, target = _move(device, named, (sample if isinstance(sample, tuple) else (sample,), target))
     loss, make_optimizer = Loss(loss_fn, "mean") if loss_fn is not None else None, _find_optimizer(optimizer)
     sizes = list(dict.fromkeys(microbatch_sizes or [count_rows(args)]))
@@ -111,7 +111,7 @@ def count_rows(sample: Any) -> int:
 
 
 def _make_meter(transformer: Any, loss: Loss | None, args: Any, slices: int | Sequence[SlicePlace]) -> SliceMeter:
-    """What measures slices; `transformer` is a model of transformers, which cuts its inputs by itself."""
+    """The meter of slices; `transformer` is a model of transformers, which cuts its inputs by itself."""
     shapes = [leaf.shape for leaf in pytree.tree_leaves(args) if isinstance(leaf, Tensor) and leaf.dim() > 1]
     if not shapes:
         raise ScheduleError("slices= needs a sample with a sequence: a tensor whose second dimension is its tokens")
@@ -165,7 +165,7 @@ def _open_hugging_face(model: Any, split: Any, sample: Any, loss_fn: Any, target
     return own, args, None if target is None and loss_fn is None else loss, target
 
 
-def _named_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
+def _name_layers(model: Any, split: Any) -> list[tuple[str, nn.Module]]:
     if isinstance(split, HuggingFace):
         return split.units(model)
     if isinstance(model, (list, tuple, nn.ModuleList)) and split is None:

@@ -16,7 +16,7 @@ from penstock.ir.rows import Floats
 from penstock.runtime.device.timing import clock
 from penstock.runtime.transport.group import Group, Route
 from penstock.simulator.event_loops.flat import Flat
-from penstock.simulator.measured import measured_costs
+from penstock.simulator.measured import measure_costs
 from penstock.simulator.timeline import Timeline
 from penstock.text.units import Units
 
@@ -66,11 +66,11 @@ def clock_offsets(group: Group, rank: int, deadline: float) -> list[int]:
         readings.append((before, clock()))
     everyone = group.gather(rank, "clocks", (machine_id(), readings), deadline)
     first_machine, first_readings = everyone[0]
-    return [0 if machine == first_machine else _offset(theirs, first_readings) for machine, theirs in everyone]
+    return [0 if machine == first_machine else _find_offset(other_readings, first_readings) for machine, other_readings in everyone]
 
 
-def _offset(theirs: Sequence[tuple[int, int]], first: Sequence[tuple[int, int]]) -> int:
-    rounds = zip(theirs, first, strict=True)
+def _find_offset(readings: Sequence[tuple[int, int]], first: Sequence[tuple[int, int]]) -> int:
+    rounds = zip(readings, first, strict=True)
     _, twice = min((end - start + last - begin, start + end - begin - last) for (start, end), (begin, last) in rounds)
     return twice // 2
 
@@ -95,7 +95,7 @@ def build_timeline(program: Program, ranks: Sequence[StepTimes], ahead: Sequence
         for at, begun, ended in times.collectives:
             node = int(program.rows.group_offsets[rank]) + at
             collective_start[node], collective_end[node] = ((time - ahead[rank] - zero) / 1e9 for time in (begun, ended))
-    costs = measured_costs(program, start, end, arrive - depart, collective_end - collective_start)
+    costs = measure_costs(program, start, end, arrive - depart, collective_end - collective_start)
     return Timeline(program, costs, start, end, depart, arrive, collective_start, collective_end, source="measured", units=Units("s"))
 
 

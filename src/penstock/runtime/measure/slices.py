@@ -31,7 +31,7 @@ SlicePlace = tuple[int, int]
 
 
 class PrefixMemory(Protocol):
-    """What the layers of stages keep of the slices of a microbatch."""
+    """The tensors that layers of stages keep of the slices of a microbatch."""
 
     def forward(self, stage: int, unit: int, *, share: float, training: bool) -> AbstractContextManager[None]:
         """Return a context for the forward of a slice."""
@@ -39,7 +39,7 @@ class PrefixMemory(Protocol):
     def take_roots(self) -> list[Tensor]:
         """Take the tensors that the backward of the last slice starts from, besides its output."""
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         """Wrap the backward of a slice."""
 
     def list_kept(self) -> list[Tensor]:
@@ -113,18 +113,18 @@ class MeasuredSlice(MeasuredLayer):
 
     def _backward(self, run: Any, grads: list[Tensor | None]) -> None:
         assert self._memory is not None
-        self._memory.around_backward(self.stage.index, self._number, super()._backward)(run, grads)
+        self._memory.wrap_backward(self.stage.index, self._number, super()._backward)(run, grads)
 
     def _list_shared(self) -> list[Tensor]:
         assert self._memory is not None
-        kept, tokens = self._memory.list_kept(), sum(self.lengths)
-        self.keys = bytes_of(kept) / tokens
-        self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in kept) / tokens
-        return kept
+        tensors, tokens = self._memory.list_kept(), sum(self.lengths)
+        self.keys = bytes_of(tensors) / tokens
+        self.sums = sum(tensor.numel() * max(tensor.element_size(), _SUM_BYTES) for tensor in tensors) / tokens
+        return tensors
 
-    def _workspace(self, held: int) -> int:
-        made = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
-        return super()._workspace(held + made)
+    def _measure_workspace(self, held: int) -> int:
+        shared = 0 if self._number else round(self.keys * sum(self.lengths))  # the first slice makes the room for keys and values
+        return super()._measure_workspace(held + shared)
 
 
 # All layers -----------------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ class SliceMeter:
     """Cuts the input of any layer, for those behind a layer that has no slices."""
 
     def measure(self, layers: Sequence[MeasuredLayer], warmup: int, repeats: int) -> list[SliceCosts | None]:
-        """What a slice takes on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
+        """The costs of a slice on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
         able = [self.can_slice(layer) for layer in layers]
         measured = [self._measure_place(place, layers, able, warmup) for place in self.places]
         for _ in range(repeats):

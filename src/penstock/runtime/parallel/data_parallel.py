@@ -28,17 +28,17 @@ from penstock.runtime.model.tied_parameters import Gather
 from penstock.runtime.parallel.fsdp import ShardedStage, find_sharded_stages
 from penstock.runtime.parallel.mesh import PipelineMesh
 from penstock.runtime.tensors.dtensor import DTensorPacker, has_same_placements, is_dtensor, redistribute_like, to_local
-from penstock.runtime.tensors.layout import add_gradients, round_gradient
+from penstock.runtime.tensors.layout import add_gradients, gradient_dtype, round_gradient
 from penstock.runtime.torch_internals.modules import NormBase, own_buffers
 from penstock.runtime.torch_internals.tensors import post_accumulate_hooks, read_version
-from penstock.runtime.transport.group import Operation, nothing
+from penstock.runtime.transport.group import Operation, do_nothing
 from penstock.runtime.transport.subgroup import ProcessSubgroup
 
 _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
 
 class DataParallel:
-    """What this rank's stages do together with the other data ranks, if there are any.
+    """Data parallelism of this rank's stages, if there are other data ranks.
 
     The pipeline calls `agree` before each step, `begin` and `finish` around a training step (`postpone` instead of `finish` if it does not
     finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step
@@ -55,8 +55,8 @@ class DataParallel:
         self.sharded = find_sharded_stages({index: stage.module for index, stage in stages.items()}, deadline)
         self.dtype, self.replicas = dtype, ReplicaGradients(dtype)
         self._check(dtype)
-        mine = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
-        everyone = [mine] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", mine, deadline)
+        own = bool(self.sharded), any(is_dtensor(p) for stage in stages.values() for p in stage.module.parameters())
+        everyone = [own] if mesh is None else mesh.whole.gather(mesh.whole.rank, "shards", own, deadline)
         self.shard = shard if any(sharded for sharded, _ in everyone) else None
         """The pass that adds UNSHARD and RESHARD to programs, if any rank has sharded stages."""
         self.scattered = any(scattered for _, scattered in everyone)
@@ -67,12 +67,12 @@ class DataParallel:
         self._finalizes = True
         """Whether the REDUCE_GRAD actions of this step sum gradients; if not, they leave it to a later step."""
         modules = {index: stage.module for index, stage in stages.items()}
-        self.replicated = ReplicatedTensors(modules, {index: self._managed(index) for index in stages})
+        self.replicated = ReplicatedTensors(modules, {index: self._list_managed(index) for index in stages})
         if self.group is not None:
             self.group.gather(self.group.rank, "start", None, deadline)
-            self.replicated.broadcast(self._connection, self.replicated.everything())
+            self.replicated.broadcast(self._connection, self.replicated.list_everything())
             for sharded in self.sharded.values():
-                for connection, shards in sharded.replicated_shards():
+                for connection, shards in sharded.list_replicated_shards():
                     self.replicated.broadcast(connection, shards)
 
     def _check(self, dtype: torch.dtype | None) -> None:
@@ -89,7 +89,7 @@ class DataParallel:
         processes = mesh.data_processes
         if index in self.sharded:
             self.sharded[index].check(processes, mesh.data_dims)
-        known, others = self._managed(index), set(processes) - {processes[mesh.data.rank]}
+        known, others = self._list_managed(index), set(processes) - {processes[mesh.data.rank]}
         for name, parameter in module.named_parameters():
             if is_dtensor(parameter) and id(parameter) not in known and others & set(parameter.device_mesh.mesh.flatten().tolist()):
                 raise PlacementError(
@@ -97,7 +97,7 @@ class DataParallel:
                     "or let the pipeline do it with shard=True"
                 )
 
-    def _managed(self, index: int) -> set[int]:
+    def _list_managed(self, index: int) -> set[int]:
         """Return the ids of a stage's sharded parameters."""
         return self.sharded[index].managed if index in self.sharded else set()
 
@@ -122,8 +122,8 @@ class DataParallel:
             step_input.normalise(step_input.total)
             return
         share = step_input.share
-        mine = len(step_input.args), step_input.total, self.replicated.changed(), share.finalizes, step_input.items, share.schedule
-        gathered = self.group.gather(self.group.rank, name, mine, self.deadline)
+        own = len(step_input.args), step_input.total, self.replicated.list_changed(), share.finalizes, step_input.items, share.schedule
+        gathered = self.group.gather(self.group.rank, name, own, self.deadline)
         counts, totals, changed, finalizes, items, schedules = zip(*gathered, strict=True)
         order = "plan with schedules=() to keep the pipeline's own, and let only the order of microbatches differ"
         for values, what, advice in (
@@ -141,7 +141,7 @@ class DataParallel:
     def copy_buffers(self) -> None:
         """Give the buffers of all data ranks the values of the first, as every step does when it begins."""
         if self.group is not None:
-            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.changed(), self.deadline))
+            self._copy_buffers(self.group.gather(self.group.rank, "buffers", self.replicated.list_changed(), self.deadline))
 
     def _copy_buffers(self, changed: Sequence[list[bool]]) -> None:
         """Copy the buffers that have changed on any data rank."""
@@ -152,14 +152,14 @@ class DataParallel:
     def begin(self, reduces: Sequence[int], *, finalizes: bool = True) -> None:
         """Begin a training step, whose program reduces these stages in this order; without `finalizes` nothing is reduced yet."""
         self._finalizes = finalizes
-        self.replicas.begin({} if self.group is None and self.dtype is None else self._last_uses(reduces))
+        self.replicas.begin({} if self.group is None and self.dtype is None else self._find_last_uses(reduces))
 
-    def _last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
+    def _find_last_uses(self, reduces: Sequence[int]) -> dict[int, list[nn.Parameter]]:
         """Return the parameters that are summed with each stage: one that several stages have, with the last of them."""
         seen: set[int] = set()
         parameters: dict[int, list[nn.Parameter]] = {}
         for index in reversed(reduces):
-            skip, own = seen | self._managed(index), self.stages[index].module.parameters()
+            skip, own = seen | self._list_managed(index), self.stages[index].module.parameters()
             parameters[index] = [p for p in own if (p.requires_grad or self.replicas.is_postponed(p)) and id(p) not in skip]
             seen |= {id(p) for p in parameters[index]}
         return parameters
@@ -200,8 +200,8 @@ class DataParallel:
         if self.group is None:
             return values
         total: dict[str, Tensor | None] = {}
-        for theirs in self.group.gather(self.group.rank, "sums", values, self.deadline):
-            for name, value in theirs.items():
+        for share in self.group.gather(self.group.rank, "sums", values, self.deadline):
+            for name, value in share.items():
                 before = total.get(name)
                 total[name] = before if value is None else value if before is None else before + value
         return total
@@ -231,9 +231,9 @@ class DataParallel:
         sharded = self.sharded.get(stage)
         if kind in (Kind.REDUCE_GRAD, Kind.WAIT_REDUCE_GRAD):
             run = self._reduce if kind is Kind.REDUCE_GRAD else self._wait_reduction
-            return nothing if self.group is None and sharded is None else partial(run, stage)
+            return do_nothing if self.group is None and sharded is None else partial(run, stage)
         if sharded is None:
-            return nothing
+            return do_nothing
         return sharded.unshard if kind is Kind.UNSHARD else sharded.reshard
 
     def collectives(self, actions: Sequence[Action], begun: Sequence[int], ended: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -249,11 +249,11 @@ class DataParallel:
         """Whether `around` changes a stage's compute actions."""
         return stage in self.sharded or self.dtype is not None
 
-    def around(self, kind: Kind, stage: int, operation: Operation) -> Operation:
+    def wrap(self, kind: Kind, stage: int, operation: Operation) -> Operation:
         """Wrap a compute action: wait for sharded parameters before it, and accumulate gradients in higher precision after it."""
         sharded = self.sharded.get(stage)
         if sharded is not None:
-            return self._around_sharded(kind, stage, sharded, operation)
+            return self._wrap_sharded(kind, stage, sharded, operation)
         if self.dtype is None or kind not in _BACKWARD:
             return operation
         module, waits = self.stages[stage].module, kind is Kind.I
@@ -265,7 +265,7 @@ class DataParallel:
 
         return accumulate
 
-    def _around_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
+    def _wrap_sharded(self, kind: Kind, stage: int, sharded: ShardedStage, operation: Operation) -> Operation:
         assert self.mesh is not None
         refresh, activity = self.stages[stage].refresh, self.mesh.whole.activity(self.mesh.whole.rank)
         deferred, awaited = kind is Kind.W, f"the parameters of stage {stage} from the other data ranks"
@@ -292,9 +292,9 @@ class DataParallel:
         if not self._finalizes:
             return
         group, sharded = self.group, self.sharded.get(stage)
-        mine = self.replicas.present(stage), [] if sharded is None else sharded.present()
-        everyone = [mine] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", mine, self.deadline)
-        copies, shards = ([any(by_rank) for by_rank in zip(*theirs, strict=True)] for theirs in zip(*everyone, strict=True))
+        own = self.replicas.present(stage), [] if sharded is None else sharded.present()
+        everyone = [own] if group is None else group.gather(group.rank, f"{stage}REDUCE_GRAD", own, self.deadline)
+        copies, shards = ([any(by_rank) for by_rank in zip(*by_ranks, strict=True)] for by_ranks in zip(*everyone, strict=True))
         if group is not None and any(copies):
             self.replicas.reduce(stage, copies, self._connection)
         if sharded is not None and any(shards):
@@ -318,28 +318,28 @@ class ReplicatedTensors:
         self._versions: dict[int, int] = {}
         """The version of each buffer when the data ranks had the same values, by id."""
 
-    def everything(self) -> list[Tensor]:
+    def list_everything(self) -> list[Tensor]:
         """Return all parameters and buffers."""
-        buffers = [buffer for part in self._buffered() for buffer in part.buffers(recurse=False)]
+        buffers = [buffer for part in self._list_buffered() for buffer in part.buffers(recurse=False)]
         named = ((self._managed.get(index, ()), p) for index, module in self._modules.items() for p in module.parameters())
         return buffers + [parameter.detach() for managed, parameter in named if id(parameter) not in managed]
 
-    def _buffered(self) -> Iterator[nn.Module]:
+    def _list_buffered(self) -> Iterator[nn.Module]:
         """Yield the modules with buffers; also those of sharded stages, whose buffers torch leaves as they are on each rank."""
         for module in self._modules.values():
             yield from (part for part in module.modules() if own_buffers(part))
 
-    def changed(self) -> list[bool]:
+    def list_changed(self) -> list[bool]:
         """Return per module with buffers whether they may have changed. Norm layers change theirs without changing the version."""
         return [
             isinstance(part, NormBase)
             or any(read_version(buffer) != self._versions.get(id(buffer)) for buffer in part.buffers(recurse=False))
-            for part in self._buffered()
+            for part in self._list_buffered()
         ]
 
     def buffers_of(self, wanted: Sequence[bool]) -> list[Tensor]:
         """Return the buffers of the wanted modules among those with buffers."""
-        return [buffer for part in compress(self._buffered(), wanted) for buffer in part.buffers(recurse=False)]
+        return [buffer for part in compress(self._list_buffered(), wanted) for buffer in part.buffers(recurse=False)]
 
     @torch.no_grad()
     def broadcast(self, connection: Any, tensors: Sequence[Tensor]) -> None:
@@ -348,10 +348,10 @@ class ReplicatedTensors:
         for tensor in map(to_local, tensors):
             if tensor.device.type != "meta":
                 buckets.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for held in buckets.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in held])
+        for bucket in buckets.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
             connection.broadcast([flat]).wait()
-            for tensor, part in zip(held, torch.split(flat, [tensor.numel() for tensor in held]), strict=True):
+            for tensor, part in zip(bucket, torch.split(flat, [tensor.numel() for tensor in bucket]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
         self._versions |= {id(tensor): read_version(tensor) for tensor in tensors}
 
@@ -382,7 +382,7 @@ class ReplicaGradients:
     def begin(self, of_stage: dict[int, list[nn.Parameter]]) -> None:
         """Begin a step; `of_stage` are the parameters that each stage is the last to give gradients to."""
         self._of_stage, self._sums, self._running, self.ended = of_stage, {}, [], {}
-        self._before = [(parameter, parameter.grad) for held in of_stage.values() for parameter in held]
+        self._before = [(parameter, parameter.grad) for parameters in of_stage.values() for parameter in parameters]
         self._backup = {key: (parameter, _copy(grad), _copy(total)) for key, (parameter, grad, total) in self._postponed.items()}
         for parameter, _ in self._before:
             _, grad, total = self._postponed.pop(id(parameter), (parameter, None, None))
@@ -411,7 +411,7 @@ class ReplicaGradients:
         """Move new gradients into the sums in higher precision."""
         for parameter in parameters:
             grad = parameter.grad
-            if grad is not None and self._sums_up(parameter):
+            if grad is not None and self._is_summed(parameter):
                 total = self._sums.get(id(parameter))
                 if total is None:
                     self._sums[id(parameter)] = grad.to(self.dtype)
@@ -421,27 +421,27 @@ class ReplicaGradients:
                     total.add_(grad.to(self.dtype) if grad.is_sparse else grad)
                 parameter.grad = None
 
-    def _sums_up(self, parameter: nn.Parameter) -> bool:
-        return self.dtype is not None and parameter.dtype != self.dtype and parameter.is_floating_point()
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
+        return self.dtype is not None and gradient_dtype(parameter) != self.dtype and parameter.is_floating_point()
 
-    def _total(self, parameter: nn.Parameter) -> Tensor | None:
+    def _sum_total(self, parameter: nn.Parameter) -> Tensor | None:
         """Return this step's gradient so far."""
         return self._sums.get(id(parameter), parameter.grad)
 
     def present(self, stage: int) -> list[bool]:
         """Return for each of a stage's parameters whether it has a gradient in this step."""
-        return [self._total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
+        return [self._sum_total(parameter) is not None for parameter in self._of_stage.get(stage, ())]
 
     def reduce(self, stage: int, wanted: Sequence[bool], connection: Any) -> None:
         """Start to sum a stage's gradients over all data ranks; `wanted` marks the parameters that any rank has a gradient for."""
         buckets: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in compress(self._of_stage.get(stage, ()), wanted):
-            total = self._total(parameter)
+            total = self._sum_total(parameter)
             if total is not None and total.is_sparse:
                 raise ScheduleError(
                     f"a parameter of stage {stage} has a sparse gradient, which cannot be summed over data ranks: use dense ones"
                 )
-            dtype = self.dtype if self.dtype is not None and self._sums_up(parameter) else parameter.dtype
+            dtype = self.dtype if self.dtype is not None and self._is_summed(parameter) else gradient_dtype(parameter)
             buckets.setdefault((dtype, parameter.device), []).append(parameter)
         for (dtype, device), parameters in buckets.items():
             shapes = [to_local(parameter.detach()).shape for parameter in parameters]
@@ -449,7 +449,7 @@ class ReplicaGradients:
             split = torch.split(flat, [shape.numel() for shape in shapes])
             parts = [(parameter, part.view(shape)) for parameter, part, shape in zip(parameters, split, shapes, strict=True)]
             for parameter, part in parts:
-                total = self._total(parameter)
+                total = self._sum_total(parameter)
                 if total is not None:
                     part.copy_(to_local(redistribute_like(total, parameter)))
             self._running.append((stage, connection.allreduce([flat]), parts))
@@ -479,9 +479,8 @@ class ReplicaGradients:
             if total is not None and total.is_sparse:
                 grad = round_gradient(total, parameter)
             elif total is not None:
-                grad = (
-                    torch.zeros_like(parameter, requires_grad=False) if grad is None or not has_same_placements(grad, parameter) else grad
-                )
+                if grad is None or not has_same_placements(grad, parameter):
+                    grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter), requires_grad=False)
                 to_local(grad).copy_(to_local(redistribute_like(total, parameter)))
             parameter.grad = grad if before is None else before if grad is None else _add_to(before, grad)
         self._before, self._running = [], []

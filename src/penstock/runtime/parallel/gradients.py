@@ -108,16 +108,16 @@ class HookGuard:
         try:
             yield
         except PipelineError:  # from another rank, which gives the reason
-            self._restore(self._changed())
+            self._restore(self._find_changed())
             raise
         except Exception as error:
-            self._refuse(self._changed(), error)
+            self._refuse(self._find_changed(), error)
             raise
-        self._refuse(self._changed(), None)
+        self._refuse(self._find_changed(), None)
         self._known |= self._copies.keys()
         self._copies = {}
 
-    def _changed(self) -> list[tuple[str, nn.Parameter]]:
+    def _find_changed(self) -> list[tuple[str, nn.Parameter]]:
         """Return the weights whose version, memory or, if they were copied, values have changed."""
         changed = []
         for name, parameter, version, address in self._marks:
@@ -181,7 +181,7 @@ def clip_grad_norm(
 
 def _merge_first(everyone: list[dict[ShardKey, Tensor]]) -> dict[ShardKey, Tensor]:
     """Merge the norms of several ranks; each comes from the first rank that has it."""
-    return {key: norm for theirs in reversed(everyone) for key, norm in theirs.items()}
+    return {key: norm for norms in reversed(everyone) for key, norm in norms.items()}
 
 
 # Loss scaling for float16, with one scale for all stages and data ranks, which all skip the same steps ----------------
@@ -190,7 +190,7 @@ _unscale_all = find_private("torch._amp_foreach_non_finite_check_and_unscale_")
 
 
 class ScaledPipeline(Protocol):
-    """What a `GradScaler` uses of a pipeline."""
+    """The part of a pipeline that a `GradScaler` uses."""
 
     scaler: Any
     """The scaler whose scale a training step multiplies its losses by; None for no scaling."""
@@ -252,8 +252,8 @@ class GradScaler(torch.amp.GradScaler):
                     raise ScheduleError("gradients of float16 parameters cannot be unscaled: keep the parameters in float32, with autocast")
                 if grad.is_sparse:
                     parameter.grad = grad = grad.coalesce()
-                held = sparse_values(grad) if grad.is_sparse else to_local(grad)
-                grads[held.device, held.dtype].append(held)
+                values = sparse_values(grad) if grad.is_sparse else to_local(grad)
+                grads[values.device, values.dtype].append(values)
         flags = [torch.zeros_like(found_inf)]
         for (device, _), tensors in grads.items():
             flags.append(found_inf.to(device, copy=True))

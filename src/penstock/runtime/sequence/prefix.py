@@ -1,4 +1,4 @@
-"""What a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
+"""Tensors that a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
 
 The graph of each slice's forward ends at the tensors of earlier slices. A backward of a later slice adds to their sum of gradients; the
 backward of the slice that computed them takes its part of the sum, once. Forwards of a microbatch's slices ascend on a stage and backwards
@@ -38,7 +38,7 @@ def current_slice() -> Slice | None:
 
 
 class Prefix:
-    """What one layer has kept of the slices before the current one.
+    """The tensors that one layer has kept of the slices before the current one.
 
     Outside a sliced step it is empty: `extend` returns its arguments, `state` is None, and `advance` returns 0. So the same layer runs on
     whole sequences.
@@ -57,7 +57,7 @@ class Prefix:
         part = _here.slice
         if part is None:
             return tensors[0] if len(tensors) == 1 else tensors
-        joined = part.memory.kept(self._owner).extend(part, self._owner, tensors, dim)
+        joined = part.memory.get_kept(self._owner).extend(part, self._owner, tensors, dim)
         return joined[0] if len(joined) == 1 else joined
 
     @property
@@ -289,7 +289,7 @@ class StageMemory:
         self.addresses: dict[int, None] = {}
         """The addresses of the memory that is kept."""
 
-    def kept(self, owner: Hashable) -> KeptTensors:
+    def get_kept(self, owner: Hashable) -> KeptTensors:
         return self._kept.setdefault(owner, KeptTensors())
 
     def list_kept(self) -> list[KeptTensors]:
@@ -331,7 +331,7 @@ class StageMemory:
 
 
 class Prefixes:
-    """What the stages of one rank keep of the slices of each microbatch, during one step."""
+    """The tensors that stages of one rank keep of the slices of each microbatch, during one step."""
 
     def __init__(self, slices: int, lengths: Sequence[int] | None) -> None:
         self.slices, self.lengths = slices, lengths
@@ -344,7 +344,7 @@ class Prefixes:
         microbatch, number = divmod(unit, self.slices)
         memory = self._memory.setdefault((stage, microbatch), StageMemory())
         part = Slice(number, self.slices, memory, share, self.lengths)
-        with _inside(part):
+        with _enter_part(part):
             yield
         memory.check_complete(part)
         self._roots = part.roots if training and not part.last else []
@@ -364,12 +364,12 @@ class Prefixes:
         roots, self._roots = self._roots, []
         return roots
 
-    def around_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
+    def wrap_backward(self, stage: int, unit: int, operation: Callable[..., None]) -> Callable[..., None]:
         """Wrap the backward of a slice, in which its forward may be run again. Nothing is kept after that of the first slice."""
         microbatch, number = divmod(unit, self.slices)
 
         def backward(*args: Any) -> None:
-            with _inside(Slice(number, self.slices, self._memory[stage, microbatch], lengths=self.lengths, again=True)):
+            with _enter_part(Slice(number, self.slices, self._memory[stage, microbatch], lengths=self.lengths, again=True)):
                 operation(*args)
             if not number:
                 del self._memory[stage, microbatch]
@@ -383,7 +383,7 @@ class Prefixes:
 
 
 @contextmanager
-def _inside(part: Slice) -> Iterator[None]:
+def _enter_part(part: Slice) -> Iterator[None]:
     before, _here.slice = _here.slice, part
     try:
         yield

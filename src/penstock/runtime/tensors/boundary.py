@@ -50,10 +50,10 @@ def hides_tensor(value: Any, seen: set[int] | None = None) -> bool:
     if id(value) in seen:
         return False
     seen.add(id(value))
-    return any(hides_tensor(part, seen) for part in _contents(value))
+    return any(hides_tensor(part, seen) for part in _list_contents(value))
 
 
-def _contents(value: Any) -> Iterator[Any]:
+def _list_contents(value: Any) -> Iterator[Any]:
     """Yield what an object refers to: items, attributes, and the variables that a function has bound."""
     if isinstance(value, Mapping):
         yield from value.values()
@@ -203,14 +203,14 @@ def _map_once(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Map the tensors of a tree; one that occurs several times is mapped once."""
     changed: dict[int, Tensor] = {}
 
-    def once(leaf: Any) -> Any:
+    def copy_once(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         if id(leaf) not in changed:
             changed[id(leaf)] = change(leaf)
         return changed[id(leaf)]
 
-    return pytree.tree_map(once, value)
+    return pytree.tree_map(copy_once, value)
 
 
 def make_message(
@@ -257,8 +257,8 @@ def _find_shared_memory(leaves: Sequence[Any]) -> Iterator[tuple[int, str]]:
             by_storage.setdefault(leaf.untyped_storage().data_ptr(), []).append(place)
     for places in by_storage.values():
         for place in places if len(places) > 1 else ():
-            mine = leaves[place]
-            if any(leaves[other] is not mine and storage_overlaps(mine, leaves[other]) for other in places):
+            tensor = leaves[place]
+            if any(leaves[other] is not tensor and storage_overlaps(tensor, leaves[other]) for other in places):
                 yield place, "a tensor that shares memory with another tensor of the same message"
 
 
@@ -272,7 +272,7 @@ def memory_overlaps(one: Tensor, other: Tensor) -> bool:
 def storage_overlaps(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors of one storage have an element in common; also True when that is hard to tell."""
     start, end = int(one.storage_offset()), int(other.storage_offset())
-    if start + _extent(one) <= end or end + _extent(other) <= start:
+    if start + _find_extent(one) <= end or end + _find_extent(other) <= start:
         return False
     # Pieces of one tensor, as from chunk and split, are boxes with the same strides.
     if one.stride() != other.stride():
@@ -283,15 +283,15 @@ def storage_overlaps(one: Tensor, other: Tensor) -> bool:
         return True
     room = [sys.maxsize, *(big // small for big, small in itertools.pairwise(strides))]
     apart = False
-    for (stride, mine, theirs), most in zip(axes, room, strict=True):
+    for (stride, size, other_size), most in zip(axes, room, strict=True):
         (a, start), (b, end) = divmod(start, stride), divmod(end, stride)
-        if max(a + mine, b + theirs) > most:
+        if max(a + size, b + other_size) > most:
             return True
-        apart = apart or a + mine <= b or b + theirs <= a
+        apart = apart or a + size <= b or b + other_size <= a
     return not apart
 
 
-def _extent(tensor: Tensor) -> int:
+def _find_extent(tensor: Tensor) -> int:
     """Return the distance from a tensor's first element to one past its last, in elements."""
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
@@ -347,7 +347,7 @@ class WatchedInputs:
 
         return _map_once(value, stand_in)
 
-    def guarded(self, others: Sequence[int]) -> dict[int, str]:
+    def list_guarded(self, others: Sequence[int]) -> dict[int, str]:
         """Return why the next stages must not change these inputs either, by the address of their memory.
 
         `others` are the other stages that read the same inputs.
@@ -357,7 +357,7 @@ class WatchedInputs:
         reasons = ((leaf, shared or self.reasons.get(id(leaf))) for leaf in tensors)
         return {leaf.untyped_storage().data_ptr(): reason for leaf, reason in reasons if reason is not None}
 
-    def changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
+    def find_changed(self, copies: Collection[int] = ()) -> tuple[bool, str | None]:
         """Return whether an input was changed, and if that is not allowed, why.
 
         `copies` are the ids of inputs that the stage has copied itself and whose copies it has changed.

@@ -55,13 +55,13 @@ class HuggingFace:
 
     def cut(self, model: Any, stages: int) -> Partition:
         """Cut the model into stages."""
-        units = _Units(model)
+        units = _ModelUnits(model)
         cuts = cut_units(units.modules(), stages, self.sizes, model, unit="unit", more=", the layers and what is before and after them")
         return Partition(tuple(units.make_parts(cuts)))
 
     def units(self, model: Any) -> list[tuple[str, nn.Module]]:
         """Return every unit as a module, with its name, as a profile measures them."""
-        units = _Units(model)
+        units = _ModelUnits(model)
         parts = units.make_parts([range(unit, unit + 1) for unit in range(units.count)])
         return [(units.title(unit), part.module) for unit, part in enumerate(parts)]
 
@@ -108,7 +108,7 @@ def recognise_model(
     return split, loss_fn, weight
 
 
-class _Units:
+class _ModelUnits:
     """The units of a model that can be cut between its layers: the head, each layer, and the tail."""
 
     def __init__(self, model: Any) -> None:
@@ -116,17 +116,17 @@ class _Units:
         self.order, self.router_loss = find_run_order(self.structure), find_router_loss(self.structure)
         self.count = self.structure.count + 2
 
-    def _paths(self, unit: int) -> Sequence[str]:
+    def _list_paths(self, unit: int) -> Sequence[str]:
         if 0 < unit < self.count - 1:
             return [f"{self.structure.layers}.{unit - 1}"]
         return self.order.tail if unit else self.order.head
 
     def modules(self) -> list[list[nn.Module]]:
         """Return the modules of each unit."""
-        return [[self.structure.model.get_submodule(path) for path in self._paths(unit)] for unit in range(self.count)]
+        return [[self.structure.model.get_submodule(path) for path in self._list_paths(unit)] for unit in range(self.count)]
 
     def title(self, unit: int) -> str:
-        return " + ".join(map(self.structure.full_name, self._paths(unit)))
+        return " + ".join(map(self.structure.full_name, self._list_paths(unit)))
 
     def make_parts(self, cuts: Sequence[range]) -> list[Part]:
         """Return one stage per range of units, after trying that the stages compute what the whole model does."""
@@ -154,7 +154,7 @@ def _copy_to_host(module: nn.Module) -> nn.Module:
 
 @dataclass
 class _Trace:
-    """What was seen of one forward with empty layers."""
+    """The record of one forward with empty layers."""
 
     tuples: bool
     count: int
