@@ -250,7 +250,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
         return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
-        proved(schedule.microbatches, schedule.ranks)
+        prove_once(schedule.microbatches, schedule.ranks)
     text = f"Penstock's {name} as DeepSpeed's instructions."
     parts = {"__doc__": text, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
     return type(f"{''.join(part.capitalize() for part in name.split('-'))}Schedule", (home.PipeSchedule,), parts)
