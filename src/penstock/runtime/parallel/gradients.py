@@ -237,7 +237,7 @@ class GradScaler(torch.amp.GradScaler):
             self._lazy_init_scale_growth_tracker(device)
         pipeline.scaler = self if enabled else None
         options = pipeline.gather_all("GradScaler", (init_scale, growth_factor, backoff_factor, growth_interval, enabled))
-        if any(theirs != options[0] for theirs in options):
+        if any(other != options[0] for other in options):
             raise ScheduleError(f"the ranks give their gradient scalers different options: {sorted(set(options))}; give all the same")
 
     @torch.no_grad()
@@ -259,6 +259,6 @@ class GradScaler(torch.amp.GradScaler):
         for (device, _), tensors in grads.items():
             flags.append(found_inf.to(device, copy=True))
             _unscale_all(tensors, flags[-1], inv_scale.to(device))
-        mine = max(float(flag) for flag in flags)
-        worst = max(self._pipeline.gather_all("found_inf", mine))
+        largest = max(float(flag) for flag in flags)
+        worst = max(self._pipeline.gather_all("found_inf", largest))
         return {found_inf.device: torch.full_like(found_inf, worst)}
