@@ -69,6 +69,7 @@ def test_make_alone_lists_the_targets():
         "pictures",
         "deepspeed",
         "titan",
+        "sky",
     ]
 
 
