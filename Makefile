@@ -19,7 +19,7 @@ SKY := .venv-sky
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs deepspeed titan sky lint
+.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs pictures deepspeed titan sky lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -63,6 +63,10 @@ paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio.png from the live studio
+	$(BIN)/python docs/maker/rooms.py
+	PENSTOCK_PYTHON=$(abspath $(BIN))/python node docs/maker/studio.mjs
 
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py

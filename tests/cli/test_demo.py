@@ -66,6 +66,7 @@ def test_make_alone_lists_the_targets():
         "cases",
         "paper",
         "docs",
+        "pictures",
         "deepspeed",
         "titan",
         "sky",

@@ -1,4 +1,15 @@
-"""The costs of an action: time, memory held and bytes sent."""
+"""The costs of an action: time, memory held and bytes sent.
+
+`Costs` is the one form in which the simulator, the verifier and the planner read them. A cost model has no base class: it is a function or
+record that makes `Costs`, or a `Profile` of layers, from which `planner.partition.stage_costs` makes them. Measured layers
+(`runtime.measure.profile`), estimates (`planner.profile.transformer`), whole jobs (`planner.job.layer_costs`), slices
+(`planner.profile.slices`) and lengths of samples (`planner.batches.lengths`) are such models. The contract:
+
+- it is asked when a problem is made, once for each partition, slice or batch; searches and simulations only read the numbers;
+- it depends on its arguments alone, so that every rank that plans by itself gets the same numbers;
+- numbers are finite and at least 0, in one unit of time and one of size;
+- `i` and `w` are the halves of a backward and `b` a full one; `activation` and `weight_stash` are held as `ir.memory_ledger` says.
+"""
 
 from __future__ import annotations
 

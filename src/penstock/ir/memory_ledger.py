@@ -213,7 +213,7 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         lower = np.minimum(rows.stage[deliveries.sent], rows.stage[begin])
     size = output[lower, rows.microbatch[begin]]
     sums = np.flatnonzero(deliveries.begun != deliveries.made)
-    begun, made = deliveries.begun[sums], deliveries.made[sums]
+    begun, makers = deliveries.begun[sums], deliveries.made[sums]
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
@@ -222,7 +222,7 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         _list_changes(_RECEIVE_BUFFERS, begin, when, size),
         _list_changes(_RECEIVE_BUFFERS, last, When.END, -size),
         _list_changes(_RECEIVE_BUFFERS, begun, When.END, partial),
-        _list_changes(_RECEIVE_BUFFERS, made, When.END, -partial),
+        _list_changes(_RECEIVE_BUFFERS, makers, When.END, -partial),
         _list_changes(_RECEIVE_BUFFERS, send, When.START, sizes),
         _list_changes(_RECEIVE_BUFFERS, wait, When.END, -sizes),
     ]
