@@ -171,9 +171,10 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 _FILES = (".toml", ".json")
 # The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
-_PER_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
-_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
-_PER_SLICE = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_HELD = ("activation", "weight_stash", "kept", "kept_gradients")
+_PER_STAGE = ("f", "i", "w", "b", *_HELD, "parameters", "shard", "unshard", "reduce", "optimizer")
+_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|kept|kept_gradients|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
+_PER_SLICE = ("f", "i", "w", "b", *_HELD, "output")
 
 
 class Per(StrEnum):
@@ -410,7 +411,7 @@ class _View:
 
 
 MaxOutstandingSends = Annotated[
-    int | None, count_option("Wait for sends, so that no rank has more than N that it has not waited for.", "--max-outstanding-sends")
+    int | None, count_option("Let no rank have more than N sends under way: it waits for the oldest first.", "--max-outstanding-sends")
 ]
 DeferReduceGradWait = Annotated[
     bool,

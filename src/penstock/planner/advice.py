@@ -216,8 +216,8 @@ class _Trials:
 def _hold_least(request: Request) -> Iterator[Candidate]:
     """One microbatch at a time on every problem: no order holds less, and a few microbatches show its peak memory."""
     for problem in list_searchable_problems(request):
-        few = replace(problem, microbatches=min(problem.microbatches, _FEW * len(problem.placement.copies)))
-        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED))
+        few = problem.shorten(min(problem.microbatches, _FEW * len(problem.placement.copies)))
+        short = Candidate.time(SEARCHED, few, one_at_a_time(few.placement, few.microbatches, SEARCHED, few.slices))
         yield replace(short, microbatches=problem.microbatches)
 
 

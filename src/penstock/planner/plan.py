@@ -356,8 +356,6 @@ def plan(
         explorer.notes.append(f"{100 * free:.3g}% of each memory limit is kept free: the limits below exclude it")
     if offload and profile.host_bandwidth is None:
         explorer.notes.append("the bandwidth to host memory is not known: copies are taken to take no time but their latency")
-    if request.searches and counts[-1] > 1:
-        explorer.notes.append("with slices only named schedules were timed: orders are searched for whole sequences")
     explorer.run()
     return _build_plan(explorer)
 

@@ -118,11 +118,12 @@ class Request:
         moments: Sequence[PeakMoment] = (),
         slack: float = 0.0,
         lengths: tuple[int, ...] = (),
+        moves: bool = False,
     ) -> LayerCut:
-        """The best partition of the layers, within the limits at these moments."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths)
+        """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths}
+            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -141,13 +142,16 @@ class Request:
             self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
         return self._problems[key]
 
-    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1) -> list[Problem]:
+    def make_problems(
+        self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1, moves: bool = False
+    ) -> list[Problem]:
         """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
+        With `moves`, partitions count as fitting if they do with activations on the host.
         """
         first = self.guess_lengths(profile, slices)
-        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first) for slack in SLACKS]
+        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first, moves=moves) for slack in SLACKS]
         fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
         return [
             self.make_problem(profile, placement, sizes, recompute, lengths)

@@ -671,7 +671,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
     def _compute_outputs(self, *args: Any, module: nn.Module, **kwargs: Any) -> Any:
         """Run the forward that infers shapes, if the stage uses no messages; the module's buffers are restored afterwards."""
         self._buffers = BufferBackup()
-        self._buffers.take(module.modules())
+        self._buffers.take([module])
         for value in args:
             if not self.is_first and isinstance(value, Tensor):
                 value.detach().zero_()  # it stands for another stage's output, but is uninitialized memory
@@ -681,7 +681,7 @@ class PipelineStage(_PipelineStageBase, _torch_stage.PipelineStage):
         """Run that forward on torch 2.11, which has another function for it."""
         self._inference_mode = metadata.InferenceMode.DYNAMIC
         before = BufferBackup()
-        before.take(self.submod.modules())
+        before.take([self.submod])
         try:
             return cast(Any, super())._shape_inference(args, kwargs)
         finally:

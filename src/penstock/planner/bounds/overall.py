@@ -90,7 +90,7 @@ class OverallBound:
         """
         back = ("i",) if self.split else ("i", "w")
         share = min(1.0, self.profile.overlap)
-        held = self._list_terms("activation", "token")
+        held = self._list_terms("activation", "token") + np.array([layer.slices.keys for layer in self.profile.layers if layer.slices])
         token = share * sum(self._list_terms(name, "token") for name in ("f", *back))
         pair = share * sum(self._list_terms(name, "pair") for name in ("f", *back))
         passing = token * self._tokens**2 / 2 + pair * self._tokens**3 / 3

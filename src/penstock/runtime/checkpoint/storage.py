@@ -259,12 +259,12 @@ class CheckpointReader:
         for name, value in values.items():
             saved = self._saved.get(f"model.{name}")
             if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor):
-                for what, found, expected in (
+                for what, stored, expected in (
                     ("shape", list(saved.size), list(value.shape)),
                     ("type", saved.properties.dtype, value.dtype),
                 ):
-                    if found != expected:
-                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {found}, but the model's has {expected}")
+                    if stored != expected:
+                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {stored}, but the model's has {expected}")
                 if value.is_meta:
                     raise CheckpointError(f"{name} is on the meta device: give the pipeline weights= before loading a checkpoint")
         self._reject_names("has no", values.keys() - self._list_model_names())

@@ -261,7 +261,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mappin
         own_keys, saved_keys = set(optimizer.state[with_state[name]]), set(saved)
         if saved_keys and not (own_keys <= saved_keys or saved_keys <= own_keys):
             raise CheckpointError(
-                f"the optimizer's state of {name} was saved as {', '.join(sorted(saved_keys))}, but "
+                f"the optimizer's state of {name} was saved as {', '.join(sorted(saved_keys))}, but {type(optimizer).__name__} "
                 f"keeps {', '.join(sorted(own_keys))}: load with the kind of optimizer that saved, or without one"
             )
 

@@ -137,7 +137,7 @@ def _make_meter(transformer: Any, loss: Loss | None, args: Any, slices: int | Se
         places,
         tokens,
         cut,
-        make_memory=lambda lengths: Prefixes(len(lengths), lengths),
+        make_memory=Prefixes,
         loss=None if loss is None else make_cutter([tokens]).loss,
         can_slice=can_slice,
         cut_input=lambda value, lengths: mb.split_batch(value, 1, lengths),
