@@ -1,4 +1,4 @@
-"""What is released: a wheel that works where torch is not, with everything in it; and files that say the same of the version."""
+"""The release: a complete wheel that works without torch; and files that say the same of the version."""
 
 from __future__ import annotations
 

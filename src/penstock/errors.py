@@ -49,7 +49,7 @@ class CostsError(PenstockError, ValueError):
 
 
 class FileFormatError(PenstockError, ValueError):
-    """A file that is not a schedule or program: names the file and, where there is one, the row and the cell."""
+    """A file that is not a schedule or program: names the file and, if there is one, the row and the cell."""
 
     def __init__(self, file: str, reason: str, *, row: int | None = None, cell: int | None = None) -> None:
         self.file, self.reason, self.row, self.cell = file, reason, row, cell
@@ -99,7 +99,7 @@ class StageCallError(PenstockError, RuntimeError, TypeError):
 
 
 class NotAnIteratorError(PenstockError, TypeError):
-    """Data that begin anew each time they are asked for, where an iterator over them is due."""
+    """Data that begin anew each time they are asked for, in place of an iterator over them."""
 
 
 class CopyError(PenstockError, TypeError):
@@ -131,7 +131,7 @@ class SplitError(PenstockError, RuntimeError):
 
 
 class WholeBackwardNeeded(BaseException):
-    """Raised where a split forward asks autograd for something that the weights' stand-ins keep from it.
+    """Raised when a split forward asks autograd for something that the weights' stand-ins keep from it.
 
     It is no `Exception`, so that handlers in the forward's own code let it pass.
     """
@@ -139,7 +139,7 @@ class WholeBackwardNeeded(BaseException):
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
-        """What the stage does, as the end of a sentence."""
+        """The stage's behaviour, as the end of a sentence."""
 
 
 class MissingExtraError(PenstockError, ImportError):

@@ -1,4 +1,4 @@
-"""What a command prints: its result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
+"""Output of commands: the result to a file or to stdout, in colour if that is a terminal, and its progress on stderr; Ctrl-C."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands read: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
+"""Inputs of commands: a schedule by name or a file, how to lower it, its costs, saved timelines, and the user's own code."""
 
 from __future__ import annotations
 
@@ -171,13 +171,14 @@ def read_json_object(path: Path) -> dict[str, Any] | None:
 
 _FILES = (".toml", ".json")
 # The costs that grow with a stage: its work and its memory. The size of messages does not depend on the partition.
-_PER_STAGE = ("f", "i", "w", "b", "activation", "weight_stash", "parameters", "shard", "unshard", "reduce", "optimizer")
-_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
-_PER_SLICE = ("f", "i", "w", "b", "activation", "weight_stash", "output")
+_HELD = ("activation", "weight_stash", "kept", "kept_gradients")
+_PER_STAGE = ("f", "i", "w", "b", *_HELD, "parameters", "shard", "unshard", "reduce", "optimizer")
+_MEMORY_IN_BYTES = re.compile(r"\b(?:activation|weight_stash|kept|kept_gradients|parameters|shard)\s*=[\s\[]*[\d.]+\s*[KMGTP]?i?B\b")
+_PER_SLICE = ("f", "i", "w", "b", *_HELD, "output")
 
 
 class Per(StrEnum):
-    """What one number in the costs is for."""
+    """The unit of one number in the costs."""
 
     STAGE = "stage"
     RANK = "rank"

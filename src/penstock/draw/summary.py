@@ -200,7 +200,7 @@ def _build_totals(differences: Differences, words: tuple[str, str], title: str, 
 
 
 def _list_notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
-    """What readers of the tables must know."""
+    """Notes for readers of the tables."""
     if differences.scale != 1.0:
         yield f"the {words[0]} times are multiplied by {format_number(differences.scale)}"
     if differences.unlike is not None:

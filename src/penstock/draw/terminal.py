@@ -148,7 +148,7 @@ class TimelineCells:
             yield from (self._choose_letters(grid[rank]) for rank in ranks)
 
     def _find_majority(self) -> Ints:
-        """What runs longest in each cell of each rank, as class x chunks + chunk; -1 for idle."""
+        """The kind of action that runs longest in each cell of each rank, as class x chunks + chunk; -1 for idle."""
         lane, shape = self.label * self.chunks + self.chunk, (self.ranks, len(LETTERS) * self.chunks)
         busy = shares(self.rank, lane, self.start, self.end, self.edges, shape=shape)
         by_class = busy.reshape(self.ranks, len(LETTERS), self.chunks, self.columns)

@@ -49,7 +49,7 @@ class Export:
     settings: dict[str, str]
     """The other arguments of that package that must agree with the layout."""
     notes: tuple[str, ...] = ()
-    """What else must agree, and what the package does otherwise than the plan says, one sentence each."""
+    """Other settings that must agree, and differences between the package and the plan, one sentence each."""
 
 
 # Kinds of layers ------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements: which rank holds which stage."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import LIFETIMES, When
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.bounds.whole_numbers import floor_units, unit_for
 from penstock.planner.budget import SolverBudget, solve_within
 from penstock.planner.problem import SLACK, Problem
-from penstock.planner.whole_numbers import floor_units, unit_for
 
 CLOSE = 1e-6
 """An objective within this share of a bound is optimal: times are rounded to whole numbers for the solver."""
@@ -185,7 +185,7 @@ class Instance:
     def of(cls, problem: Problem) -> Instance:
         shape, costs = (problem.stages, problem.microbatches), problem.costs
         times = {name: costs.table(name, *shape) for name in ("f", "i", "w", "b")}
-        sizes = {name: costs.table(name, *shape) for name in ("activation", "weight_stash", "output")}
+        sizes = {"activation": costs.tabulate_held(*shape)} | {name: costs.table(name, *shape) for name in ("weight_stash", "output")}
         hops = np.zeros(shape)
         hops[1:] = costs.latency + (sizes["output"][:-1] / costs.bandwidth if costs.bandwidth is not None else 0.0)
         steps, ends = (costs.per_stage(name, problem.stages) for name in ("optimizer", "reduce"))

@@ -151,31 +151,33 @@ def is_training(entry: Algorithm) -> bool:
 
 
 def list_searchable_problems(request: Request) -> Iterator[Problem]:
-    """The problems on which orders are searched: every microbatch size and placement, without and with recompute if that is allowed.
+    """The problems on which orders are searched: every microbatch size, placement and number of slices, whole sequences first.
 
-    Orders of slices are not searched: sequences are whole here.
+    Each comes without and with recompute if that is allowed.
     """
-    if 1 not in request.slices:
-        return
     ranks = request.ranks
     placements = [Placement.linear(ranks)]
     if ranks > 1:
         placements += [Placement.v(ranks), *(Placement.looped(ranks, chunks) for chunks in CHUNKS[1:4]), Placement.wave(ranks, 2)]
     flags = (False, True) if request.recompute and request.limits is not None else (False,)
-    for profile in request.profiles:
-        for placement in placements:
-            for again in flags if placement.stages <= len(request.profile) else ():
-                yield from request.make_problems(profile, placement, (again,) * placement.stages)
+    for slices in (*(count for count in request.slices if count == 1), *(count for count in reversed(request.slices) if count > 1)):
+        for profile in request.profiles:
+            for placement in placements:
+                for again in flags if placement.stages <= len(request.profile) else ():
+                    yield from request.make_problems(profile, placement, (again,) * placement.stages, slices)
 
 
 # Starting orders ------------------------------------------------------------------------------------------------------
 
 
 def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
-    """Every named schedule that has the problem's placement and trains, built for its costs and limits if it takes them."""
-    for entry in (entry for entry in algorithms().values() if not entry.is_sliced):  # problems have whole microbatches
+    """Every named schedule that has the problem's placement and slices and trains, built for its costs and limits if it takes them."""
+    for entry in algorithms().values():
+        if entry.is_sliced if problem.slices == 1 else entry.slices is None:
+            continue
         chunks = entry.layout.chunks if entry.layout.fixed else problem.placement.chunks
         options: dict[str, Any] = {"costs": problem.costs} if "costs" in entry.options else {}
+        options |= {"slices": problem.slices} if problem.slices > 1 else {}
         if "memory_limit" in entry.options and problem.memory_limit is not None:
             # These schedules take one limit for all ranks, without parameters.
             options["memory_limit"] = min(limit - static for limit, static in zip(problem.limits, problem.static_memory, strict=True))
@@ -189,16 +191,21 @@ def list_named_schedules(problem: Problem) -> Iterator[Schedule]:
             yield schedule
 
 
-def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a-time") -> Schedule:
-    """Each microbatch forward through all stages and back before the next, with full backwards: no order holds less."""
+def one_at_a_time(placement: Placement, microbatches: int, name: str = "one-at-a-time", slices: int = 1) -> Schedule:
+    """Each microbatch forward through all stages and back before the next, with full backwards: no order holds less.
+
+    The slices of a microbatch go forward one after the other, and back in reverse.
+    """
     stages = np.arange(placement.stages)
-    stage = np.tile(np.concatenate((stages, stages[::-1])), microbatches)
-    kind = np.tile(np.repeat((int(Kind.F), int(Kind.B)), placement.stages), microbatches)
-    microbatch = np.repeat(np.arange(microbatches), 2 * placement.stages)
-    ranks = placement.ranks_of(stage, microbatch)
+    stage = np.tile(np.concatenate((np.tile(stages, slices), np.tile(stages[::-1], slices))), microbatches)
+    kind = np.tile(np.repeat((int(Kind.F), int(Kind.B)), placement.stages * slices), microbatches)
+    turns = np.concatenate((np.arange(slices), np.arange(slices)[::-1]))
+    unit = np.repeat((np.arange(microbatches)[:, None] * slices + turns).ravel(), placement.stages)
+    ranks = placement.ranks_of(stage, unit)
     by_rank = np.argsort(ranks, kind="stable")
-    entries = codes.pack(stage, kind, microbatch)[by_rank]
-    return Schedule.from_rows(Rows.sorted_by(entries, ranks[by_rank], placement.ranks), placement, microbatches, name=name)
+    entries = codes.pack(stage, kind, unit)[by_rank]
+    rows = Rows.sorted_by(entries, ranks[by_rank], placement.ranks)
+    return Schedule.from_rows(rows, placement, microbatches, name=name, slices=slices)
 
 
 # Timing ---------------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from penstock.planner.request import (
     check_names,
     check_share,
     check_slices,
+    choose_headroom,
     forget_slices,
     is_in_bytes,
 )
@@ -48,8 +49,6 @@ from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
-HEADROOM = 0.05
-"""The share of a memory limit that stays free if sizes are estimated."""
 SCENARIOS = 100
 """Simulated runs with jitter per candidate."""
 NOISE = 0.01
@@ -293,8 +292,8 @@ def plan(
     - `memory_limit`: one size, or one per rank, in the profile's unit or like "40GiB"; parameters, gradients and optimizer count;
     - `headroom`: the share of each limit that stays free; by default 5 % if the profile is an estimate, else nothing;
     - `schedules`: names of the zoo to try, and "searched" for searched orders; all by default;
-    - `recompute`: whether stages may run their forward again to hold less, where the memory limit holds a schedule back;
-    - `offload`: whether activations may be moved to host memory where the memory limit holds a schedule back, `host_memory` the most that
+    - `recompute`: whether stages may run their forward again to hold less, if the memory limit holds a schedule back;
+    - `offload`: whether activations may be moved to host memory if the memory limit holds a schedule back, `host_memory` the most that
       each rank may have there, and `host_bandwidth` what its link carries per unit of time, instead of the profile's;
     - `barrier`: whether all ranks wait for each other before the optimizer step (the makespan counts) or not (the longest span counts);
     - `split`: whether the backward may be split;
@@ -317,7 +316,7 @@ def plan(
             f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one"
         )
     profile = check_host(profile, offload, host_memory, host_bandwidth)
-    free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+    free = choose_headroom(profile, headroom)
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)
@@ -357,8 +356,6 @@ def plan(
         explorer.notes.append(f"{100 * free:.3g}% of each memory limit is kept free: the limits below exclude it")
     if offload and profile.host_bandwidth is None:
         explorer.notes.append("the bandwidth to host memory is not known: copies are taken to take no time but their latency")
-    if request.searches and counts[-1] > 1:
-        explorer.notes.append("with slices only named schedules were timed: orders are searched for whole sequences")
     explorer.run()
     return _build_plan(explorer)
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from penstock.ir.kind import COMPUTE, Kind
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
-from penstock.planner.candidate import IN_WORDS, Candidate, Verdict
-from penstock.planner.offload import count_moves
+from penstock.planner.candidate import IN_WORDS, Candidate, Verdict, count_moves
 from penstock.planner.partition.stage_costs import reserves, split_layers
 from penstock.planner.request import SEARCHED
 from penstock.simulator.simulate import simulate

@@ -20,6 +20,8 @@ from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free if sizes are estimated."""
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
 CHOSEN = ("costs", "memory_limit", "slices")
@@ -116,11 +118,12 @@ class Request:
         moments: Sequence[PeakMoment] = (),
         slack: float = 0.0,
         lengths: tuple[int, ...] = (),
+        moves: bool = False,
     ) -> LayerCut:
-        """The best partition of the layers, within the limits at these moments."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths)
+        """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths}
+            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -139,13 +142,16 @@ class Request:
             self._problems[key] = Problem.cut(*shape, self.limits, self.barrier, self.split, lengths)
         return self._problems[key]
 
-    def make_problems(self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1) -> list[Problem]:
+    def make_problems(
+        self, profile: Profile, placement: Placement, recompute: tuple[bool, ...], slices: int = 1, moves: bool = False
+    ) -> list[Problem]:
         """One problem with the least load, and one with more even stages if there is one; none if no partition fits.
 
         With slices, each with the lengths that suit its slowest rank, and with equal lengths. The loads do not depend on the lengths.
+        With `moves`, partitions count as fitting if they do with activations on the host.
         """
         first = self.guess_lengths(profile, slices)
-        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first) for slack in SLACKS]
+        cuts = [self.cut(profile, placement, recompute, slack=slack, lengths=first, moves=moves) for slack in SLACKS]
         fitting = dict.fromkeys(cut.sizes for cut in cuts if cut.fits)
         return [
             self.make_problem(profile, placement, sizes, recompute, lengths)
@@ -201,7 +207,7 @@ def check_batch(
 
 
 def sum_slice_times(profile: Profile, chosen: Sequence[bool], recompute: Sequence[bool] = ()) -> SliceCost:
-    """Time of a slice on the chosen layers together, forward and backward, with a second forward where it is recomputed."""
+    """Time of a slice on the chosen layers together, forward and backward, with a second forward if it is recomputed."""
     total = SliceCost()
     for place, layer in enumerate(profile.layers):
         if chosen[place] and layer.slices is not None:
@@ -254,6 +260,11 @@ def check_limits(memory_limit: Limit, ranks: int, name: str = "memory_limit") ->
     if len(sizes) != ranks:
         raise CostsError(f"{name} has {len(sizes)} values for {ranks} ranks: give one size, or one per rank")
     return tuple(parse_size(size, name) for size in sizes)
+
+
+def choose_headroom(profile: Profile, headroom: float | None) -> float:
+    """The share of each memory limit that stays free: the given one, or by default 5 % if the sizes are estimated."""
+    return (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
 
 
 def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwidth: float | str | None) -> Profile:

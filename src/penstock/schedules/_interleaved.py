@@ -1,4 +1,4 @@
-"""What the interleaved schedules share: the order in which a rank goes over its chunks, and the group sizes that work.
+"""Shared parts of the interleaved schedules: the order in which a rank goes over its chunks, and the group sizes that work.
 
 Microbatches go in groups of N: a group passes the first chunk, then the second, and so on. Without `group_size` N is the
 least that fits the batch, from `ranks` up: m // max(1, m // p). With q slices ceil(p/q) microbatches fill the pipeline, so that they take

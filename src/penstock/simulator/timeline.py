@@ -92,7 +92,7 @@ class Timeline:
 
     @cached_property
     def computes(self) -> Flags:
-        """Which actions are computation."""
+        """The actions that are computation."""
         rows = self.table.rows
         return rows.is_kind(*COMPUTE)[rows.heads]
 

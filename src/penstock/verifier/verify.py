@@ -66,7 +66,7 @@ def check(
     max_outstanding_sends: int | None = None,
     rules: Collection[str] | None = None,
 ) -> list[Finding]:
-    """Every finding, the worst first, and none where the proof succeeds; `rules` limits them to some rules, by name."""
+    """Every finding, the worst first, and none if the proof succeeds; `rules` limits them to some rules, by name."""
     return _check(
         _build_context(table, semantics, costs, max_outstanding_sends, memory_limit=memory_limit, host_memory_limit=host_memory_limit),
         rules,

@@ -1,4 +1,4 @@
-"""What DeepSpeed's configuration asks for and is not here."""
+"""Settings of DeepSpeed's configuration that are not supported."""
 
 from __future__ import annotations
 

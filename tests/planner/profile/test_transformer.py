@@ -68,7 +68,7 @@ LLAMA = {"layers": 32, "hidden": 4096, "heads": 32, "ffn": 11008, "gated": True,
 
 @pytest.mark.parametrize("sequence", [4096, 131072])
 def test_causal_flash_attention_counts_only_unmasked_pairs(sequence):
-    """FlashAttention's own count: 4 s^2 x head size x heads forward, 2.5 times that backward, both halved where a mask is causal.
+    """FlashAttention's own count: 4 s^2 x head size x heads forward, 2.5 times that backward, both halved if a mask is causal.
 
     A backward is otherwise twice a forward, and 6 operations per parameter and token is what both take together.
     """

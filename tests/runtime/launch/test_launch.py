@@ -133,7 +133,7 @@ def test_random_state_travels_with_the_baton() -> None:
 
 @pytest.fixture
 def interruptible() -> Iterator[None]:
-    """Ctrl-C reaches the test even where the tests were started in the background, which ignores it."""
+    """Ctrl-C reaches the test even if the tests were started in the background, which ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

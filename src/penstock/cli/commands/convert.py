@@ -100,7 +100,7 @@ def convert(
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is written, and its description in words and as data."""
+    """The text to write, and its description in words and as data."""
 
     text: str
     words: str

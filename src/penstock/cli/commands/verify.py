@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Semantics(StrEnum):
-    """What sends and receives wait for."""
+    """The semantics of sends and receives."""
 
     CHANNELS = "channels"
     RENDEZVOUS = "rendezvous"

@@ -1,4 +1,4 @@
-"""What a training run tells: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
+"""Reports of a training run: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
 
 from __future__ import annotations
 

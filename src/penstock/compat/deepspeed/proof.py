@@ -224,7 +224,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     known: dict[tuple[int, int], Sequence[Stream]] = {}  # no lru_cache, so that the class can be sent to other processes
 
-    def proved(micro_batches: int, stages: int) -> Sequence[Stream]:
+    def prove_once(micro_batches: int, stages: int) -> Sequence[Stream]:
         if (micro_batches, stages) not in known:
             if isinstance(schedule, str):
                 table: Table = by_name(schedule, stages, micro_batches, **options)
@@ -235,7 +235,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def stream(self: Any) -> Stream:
         ours.check_sizes(self)
-        return proved(self.micro_batches, self.stages)[int(self.stage_id)]
+        return prove_once(self.micro_batches, self.stages)[int(self.stage_id)]
 
     def steps(self: Any) -> Iterator[list[Any]]:
         """The stage's instructions."""
@@ -250,7 +250,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
         return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
-        proved(schedule.microbatches, schedule.ranks)
+        prove_once(schedule.microbatches, schedule.ranks)
     text = f"Penstock's {name} as DeepSpeed's instructions."
     parts = {"__doc__": text, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
     return type(f"{''.join(part.capitalize() for part in name.split('-'))}Schedule", (home.PipeSchedule,), parts)

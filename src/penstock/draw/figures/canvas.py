@@ -1,4 +1,4 @@
-"""What all matplotlib figures share: the style, empty plots, the width of text, and rendering."""
+"""Shared parts of matplotlib figures: the style, empty plots, the width of text, and rendering."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A bound for every way to cut a model: any contiguous partition, placement, order and choice of stages to recompute.
 
 It knows layers and ranks, and neither stages nor cuts. Its arguments assume only that each rank holds at least one layer, that
-a rank does one action at a time, and that activations are held from the forward to the backward:
+a rank does one action at a time, and that activations are held from the forward to the backward (see `ir.memory_ledger`):
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first;
@@ -90,7 +90,7 @@ class OverallBound:
         """
         back = ("i",) if self.split else ("i", "w")
         share = min(1.0, self.profile.overlap)
-        held = self._list_terms("activation", "token")
+        held = self._list_terms("activation", "token") + np.array([layer.slices.keys for layer in self.profile.layers if layer.slices])
         token = share * sum(self._list_terms(name, "token") for name in ("f", *back))
         pair = share * sum(self._list_terms(name, "pair") for name in ("f", *back))
         passing = token * self._tokens**2 / 2 + pair * self._tokens**3 / 3

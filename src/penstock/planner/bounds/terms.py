@@ -1,4 +1,8 @@
-"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run."""
+"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run.
+
+The waits here, and the arguments of `rank_bounds` and `overall`, are closed forms derived from the lifetimes in `ir.memory_ledger`: counts
+and areas, which cannot be read off a list of changes. `solver_bounds` reads the list, and tests compare all of them with the simulator.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +43,7 @@ class ModelCopy:
     weight: Floats
     """Zero if nothing is left to do after the gradient."""
     activation: Floats
+    """What is held from the forward to the gradient, keys and values of slices included."""
     stash: Floats
     travel: Floats
     """Time of the message from the stage before; zero for the first stage and within a rank."""
@@ -118,9 +123,8 @@ class Terms:
 
 def _list_model_copies(problem: Problem) -> tuple[ModelCopy, ...]:
     costs, shape, placed = problem.costs, (problem.stages, problem.units), problem.placement.copies
-    f, i, w, b, activation, stash, output = (
-        costs.table(name, *shape) for name in ("f", "i", "w", "b", "activation", "weight_stash", "output")
-    )
+    f, i, w, b, stash, output = (costs.table(name, *shape) for name in ("f", "i", "w", "b", "weight_stash", "output"))
+    activation = costs.tabulate_held(*shape)
     together = min(1.0, costs.overlap)  # overlapped actions take this share of their sum, and no action takes less
     gradient = np.minimum(i, b) if problem.split else b
     weight = np.minimum(i + w, b) - gradient if problem.split else np.zeros(shape)

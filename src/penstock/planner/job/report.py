@@ -140,7 +140,7 @@ def _write_schedules(plan: JobPlan) -> Iterator[str]:
 
 
 def _write_memory(plan: JobPlan) -> Iterator[str]:
-    """What the GPUs of each pipeline rank hold, with equal ranks joined."""
+    """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
     layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
     rows: list[tuple[str, ...]] = []

@@ -92,7 +92,7 @@ class DispatchRules:
     def _draw_counts(self, first: float, last: float) -> Ints:
         """Microbatches of each stage, as shares of what memory holds."""
         share = np.linspace(first, last, self.flat.stages)
-        return np.clip(np.round(self._room * share), 1, self.flat.microbatches).astype(np.int64)
+        return np.clip(np.round(self._room * share), self.flat.slices, self.flat.microbatches).astype(np.int64)
 
     def _build_rule(self, base: Floats, counts: Ints, under_way: bool, overrun: float, patience: float) -> DispatchRule:
         """A rule that limits the microbatches in flight, or the forwards ahead of the first backward."""
@@ -131,7 +131,7 @@ class DispatchRules:
         low, high = self._draw_range(chance)
         changed = counts.copy()
         changed[low:high] += chance.choice((-1, 1))
-        return np.clip(changed, 1, self.flat.microbatches)
+        return np.clip(changed, self.flat.slices, self.flat.microbatches)
 
     def _change_base(self, base: Floats, chance: np.random.Generator) -> Floats:
         """Shift the priorities of one kind on some stages; or move those of W to soon after its I."""

@@ -49,7 +49,7 @@ class SearchResult:
     schedule: Schedule | None
     objective: float
     source: str = ""
-    """What it grew from: `list`, or the name of a schedule."""
+    """Its origin: `list`, or the name of a schedule."""
     rounds: float = 0.0
     """How many orders were timed, a try of a move counted as a part of one."""
     late: bool = False
@@ -105,7 +105,7 @@ class _OrderSearch:
             if self.budget.over and (self.best is not None or self.budget.stop()):
                 return
         if self.best is None:
-            self._add_start(one_at_a_time(self.problem.placement, self.problem.microbatches))
+            self._add_start(one_at_a_time(self.problem.placement, self.problem.microbatches, slices=self.problem.slices))
 
     def _add_start(self, schedule: Schedule) -> None:
         """Consider a schedule; if it fits, local search may start from it."""
@@ -117,8 +117,10 @@ class _OrderSearch:
 
     def _check(self, schedule: Schedule) -> None:
         problem = self.problem
-        if schedule.placement.copies != problem.placement.copies or schedule.microbatches != problem.microbatches:
-            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}"
+        shape = problem.placement.copies, problem.microbatches, problem.slices
+        if (schedule.placement.copies, schedule.microbatches, schedule.slices) != shape:
+            slices = f" of {problem.slices} slices" if problem.slices > 1 else ""
+            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}{slices}"
             raise ScheduleError(f"{schedule!r} cannot begin a search for {expected}")
         if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")
@@ -131,7 +133,8 @@ class _OrderSearch:
         pool += [replace(order, objective=evaluator.time(order.nodes, order.full)) for order in self.starts]
         pool = _pick_different(pool, 3)
         with self.budget.part(_ON_PATTERNS):
-            repeating = PatternSearch(self.sample, evaluator, self.budget, self.chance).run(self.sampled) if self.sampled else []
+            alike = self.sampled if self.problem.slices == 1 else []  # slices do not repeat: each takes another time
+            repeating = PatternSearch(self.sample, evaluator, self.budget, self.chance).run(alike) if alike else []
         pool += [order for order in _pick_different(repeating, 1) if self._accept(order)]
         LocalSearch(evaluator, self.budget, self.chance, self._accept, lambda: self.over).run(pool)
 
@@ -141,7 +144,7 @@ class _OrderSearch:
     def _list_schedule(self) -> list[Order]:
         """Orders by list scheduling that fit."""
         problem = self.problem
-        if problem.memory_limit is not None and np.any(problem.costs.table("output", problem.stages, problem.microbatches)):
+        if problem.memory_limit is not None and np.any(problem.costs.table("output", problem.stages, problem.units)):
             self._leave_room()  # received messages take memory
         return [order for order in self._search_rules() if self._accept(order)]
 
@@ -197,7 +200,7 @@ def shorten(problem: Problem) -> Problem | None:
     enough = max(12, _ENOUGH * problem.ranks)
     costs = problem.costs
     differ = any(isinstance(value, tuple) and any(isinstance(row, tuple) for row in value) for value in vars(costs).values())
-    if differ or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
+    if differ or problem.slices > 1 or 3 * problem.stages * problem.microbatches < _MANY or problem.microbatches < 1.5 * enough:
         return None
     return replace(problem, microbatches=enough)
 

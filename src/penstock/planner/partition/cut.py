@@ -63,6 +63,7 @@ def cut_layers(
     moments: Sequence[PeakMoment] = (),
     slack: float = 0.0,
     lengths: Sequence[int] = (),
+    moves: bool = False,
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
@@ -71,16 +72,16 @@ def cut_layers(
     This is exact if each rank holds one stage, or a stage and its mirror image, and if branch and bound finishes; else cuts are
     shifted while that helps. If nothing fits, the cuts come as near as possible. A stage with `recompute` runs its forward
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
-    become more even. With `lengths`, sequences are cut into slices of so many tokens.
+    become more even. With `lengths`, sequences are cut into slices of so many tokens. With `moves`, activations may be moved to the host:
+    a rank then need not hold a microbatch in all of its stages.
     """
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
         raise PlacementError(
             f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
         )
-    cutting = Cutting(
-        LayerRuns(profile, tuple(lengths)), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack
-    )
+    within = None if limits is None else tuple(limits)
+    cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves)
     cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
@@ -137,7 +138,7 @@ def _build_stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         if key not in known:
             excess = np.zeros_like(cutting.times(stage))
             for moment in moments:
-                held = cutting.runs.sum_held(recompute, *moment.activations, *moment.stashes) + cutting.runs.reserves[recompute]
+                held = cutting.runs.sum_held(recompute, moment.by_stage[0]) + cutting.runs.reserves[recompute]
                 excess = np.maximum(excess, memory_over(held + moment.other, limit))
             known[key] = excess, np.where(excess > 0, np.inf, cutting.times(stage))
         yield known[key]
@@ -273,10 +274,13 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
 
 
 def _is_nested(placement: Placement) -> bool:
-    """Whether every rank holds two stages, one as far from the start as the other from the end."""
+    """Whether every rank runs two stages, one as far from the start as the other from the end, for one copy each."""
     last = placement.stages - 1
-    return last % 2 == 1 and all(
-        len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks)
+    once = 2 * placement.ranks == placement.stages * len(placement.copies)
+    return (
+        last % 2 == 1
+        and once
+        and all(len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks))
     )
 
 
@@ -396,8 +400,8 @@ class _Nested:
         reserve = np.maximum(first[:, None], second[None, :])
         fits = np.ones(reserve.shape, dtype=np.bool_)
         for moment in cutting.moments_of(rank):
-            counts = dict(zip(stages, zip(moment.activations, moment.stashes, strict=True), strict=True))
-            held = {stage: np.diagonal(runs.sum_held(cutting.recompute[stage], *counts[stage]), n) for stage, n in lengths.items()}
+            counts = dict(zip(stages, moment.by_stage, strict=True))
+            held = {stage: np.diagonal(runs.sum_held(cutting.recompute[stage], counts[stage]), n) for stage, n in lengths.items()}
             first, second = held.values()
             fits &= memory_over(first[:, None] + second[None, :] + reserve + moment.other, limit) <= 0
         return fits

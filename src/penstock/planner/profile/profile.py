@@ -23,7 +23,7 @@ TIMES = ("f", "i", "w")
 ONCE = ("reduction", "update")
 """Times that count once per step, however many microbatches there are."""
 _OF_VARIANTS = ("microbatch", "input", "layers")
-PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output", "kept")
+PER_MICROBATCH = ("f", "i", "w", "activation", "weight_stash", "workspace", "output", "kept", "kept_gradients")
 """Fields that grow with the microbatch size; those of the parameters do not."""
 
 
@@ -60,9 +60,12 @@ class Layer:
     update: float = 0.0
     """Time of the optimizer step."""
     kept: float = 0.0
-    """The part of the activation that a recomputed stage holds too."""
+    """Held from a microbatch's F to its I besides the activation, also if the stage is recomputed or the activation moves to the host: of a
+    slice, its keys and values."""
+    kept_gradients: float = 0.0
+    """Of a slice, the sum of the gradients of its keys and values."""
     slices: SliceCosts | None = None
-    """What a slice of the sequence takes, if that is known."""
+    """The costs of a slice of the sequence, if they are known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -92,7 +95,8 @@ class Layer:
         """The layer with the costs of a slice of a sequence of so many tokens in place of those of a microbatch."""
         assert self.slices is not None
         costs = {name: getattr(self.slices, name).at(length, prefix) for name in (*TIMES, "activation", "weight_stash", "workspace")}
-        return replace(self, **costs, output=self.output * length / tokens, kept=self.slices.keys * length, slices=None)
+        kept: dict[str, Any] = {"kept": self.slices.keys * length, "kept_gradients": self.slices.key_gradients * length}
+        return replace(self, **costs, **kept, output=self.output * length / tokens, slices=None)
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from their defaults, as plain data."""
@@ -136,7 +140,7 @@ class Profile:
     overlap: float = 1.0
     """Time of two overlapped actions, as a share of the sum of their times."""
     contention: str = "independent"
-    """Which messages share a link, as in `penstock.Costs`."""
+    """The messages that share a link, as in `penstock.Costs`."""
     estimated: bool = False
     """Whether the numbers are computed rather than measured; a plan then leaves some memory free."""
     host_bandwidth: float | None = None
@@ -244,8 +248,9 @@ class Profile:
             return np.array([layer.output for layer in self.layers])[:, None] * length / self.tokens
         if name not in self._slice_terms:
             slices = [layer.slices for layer in self.layers]
+            per_token = {"kept": "keys", "kept_gradients": "key_gradients"}.get(name)
             costs = [
-                SliceCost(token=layer_slices.keys) if name == "kept" else getattr(layer_slices, name)
+                getattr(layer_slices, name) if per_token is None else SliceCost(token=getattr(layer_slices, per_token))
                 for layer_slices in slices
                 if layer_slices is not None
             ]

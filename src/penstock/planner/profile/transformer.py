@@ -1,7 +1,7 @@
 """The profile of a transformer from its size alone.
 
 With b samples per microbatch, s tokens each, T = bs; h the width, a heads of d numbers each, k the width of all keys (less than ad where
-several heads share them), g the width of the feed-forward part and n its matrices (3 where it is gated, else 2), V the vocabulary, e the
+several heads share them), g the width of the feed-forward part and n its matrices (3 if it is gated, else 2), V the vocabulary, e the
 bytes of a number. A matrix product counts 2 operations for each of its terms; everything else (norms, additions, look-ups) is free.
 
     linear maps    2T (2h ad + 2hk + n hg)       attention    4bs^2 ad, and half of that if it is causal and flash skips what is masked;
@@ -20,8 +20,9 @@ With `key_rank`, keys and values are compressed to that many numbers per token a
 as in DeepSeek-V3), queries to `query_rank`.
 
 A slice of n tokens after p others takes n/s of the linear maps and (2 p n + n^2) / s^2 of the attention, in I as in F; W has no attention.
-It holds n/s of the activation, and 2 e b n k more for the gradients of its keys and values, which later slices add to. This needs causal
-attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
+It holds n/s of the activation. Keys and values, e b n 2k of that (with `key_rank` those of all heads, and the positions with each key), are
+kept until the backward of the first slice; the gradients that later slices add to them take 4 b n 2k more, or e b n 2k if e is more than 4.
+This needs causal attention and flash: other attention looks ahead, or holds scores that grow with the prefix.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
-from penstock.planner.profile.slices import SliceCost, SliceCosts
+from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
 from penstock.text.units import check_count, check_number, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
@@ -305,8 +306,7 @@ class Transformer:
     def _add_attention(self, slices: SliceCosts, size: int, attention: float, exchanged: float) -> SliceCosts:
         """Turn the attention's part of a slice, so far a share per token, into one per pair of tokens, and add the exchange of experts.
 
-        The sequence has half the square of its tokens as pairs. Keys and values are part of the activation, the room for their gradients
-        comes on top.
+        The sequence has half the square of its tokens as pairs. Keys and values, so far part of the activation, are counted apart from it.
         """
         whole, exchange = attention / self.flops, SliceCost(token=exchanged / self.sequence)
 
@@ -314,9 +314,11 @@ class Transformer:
             token = max(cost.token - passes * whole / self.sequence, 0.0)
             return replace(cost, token=token, pair=2 * passes * whole / self.sequence**2) + exchange
 
-        keys = self.bytes * size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
-        activation = slices.activation + SliceCost(token=keys)
-        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, keys=2 * keys)
+        within = size * 2 * self._head * (self.heads if self.key_rank else self.kv_heads or self.heads)
+        numbers = within + (size * self.heads * self.rope if self.key_rank else 0)  # positions are copied into the key of every head
+        activation = replace(slices.activation, token=slices.activation.token - self.bytes * within)
+        sizes: dict[str, Any] = {"keys": self.bytes * numbers, "key_gradients": max(self.bytes, SUM_BYTES) * numbers}
+        return replace(slices, f=move(slices.f, 1.0), i=move(slices.i, 2.5), activation=activation, **sizes)
 
     def _list_passed_widths(self, place: int) -> list[int]:
         """Widths of the feed-forward parts that one token passes in a block."""

@@ -1,7 +1,7 @@
 """The versions of torch that the runtime works with.
 
 The range has its one home here. `pyproject.toml`, the Makefile, the workflow, README and docs repeat it, and
-`tests/test_torch_versions.py` compares them with it.
+`tests/runtime/torch_internals/test_torch_versions.py` compares them with it.
 """
 
 from __future__ import annotations

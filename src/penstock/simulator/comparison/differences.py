@@ -104,7 +104,7 @@ def differences(predicted: Timeline, measured: Timeline, *, scale: float | str |
 
 
 def _scale_between(pair: Match) -> float:
-    """What one unit of the predicted times is in the measured ones; 1 if it is not known and the times are alike."""
+    """One unit of the predicted times, in measured ones; 1 if it is not known and the times are alike."""
     one, other = pair.predicted.timeline, pair.measured.timeline
     seconds = [SECONDS.get(timeline.units.time_unit) for timeline in (one, other)]
     if seconds[0] is not None and seconds[1] is not None:

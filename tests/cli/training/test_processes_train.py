@@ -23,7 +23,7 @@ from penstock.cli.training.session import ROUND_STEPS, ROUNDS, WARM_UP, count_co
 from penstock.runtime import DataOrder
 from penstock.runtime.train import ranks as rank_processes
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = """
 import torch
 from torch import nn
