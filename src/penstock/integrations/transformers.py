@@ -269,7 +269,7 @@ class PipelineMixin:
         if checkpoint is None:
             return
         if not _has_state(checkpoint):
-            logger.warning("%s has no folder %r: the optimizer and the learning rate start anew", checkpoint, STATE_FOLDER)
+            logger.warning("%s has no folder %r: the optimizer and the learning rate start from scratch", checkpoint, STATE_FOLDER)
             return
         _open_state(checkpoint).load_latest(self.pipeline, _unwrap(self.optimizer), scheduler=self.lr_scheduler)
 
