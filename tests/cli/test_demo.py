@@ -66,8 +66,10 @@ def test_make_alone_lists_the_targets():
         "cases",
         "paper",
         "docs",
+        "pictures",
         "deepspeed",
         "titan",
+        "sky",
     ]
 
 

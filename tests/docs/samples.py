@@ -30,7 +30,8 @@ def label(line: str) -> str:
         return " ".join(columns)
     start = _LABEL_ENDS.split(text, maxsplit=1)[0].strip()
     words = start.split()
-    return start if words and len(words) <= LONGEST_LABEL and words[-1] not in NUMBERED else ""
+    is_label = 0 < len(words) <= LONGEST_LABEL and words[-1] not in NUMBERED and any(map(str.isalpha, start))
+    return start if is_label else ""
 
 
 def labels(text: str) -> Iterator[str]:

@@ -104,6 +104,17 @@ test.each([
 
 test("text is escaped", () => expect(escaped(`<a href="x">'&`)).not.toMatch(/[<>"']/));
 
+test.each([60, 90, 130, 200, 330, 600, 1200, 2400])("at %i pixels all actions of a chart are named alike, or none", (width) => {
+  for (const microbatches of [4, 40]) {
+    const made = Shown.of("gpipe", gpipe({ ranks: 3, microbatches, costs: { f: 1, i: 1.5, w: 1.5 } }), core.fullCosts({ f: 1, i: 1.5, w: 1.5 }));
+    const labels = [...toSvg(sceneOf([made], 0, made.length, width + 80), NOTHING).matchAll(/fill="#(?:000000|ffffff)" font-size="\d+" text-anchor="middle">([^<]*)<\/text>/g)].map(([, text]) => text);
+    const names = labels.filter((text) => /^\d+[FB]\d+$/.test(text)).length;
+    const numbers = labels.filter((text) => /^\d+$/.test(text)).length;
+    expect([[0, 0], [made.view.nodes, 0], [0, made.view.nodes]]).toContainEqual([names, numbers]);
+    if (width > 1000 && microbatches === 4) expect(names).toBeGreaterThan(0);
+  }
+});
+
 test("pictures of a drag, of a cycle, of a recorded run and of a moment are well formed", () => {
   const order = core.orderOf(view);
   const broken = core.checkedView(view, core.applyEdits(order, core.decodeEdits("m0.4.0"), view.table.edges));

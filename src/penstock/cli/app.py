@@ -89,7 +89,7 @@ def _penstock(
     """Plan, prove and run pipeline-parallel training.
 
     \b
-    Exit codes: 0 good, 1 a finding (a program refused, a bad file), 2 wrong usage.
+    Exit codes: 0 success, 1 a finding (a refused program, a bad file), 2 wrong usage.
 
     \b
     Examples:

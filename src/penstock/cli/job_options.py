@@ -32,7 +32,10 @@ class JobOptions:
     ] = None
     node_latency: Annotated[str | None, text_option("Latency of a message within a node, like 2us.", "TIME", "--node-latency")] = None
     shares: Annotated[
-        str | None, text_option('Reached shares of the rates: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares")
+        str | None,
+        text_option(
+            'The share of each rate that is reached in practice: "matmul=0.76 attention=0.5 memory=0.7 link=0.8".', "SHARES", "--shares"
+        ),
     ] = None
     optimizer: Annotated[str, text_option("adam or muon.", "NAME", "--optimizer")] = "adam"
     pipeline: Annotated[str | None, text_option("Pipeline degrees to choose from.  [default: all]", "N,N", "--pipeline")] = None
@@ -41,7 +44,12 @@ class JobOptions:
     context: Annotated[str | None, text_option("Context degrees to choose from.  [default: all]", "N,N", "--context")] = None
     sharding: Annotated[str | None, text_option("ZeRO stages to choose from.  [default: 1,2,3]", "N,N", "--sharding")] = None
     vocabulary: Annotated[
-        str | None, text_option("ends, or spread over the pipeline ranks.  [default: both are tried]", "WHERE", "--vocabulary")
+        str | None,
+        text_option(
+            "Where embedding and head go: ends (the first and last stage) or spread (all pipeline ranks).  [default: the better one]",
+            "WHERE",
+            "--vocabulary",
+        ),
     ] = None
 
     def make_job(self, sizes: dict[str, Any], links: dict[str, Any], headroom: float | None) -> Job:

@@ -411,7 +411,7 @@ class _View:
 
 
 MaxOutstandingSends = Annotated[
-    int | None, count_option("Wait for sends, so that no rank has more than N that it has not waited for.", "--max-outstanding-sends")
+    int | None, count_option("Let no rank have more than N sends under way: it waits for the oldest first.", "--max-outstanding-sends")
 ]
 DeferReduceGradWait = Annotated[
     bool,

@@ -38,6 +38,7 @@ from penstock.planner.request import (
     check_names,
     check_share,
     check_slices,
+    choose_headroom,
     forget_slices,
     is_in_bytes,
 )
@@ -48,8 +49,6 @@ from penstock.text.units import Units, check_count
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import verify
 
-HEADROOM = 0.05
-"""The share of a memory limit that stays free if sizes are estimated."""
 SCENARIOS = 100
 """Simulated runs with jitter per candidate."""
 NOISE = 0.01
@@ -317,7 +316,7 @@ def plan(
             f"{format_count(len(profile), 'layer')} are too few for {format_count(ranks, 'rank')}: each needs at least one"
         )
     profile = check_host(profile, offload, host_memory, host_bandwidth)
-    free = (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+    free = choose_headroom(profile, headroom)
     limits = check_limits(memory_limit, ranks)
     if limits is not None:
         limits = tuple(limit * (1 - free) for limit in limits)

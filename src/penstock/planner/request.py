@@ -20,6 +20,8 @@ from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free if sizes are estimated."""
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
 CHOSEN = ("costs", "memory_limit", "slices")
@@ -258,6 +260,11 @@ def check_limits(memory_limit: Limit, ranks: int, name: str = "memory_limit") ->
     if len(sizes) != ranks:
         raise CostsError(f"{name} has {len(sizes)} values for {ranks} ranks: give one size, or one per rank")
     return tuple(parse_size(size, name) for size in sizes)
+
+
+def choose_headroom(profile: Profile, headroom: float | None) -> float:
+    """The share of each memory limit that stays free: the given one, or by default 5 % if the sizes are estimated."""
+    return (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
 
 
 def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwidth: float | str | None) -> Profile:

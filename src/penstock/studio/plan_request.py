@@ -9,7 +9,7 @@ from penstock.errors import ScheduleError, UsageError
 from penstock.ir.codes import MAX_STAGES
 from penstock.ir.formats.reading import check_fields
 from penstock.planner.profile import Profile
-from penstock.planner.request import check_batch, check_limits, check_names, check_share
+from penstock.planner.request import check_batch, check_limits, check_names, check_share, choose_headroom
 from penstock.studio.limits import MOST_LAYERS, MOST_PLANNED, MOST_SECONDS, check_actions, check_request
 from penstock.text.numbers import format_count
 from penstock.text.units import check_count
@@ -62,8 +62,15 @@ def read_plan_request(body: Any) -> tuple[Profile, dict[str, Any]]:
 
 
 def check_plan(body: Any) -> dict[str, Any]:
-    """Refuse a bad request before its job starts; give the seconds that it may search."""
-    return {"seconds": float(read_plan_request(body)[1].get("seconds", 7.0))}
+    """Refuse a bad request before its job starts; give the seconds that it may search, and the limits that candidates must fit within."""
+    profile, options = read_plan_request(body)
+    return {"seconds": float(options.get("seconds", 7.0)), "limits": used_limits(profile, options)}
+
+
+def used_limits(profile: Profile, options: dict[str, Any]) -> tuple[float, ...] | None:
+    """What each rank may hold: its memory limit without the share that the planner keeps free."""
+    limits, free = check_limits(options.get("memory_limit"), options["ranks"]), choose_headroom(profile, options.get("headroom"))
+    return None if limits is None else tuple(limit * (1 - free) for limit in limits)
 
 
 def _profile(profile: Any, transformer: Any) -> Profile:

@@ -81,7 +81,7 @@ class Studio:
 
         body = await body_of(request)
         checked = json.loads(await self._answer(request, "check-plan", body))
-        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"])})
+        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"]), "limits": checked["limits"]})
 
     async def plan(self, request: Request) -> Response:
         job = self.jobs.get(request.path_params["job"])

@@ -115,8 +115,9 @@ def compare(
     the same work; with --per stage, every stage has these costs. Saved timelines stay as they are unless --costs are given, and
     measured ones always do.
 
-    A measured timeline is laid over the first predicted one if both do the same work: the output compares their figures, shows where
-    they part, and what makes the measured one longer. Measured times are in seconds; --unit converts them to the prediction's unit.
+    A measured timeline is laid over the first predicted one if both do the same work: the output compares their figures, and shows
+    where they begin to differ and what makes the measured one longer. Measured times are in seconds. --unit names the unit of the
+    predicted times, if they do not have one.
 
     \b
     Examples:

@@ -22,7 +22,7 @@ def lower(
     *,
     options: LoweringOptions,
     waits: Annotated[
-        bool, typer.Option("--waits", help="Also wait for sends and gradient reductions by actions, as PyTorch 2.15 does.")
+        bool, typer.Option("--waits", help="Also add actions that wait for sends and gradient reductions, as PyTorch 2.15 does.")
     ] = False,
     max_outstanding_sends: MaxOutstandingSends = None,
     defer_reduce_grad_wait: DeferReduceGradWait = False,

@@ -63,7 +63,9 @@ def plan(
             "--slices",
         ),
     ] = None,
-    slice_granularity: Annotated[int, count_option("Tokens that the length of a slice is a multiple of.", "--slice-granularity")] = 128,
+    slice_granularity: Annotated[
+        int, count_option("Make the length of each slice a multiple of this many tokens.", "--slice-granularity")
+    ] = 128,
     memory_limit: Annotated[
         str | None, text_option("The memory limit per rank, like 40GiB; or one per rank, with commas.", "SIZE", "--memory-limit")
     ] = None,
@@ -80,12 +82,8 @@ def plan(
             complete=complete_schedule_list,
         ),
     ] = None,
-    recompute: Annotated[
-        bool, typer.Option("--recompute", help="Let stages recompute their forward if memory holds a schedule back.")
-    ] = False,
-    offload: Annotated[
-        bool, typer.Option("--offload", help="Let activations move to host memory if memory holds a schedule back.")
-    ] = False,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Let stages recompute their forward if memory is short.")] = False,
+    offload: Annotated[bool, typer.Option("--offload", help="Let activations move to host memory if memory is short.")] = False,
     host_memory: Annotated[
         str | None, text_option("With --offload: the most host memory per rank, like 100GiB.", "SIZE", "--host-memory")
     ] = None,
@@ -121,11 +119,13 @@ def plan(
 ) -> int:
     """Find the best schedule for a model and a memory limit.
 
-    Chooses the partition, the schedule, its chunks, the microbatch size, the slices of long sequences and what to recompute or offload;
-    prints why, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best plan so far, with exit
-    code 130. With --gpus and --transformer it plans a whole job: pipeline, data, tensor and context degrees, microbatch size, sharding,
-    recompute per block and vocabulary split; --memory-limit, --bandwidth and --latency are then those of a GPU and of its link to other
-    nodes.
+    Chooses the partition, the schedule and its chunks, the microbatch size, the slices of long sequences, and what to recompute or
+    offload. Prints why it chose them, the memory of each rank, and the gap to the lower bound. Ctrl-C ends the search and keeps the best
+    plan so far, with exit code 130.
+
+    With --gpus and --transformer it plans a whole job: the pipeline, data, tensor and context degrees, the microbatch size, the sharding,
+    the blocks to recompute, and where the vocabulary goes. --memory-limit is then that of a GPU; --bandwidth and --latency are those of
+    its link to other nodes.
 
     \b
     Examples:

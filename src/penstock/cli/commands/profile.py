@@ -39,7 +39,7 @@ def profile(
     repeats: Annotated[int, count_option("Timed runs of each layer; the median counts.", "--repeats")] = 7,
     slices: Annotated[
         int | None,
-        count_option("Measure slices of the sequence too, so that a plan may cut it: the most slices that it may take.", "--slices"),
+        count_option("Also measure slices of the sequence, up to this many, so that a plan may cut it.", "--slices"),
     ] = None,
     latency: Annotated[
         str | None, text_option("Latency of a message between ranks, like 5us, or in seconds.  [default: 0]", "TIME", "--latency")

@@ -59,9 +59,9 @@ class TrainOptions:
     memory_limit: Annotated[
         str | None, text_option("The memory limit per rank, like 40GiB; with --schedule auto or a NAME.", "SIZE", "--memory-limit")
     ] = None
-    recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards if memory holds a schedule back.")] = False
+    recompute: Annotated[bool, typer.Option("--recompute", help="Let auto recompute forwards if memory is short.")] = False
     search: Annotated[
-        float | None, text_option("How long auto searches after it tried the named schedules.  [default: 5]", "S", "--seconds")
+        float | None, text_option("Seconds that auto searches after it has timed the named schedules.  [default: 5]", "S", "--seconds")
     ] = None
     checkpoints: Annotated[Path | None, text_option("Save checkpoints there, and resume from the last one.", "FOLDER", "--checkpoints")] = (
         None

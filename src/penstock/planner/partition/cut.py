@@ -274,10 +274,13 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
 
 
 def _is_nested(placement: Placement) -> bool:
-    """Whether every rank holds two stages, one as far from the start as the other from the end."""
+    """Whether every rank runs two stages, one as far from the start as the other from the end, for one copy each."""
     last = placement.stages - 1
-    return last % 2 == 1 and all(
-        len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks)
+    once = 2 * placement.ranks == placement.stages * len(placement.copies)
+    return (
+        last % 2 == 1
+        and once
+        and all(len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks))
     )
 
 
