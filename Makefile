@@ -15,10 +15,11 @@ DEV := $(VENV)/.dev
 PAGE := web/node_modules/.installed
 DEEPSPEED := .venv-deepspeed
 TITAN := .venv-titan
+SKY := .venv-sky
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs deepspeed titan lint
+.PHONY: help setup demo test quick matrix fuzz page bench cases paper docs pictures deepspeed titan sky lint
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z]*\):.*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "make %-9s %s\n", $$1, $$2 }'
@@ -63,11 +64,18 @@ paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
+pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio.png from the live studio
+	$(BIN)/python docs/maker/rooms.py
+	PENSTOCK_PYTHON=$(abspath $(BIN))/python node docs/maker/studio.mjs
+
 deepspeed: $(DEEPSPEED)/.installed  ## train with GPipe's and eager 1F1B's order in DeepSpeed's own engine, installed apart
 	@$(DEEPSPEED)/bin/python examples/deepspeed_orders.py
 
 titan: $(TITAN)/.installed  ## train torchtitan's debug model for 20 steps by our plan, in its own Trainer on two processes, installed apart
 	@OMP_NUM_THREADS=1 LOG_RANK=0,1 $(TITAN)/bin/torchrun --standalone --nproc-per-node 2 examples/torchtitan/train_debugmodel.py --training.steps 20 --dump_folder .cache/titan
+
+sky: $(SKY)/.installed  ## have SkyPilot itself check the task in examples/launchers/, installed apart; it needs no account
+	@HOME=$(CURDIR)/$(SKY)/home $(SKY)/bin/python -c 'import sky; print(sky.Task.from_yaml("examples/launchers/skypilot.yaml"))'
 
 lint: $(DEV)
 	$(BIN)/ruff format --check
@@ -105,4 +113,10 @@ $(DEEPSPEED)/.installed: $(DEV)
 $(TITAN)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(TITAN)
 	$(TITAN)/bin/python -m pip --disable-pip-version-check -q install torch==2.15.0 torchtitan==0.3.0 cloudpickle -e .
+	@touch $@
+
+# SkyPilot has many dependencies, and none of them are Penstock's.
+$(SKY)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(SKY)
+	$(SKY)/bin/python -m pip --disable-pip-version-check -q install skypilot==0.14.1
 	@touch $@

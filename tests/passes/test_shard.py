@@ -26,7 +26,7 @@ def _start(name: str, ranks: int, microbatches: int, **options: Any) -> Program:
 
 
 def _play(row: tuple[ps.Action, ...]) -> tuple[int, int]:
-    """How many unshards a row has and how many stages it holds in full at most; fails where the state is wrong."""
+    """How many unshards a row has and how many stages it holds in full at most; fails if the state is wrong."""
     whole: set[int] = set()
     unshards = most = 0
     for action in row:
@@ -105,7 +105,7 @@ def test_lookahead_is_counted_in_compute_actions() -> None:
 
 
 def test_unshards_against_the_peer() -> None:
-    """With 4 and 8 stages on a rank the peer gathers 23 and 87 times a step; one gather a stage is enough where memory allows."""
+    """With 4 and 8 stages on a rank the peer gathers 23 and 87 times per step; one gather per stage is enough if memory allows."""
     for chunks in (4, 8):
         program = _start("interleaved-1f1b", 2, 8, chunks=chunks)
         peer = [str(a) for a in _add_unshard_reshard([_Action.from_str(str(a)) for a in program[0]], max_active_stages=3)]

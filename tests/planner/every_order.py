@@ -76,7 +76,7 @@ class EveryOrder:
         """Whether all microbatches are the same, so that they may as well start in their order."""
 
     def beat(self, cutoff: float = math.inf) -> tuple[float, tuple[Job, ...]]:
-        """The least objective below the cutoff and its actions by start; infinity and nothing where there is none."""
+        """The least objective below the cutoff and its actions by start; infinity and nothing if there is none."""
         self.cutoff, self.best = cutoff, ()
         left = [sum(self.takes(job) for job in self.jobs if self.ranks[job.stage] == rank) for rank in range(self.problem.ranks)]
         lanes = tuple(Lane(0.0, held, work) for held, work in zip(self.problem.static_memory, left, strict=True))

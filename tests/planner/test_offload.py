@@ -1,4 +1,4 @@
-"""Plans that move activations to the host: only where memory holds a schedule back, with true figures and true bounds."""
+"""Plans that move activations to the host: only if memory holds a schedule back, with true figures and true bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which tensors are alive: their memory, whoever holds it."""
+"""The tensors that are alive, by their memory."""
 
 from __future__ import annotations
 

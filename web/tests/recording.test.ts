@@ -120,7 +120,7 @@ describe("traces of a profiler", () => {
   test("of some ranks, of one rank twice and beside other files are refused with what to do", () => {
     const both = traces((action) => `PP:${action}`);
     expect(() => core.timingOf(view, core.readRecording(both.slice(0, 1)))).toThrow("one rank of 2: lay the traces of all ranks over the schedule together");
-    expect(() => core.readRecording([both[0], both[0]])).toThrow("must be of ranks 0 to 1, one file each");
+    expect(() => core.readRecording([both[0], both[0]])).toThrow("must be of ranks 0, 1 and so on, one file each");
     expect(() => core.readRecording([both[0], { name: "t.json", text: JSON.stringify(timeline) }])).toThrow("t.json is a run of all ranks");
   });
 });

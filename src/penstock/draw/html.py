@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from penstock.draw.figures.canvas import FAINT, GRID, IDLE, INK, PAPER, render
+from penstock.draw.figures.canvas import recolour, render
 from penstock.draw.figures.timelines import draw_overlay, draw_timelines
 from penstock.draw.summary import WORDS, TextSection, describe_differences, list_summary_rows, shape_of, title_of
 from penstock.simulator.comparison.differences import Differences
@@ -21,14 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# The colours of text and background in a figure become those of the page.
-_THEMED = {
-    f": {INK}": ": var(--ink)",
-    f": {FAINT}": ": var(--faint)",
-    f": {IDLE}": ": var(--idle)",
-    f": {GRID}": ": var(--grid)",
-    f"stroke: {PAPER}": "stroke: var(--paper)",
-}
 _PAGE = """<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -188,10 +180,6 @@ def _write_row(cell: str, texts: Sequence[str], chosen: bool = False) -> str:
 
 def _inline_svg(figure: Figure) -> str:
     """The figure as a part of a page, in the colours of the page."""
-    for patch in (figure.patch, *(axes.patch for axes in figure.axes)):
-        patch.set_visible(False)
     svg = render(figure, "svg").decode()
-    svg = svg[svg.index("<svg") :].strip()
-    for colour, themed in _THEMED.items():
-        svg = svg.replace(colour, themed)
-    return svg
+    colours = {name: f"var(--{name})" for name in ("ink", "faint", "paper", "idle", "grid")}
+    return recolour(svg[svg.index("<svg") :].strip(), **colours)

@@ -45,6 +45,18 @@ def format_memory(value: float, in_bytes: bool) -> str:
     return Units(in_bytes=True).size(value) if in_bytes else format_number(value)
 
 
+def memory_unit(timeline: Timeline) -> str:
+    """Name the unit of memory that is not in bytes: activations, if the costs count those of a stage or of a rank as 1."""
+    if timeline.units.in_bytes:
+        return ""
+    table = timeline.table
+    sizes = timeline.costs.per_stage("activation", table.stages)
+    of_ranks = {sum(sizes[stage] for stage in table.placement.stages_of(rank)) for rank in range(table.ranks)}
+    if all(abs(size - 1.0) < 1e-9 for size in of_ranks):
+        return "activations"
+    return "activations of a stage" if set(sizes) == {1.0} else "in units of the costs"
+
+
 def unit_of(timeline: Timeline, unit: str | None) -> str | None:
     """Give the unit of a timeline's times: the one that is named, or else the timeline's own if it is a unit of time."""
     return unit or (timeline.units.time_unit if timeline.units.time_unit in SECONDS else None)
@@ -94,12 +106,13 @@ def list_summary_rows(timeline: Timeline, unit: str | None = None) -> list[tuple
     unit, in_bytes = unit_of(timeline, unit), timeline.units.in_bytes
     idle = timeline.idle_by_cause
     total = sum(idle.values())
+    unit_name = " activations" if memory_unit(timeline).startswith("activations") else ""
     peak, peaks = find_fullest_rank(timeline), [format_memory(size, in_bytes) for size in timeline.peak_memory]
     rows = [
         ("makespan", format_time(timeline.makespan, unit)),
         ("bubble", f"{format_percent(timeline.bubble)} of all ranks' time"),
         ("span bubble", f"{format_percent(timeline.span_bubble)} of the longest rank's span"),
-        ("peak memory", f"{peaks[peak]} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
+        ("peak memory", f"{peaks[peak]}{unit_name} on rank {peak}, least {format_memory(min(timeline.peak_memory), in_bytes)}"),
         ("messages", str(timeline.num_messages)),
         ("idle", format_time(total, unit)),
     ]
@@ -187,7 +200,7 @@ def _build_totals(differences: Differences, words: tuple[str, str], title: str, 
 
 
 def _list_notes(differences: Differences, words: tuple[str, str]) -> Iterator[str]:
-    """What readers of the tables must know."""
+    """Notes for readers of the tables."""
     if differences.scale != 1.0:
         yield f"the {words[0]} times are multiplied by {format_number(differences.scale)}"
     if differences.unlike is not None:

@@ -49,7 +49,7 @@ class Export:
     settings: dict[str, str]
     """The other arguments of that package that must agree with the layout."""
     notes: tuple[str, ...] = ()
-    """What else must agree, and what the package does otherwise than the plan says, one sentence each."""
+    """Other settings that must agree, and differences between the package and the plan, one sentence each."""
 
 
 # Kinds of layers ------------------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class _LayoutReader:
         if letter == "*":
             raise self._error("'*' repeats nothing: it stands behind one letter, or behind a group in parentheses")
         if letter not in "EtmL|":
-            raise self._error(f"{letter!r} is none of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
+            raise self._error(f"{letter!r} is not one of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
         self.at += 1
         return letter
 

@@ -1,4 +1,15 @@
-"""The costs of an action: time, memory held and bytes sent."""
+"""The costs of an action: time, memory held and bytes sent.
+
+`Costs` is the one form in which the simulator, the verifier and the planner read them. A cost model has no base class: it is a function or
+record that makes `Costs`, or a `Profile` of layers, from which `planner.partition.stage_costs` makes them. Measured layers
+(`runtime.measure.profile`), estimates (`planner.profile.transformer`), whole jobs (`planner.job.layer_costs`), slices
+(`planner.profile.slices`) and lengths of samples (`planner.batches.lengths`) are such models. The contract:
+
+- it is asked when a problem is made, once for each partition, slice or batch; searches and simulations only read the numbers;
+- it depends on its arguments alone, so that every rank that plans by itself gets the same numbers;
+- numbers are finite and at least 0, in one unit of time and one of size;
+- `i` and `w` are the halves of a backward and `b` a full one; `activation` and `weight_stash` are held as `ir.memory_ledger` says.
+"""
 
 from __future__ import annotations
 
@@ -263,3 +274,13 @@ def _check_value(name: str, value: Any, depth: int = 0) -> Any:
             raise CostsError(f"{name} must be a number, got {value!r}")
         return tuple(_check_value(f"{name}[{k}]", v, depth + 1) for k, v in enumerate(value))
     return check_number(name, value)
+
+
+def check_costs(costs: object) -> Costs:
+    """Give the costs, or the default ones for None; refuse anything else."""
+    if costs is None:
+        return Costs()
+    if isinstance(costs, Costs):
+        return costs
+    hint = " by keyword: penstock.Costs(**costs)" if isinstance(costs, dict) else ", like penstock.Costs(f=1.0, i=1.0, w=1.0)"
+    raise CostsError(f"costs must be a penstock.Costs, got {type(costs).__name__}: make one{hint}")

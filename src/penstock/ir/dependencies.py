@@ -1,4 +1,4 @@
-"""Which action must come before which: the one home of the dependency rules.
+"""Dependencies between actions: the one home of their rules.
 
 - `F(s, m)` needs `F(t, m)` of every stage t that s reads.
 - `B` or `I(s, m)` needs `F(s, m)` and the input gradient, `B` or `I(t, m)`, of every stage t that reads s.
@@ -410,9 +410,9 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     `sharing` says whether any output has several readers; without, each pair of entries is a message.
     """
     before, after = links.data
-    begun, made = _find_message_makers(links, rows, sharing)
+    begun, makers = _find_message_makers(links, rows, sharing)
     if not sharing:
-        return _sort(Deliveries(begun[before], made[before], before, after, after, rows.stage[after]))
+        return _sort(Deliveries(begun[before], makers[before], before, after, after, rows.stage[after]))
     sends, forward = rows.is_kind(*SENDS)[before], rows.is_kind(Kind.F)[after]
     span, ranks = len(rows.codes), len(rows)
     key = np.where(sends, before, np.where(forward, before * ranks + rows.rank[after], (span + after) * ranks + rows.rank[before]))
@@ -423,7 +423,7 @@ def find_deliveries(links: Links, rows: Rows, *, sharing: bool = True) -> Delive
     before, after = before[order], after[order]
     first, last = (ends.reduceat(after, starts) for ends in (np.minimum, np.maximum))
     sent, peer = np.maximum.reduceat(before, starts), np.maximum.reduceat(rows.stage[after], starts)
-    return _sort(Deliveries(np.minimum.reduceat(begun[before], starts), made[sent], sent, first, last, peer))
+    return _sort(Deliveries(np.minimum.reduceat(begun[before], starts), makers[sent], sent, first, last, peer))
 
 
 def _sort(deliveries: Deliveries) -> Deliveries:
@@ -435,14 +435,14 @@ def _find_message_makers(links: Links, rows: Rows, sharing: bool) -> Needs:
     """For each send, the first and the last entry that compute its data; any other entry is its own maker."""
     of_send = rows.is_kind(*SENDS)[links.local.after]
     maker, send = links.local.before[of_send], links.local.after[of_send]
-    made = np.arange(len(rows.codes))
+    makers = np.arange(len(rows.codes))
     if not sharing:
-        made[send] = maker
-        return Needs(made, made)
-    begun, order = made.copy(), np.argsort(maker, kind="stable")
-    made[send[order]] = maker[order]
+        makers[send] = maker
+        return Needs(makers, makers)
+    begun, order = makers.copy(), np.argsort(maker, kind="stable")
+    makers[send[order]] = maker[order]
     begun[send[order[::-1]]] = maker[order[::-1]]
-    return Needs(begun, made)
+    return Needs(begun, makers)
 
 
 def find_releases(rows: Rows) -> Needs:

@@ -1,4 +1,4 @@
-"""Which stage reads the output of which."""
+"""The graph of stages: which stage reads the output of which."""
 
 from __future__ import annotations
 

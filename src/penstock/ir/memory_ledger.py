@@ -53,7 +53,7 @@ class Lifetime(NamedTuple):
     """How long something is held: from the start or end of an action to the end of an action. `I` stands for any backward."""
 
     size: str
-    """What it is, as sizes are named."""
+    """Its name, as sizes are named."""
     begin: Kind
     when: When
     end: Kind
@@ -213,7 +213,7 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         lower = np.minimum(rows.stage[deliveries.sent], rows.stage[begin])
     size = output[lower, rows.microbatch[begin]]
     sums = np.flatnonzero(deliveries.begun != deliveries.made)
-    begun, made = deliveries.begun[sums], deliveries.made[sums]
+    begun, makers = deliveries.begun[sums], deliveries.made[sums]
     partial = output[deliveries.peer[sums], rows.microbatch[begun]]
     waits = np.flatnonzero(rows.is_kind(*SEND_WAITS)[table.links.local.after])
     send, wait = table.links.local.before[waits], table.links.local.after[waits]
@@ -222,7 +222,7 @@ def _list_message_changes(table: Table, costs: Costs) -> list[Changes]:
         _list_changes(_RECEIVE_BUFFERS, begin, when, size),
         _list_changes(_RECEIVE_BUFFERS, last, When.END, -size),
         _list_changes(_RECEIVE_BUFFERS, begun, When.END, partial),
-        _list_changes(_RECEIVE_BUFFERS, made, When.END, -partial),
+        _list_changes(_RECEIVE_BUFFERS, makers, When.END, -partial),
         _list_changes(_RECEIVE_BUFFERS, send, When.START, sizes),
         _list_changes(_RECEIVE_BUFFERS, wait, When.END, -sizes),
     ]
@@ -237,6 +237,6 @@ def _list_changes(category: int, entries: Ints, when: When, size: Floats) -> Cha
 
 
 def sum_static(table: Table, costs: Costs) -> Floats:
-    """What each rank holds all the time."""
+    """The memory that each rank holds all the time."""
     sharded = table.rows.is_kind(Kind.UNSHARD, Kind.RESHARD).any()
     return costs.per_rank("shard" if sharded else "parameters", table.placement)

@@ -1,4 +1,4 @@
-"""Which rank holds which stage."""
+"""Placements: which rank holds which stage."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PlacementError
 from penstock.ir.codes import MAX_STAGES
+from penstock.text.numbers import format_count
 
 if TYPE_CHECKING:
     import numpy as np
@@ -126,7 +127,7 @@ class Placement:
 
     def describe(self) -> str:
         """One line: `v, 4 ranks, 8 stages`."""
-        return f"{self.kind}, {self.ranks} ranks, {self.stages} stages"
+        return f"{self.kind}, {format_count(self.ranks, 'rank')}, {format_count(self.stages, 'stage')}"
 
     def to_json(self) -> dict[str, Any]:
         return {"kind": self.kind, "ranks": self.ranks, "copies": [list(copy) for copy in self.copies]}

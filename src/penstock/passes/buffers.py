@@ -51,8 +51,8 @@ def count_stage_slots(program: Program) -> tuple[StageSlots, StageSlots]:
     inputs = np.flatnonzero(rows.is_kind(Kind.F))
     starts = _find_arrivals(program, inputs, rows.is_kind(Kind.RECV_F))
     activations = _count_alive(program, starts, rows.stage[inputs], rows.group_starts[uses], rows.stage[uses])
-    made, used = _find_gradients(program)
-    gradients = _count_alive(program, made, rows.stage[used], rows.group_starts[used], rows.stage[used])
+    makers, users = _find_gradients(program)
+    gradients = _count_alive(program, makers, rows.stage[users], rows.group_starts[users], rows.stage[users])
     return activations, gradients
 
 

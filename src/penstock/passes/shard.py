@@ -19,7 +19,7 @@ from penstock.text.units import check_count
 
 @dataclass(frozen=True)
 class Shard(Pass):
-    """UNSHARD each stage before it computes and RESHARD it when it is no longer wanted.
+    """UNSHARD each stage before it computes and RESHARD it when it is no longer needed.
 
     `residency` is how many stages of a rank may be unsharded at once (by default all). With fewer than the rank holds,
     the stage whose next use is farthest makes room, which gives the fewest unshards that the residency allows.

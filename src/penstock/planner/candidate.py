@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -23,6 +24,7 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.problem import Problem
 from penstock.simulator.simulate import retime
 from penstock.simulator.timeline import Timeline
+from penstock.text.numbers import format_count
 from penstock.verifier.rules.memory import sum_held
 
 _IN_THE_MAKING = {"timed", "place"}
@@ -44,9 +46,9 @@ class Verdict(StrEnum):
 
 IN_WORDS = {
     Verdict.FITS: "fit",
-    Verdict.OVER: "over their memory limit",
+    Verdict.OVER: "over the memory limit",
     Verdict.TOO_LARGE: "too large for one microbatch at a time",
-    Verdict.SLOW: "not timed, because their work alone takes longer than the best",
+    Verdict.SLOW: "not timed, because the work alone takes longer than the best plan",
     Verdict.REFUSED: "not possible here",
 }
 """The verdicts of several candidates, after their number."""
@@ -128,7 +130,7 @@ class Candidate:
 
     @property
     def shape(self) -> tuple[str, str, int]:
-        """What a plan is told apart by from its runners-up: the schedule and its placement."""
+        """The schedule and its placement: runners-up of a plan differ in it."""
         return self.name, self.placement, self.chunks
 
     @property
@@ -175,13 +177,26 @@ class Candidate:
                 words.append(same if abs(change) < _NO_DIFFERENCE else f"{_format_percent(abs(change))} {more if change > 0 else less}")
         return ", ".join(filter(None, words))
 
+    def is_like(self, other: Candidate) -> bool:
+        """Whether another candidate has the same shape and the same figures, so that only the name tells them apart."""
+        if self.objective is None or self.peak is None or other.objective is None or other.peak is None:
+            return False
+        fields = ("placement", "chunks", "microbatch", "recompute", "slices", "fits")
+        close = math.isclose(self.objective, other.objective) and math.isclose(self.peak, other.peak)
+        return close and all(getattr(self, name) == getattr(other, name) for name in fields)
+
+    def describe_placement(self) -> str:
+        """The kind of placement, and its chunks if there may be others and the name does not say how many."""
+        is_open = self.placement in ("looped", "wave") and "{" not in self.name
+        return f"{self.placement}, {self.chunks} chunks" if is_open else self.placement
+
     def describe(self) -> str:
         """Schedule, placement and microbatches in a few words."""
         stages = 0 if self.sizes is None else len(self.sizes)
         recomputed = f", {self.recompute} of {stages} stages recomputed" if self.recompute else ""
         recomputed += f", {self.offloaded} activations moved to the host" if self.offloaded else ""
         sliced = f" in {self.slices} slices" if self.slices > 1 else ""
-        return f"{self.name} ({self.placement}, {self.microbatches} microbatches of {self.microbatch}{sliced}{recomputed})"
+        return f"{self.name} ({self.placement}, {format_count(self.microbatches, 'microbatch')} of {self.microbatch}{sliced}{recomputed})"
 
     def to_json(self) -> dict[str, Any]:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
@@ -201,9 +216,9 @@ def count_moves(schedule: Schedule) -> int:
 
 
 def count_verdicts(candidates: Sequence[Candidate]) -> str:
-    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over their memory limit"."""
+    """How many candidates there are, and how many of them have which verdict: "28 candidates: 12 fit; 16 over the memory limit"."""
     counts = Counter(candidate.verdict for candidate in candidates)
-    return f"{len(candidates)} candidates: " + "; ".join(
+    return f"{format_count(len(candidates), 'candidate')}: " + "; ".join(
         f"{counts[verdict]} {text}" for verdict, text in IN_WORDS.items() if counts[verdict]
     )
 

@@ -25,9 +25,9 @@ from penstock.ir.kind import Kind
 from penstock.ir.memory_ledger import LIFETIMES, When
 from penstock.ir.schedule import Schedule
 from penstock.planner.bounds.lower_bound import lower_bound
+from penstock.planner.bounds.whole_numbers import floor_units, unit_for
 from penstock.planner.budget import SolverBudget, solve_within
 from penstock.planner.problem import SLACK, Problem
-from penstock.planner.whole_numbers import floor_units, unit_for
 
 CLOSE = 1e-6
 """An objective within this share of a bound is optimal: times are rounded to whole numbers for the solver."""

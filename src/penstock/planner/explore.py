@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -51,6 +52,8 @@ _RECUT, _NEARLY = 4, 0.05
 """Named schedules whose cuts are shifted: the fastest, and others that are slower by at most that share."""
 _OFFLOADED, _OFFLOAD_COST = 6, 12
 """Schedules that are made to fit with activations on the host, and how often each is timed."""
+_PLURAL = re.compile(r"\((e?s)\)")
+"""The marked ending of a step that is counted."""
 _NAMED_SHARE = 0.5
 """Share of the seconds for the named schedules if orders are searched too."""
 _STARTING = 4
@@ -79,6 +82,7 @@ class Explorer:
     _tried: list[tuple[NamedSchedule, Profile, list[Candidate]]] = field(default_factory=list)
     """The named schedules that were timed, and what came of each."""
     _cut_short: list[str] = field(default_factory=list)
+    """Steps that were left out or not finished; those that are counted mark their plural: "search(es) unfinished"."""
     """Steps that were left out because the seconds were over."""
     _timed: tuple[float, int] = (0.0, 0)
     """Seconds that timing named schedules took so far, and the cells of those schedules."""
@@ -99,7 +103,7 @@ class Explorer:
 
     def bound_if_in_time(self, problem: Problem) -> Bound | None:
         """The best bound of a problem; None if it is unknown and too late to compute it."""
-        if problem.key not in self._bounds and self.is_too_late_for("candidates not bounded", problem.cells):
+        if problem.key not in self._bounds and self.is_too_late_for("candidate(s) without a bound", problem.cells):
             return None
         return self.bound_of(problem)
 
@@ -141,8 +145,8 @@ class Explorer:
 
     def note_what_was_cut_short(self) -> None:
         if self._cut_short:
-            steps = ", ".join(what if count == 1 else f"{what} ({count})" for what, count in Counter(self._cut_short).items())
-            self.notes.append(f"seconds={self.request.seconds:g} were over: {steps}; another run may give another plan")
+            steps = ", ".join(_count_steps(what, count) for what, count in Counter(self._cut_short).items())
+            self.notes.append(f"stopped after {self.request.seconds:g} s; {steps}, so another run may find a different plan")
 
     def _count_rounds(self, share: float, cells: int) -> float:
         """The rounds of a share of the seconds, in orders of so many cells."""
@@ -172,10 +176,10 @@ class Explorer:
             if self.best is None and request.searches and not tried_least and self._is_late(cells, share):
                 self.try_one_at_a_time()
                 tried_least = True
-            if (self.best is not None or tried_least) and self.is_too_late_for("named schedules not timed", cells, share):
+            if (self.best is not None or tried_least) and self.is_too_late_for("named schedule(s) not timed", cells, share):
                 continue
             if named.slices > 1 and self.best is not None and self.seconds_left(share) < 0:
-                self._cut_short.append("named schedules with slices not timed")
+                self._cut_short.append("schedule(s) with slices not timed")
                 continue
             self._tell("timing", done, len(todo), named.name)
             before = time.monotonic()
@@ -197,7 +201,7 @@ class Explorer:
         for candidate in sorted(free, key=lambda candidate: candidate.time_or_inf):
             if fitting == _OFFLOADED or (self.best is not None and candidate.time_or_inf > self.best.time_or_inf * (1 + self.request.near)):
                 return
-            if self._is_over("offload not tried", _OFFLOAD_COST * candidate.problem.cells, share):
+            if self._is_over("schedule(s) not tried with offload", _OFFLOAD_COST * candidate.problem.cells, share):
                 return
             if (moved := offload(candidate, self.request)) is not None:
                 self._add(moved)
@@ -210,7 +214,7 @@ class Explorer:
             even = request.make_problems(profile, named.placement, (False,) * named.placement.stages, named.slices, moves=True)
             if not is_held_back(candidates, even):
                 continue
-            if self._is_over("offload not tried", sum(problem.cells for problem in even), share):
+            if self._is_over("schedule(s) not tried with offload", sum(problem.cells for problem in even), share):
                 break
             if (timed := time_without_limit(named, profile, request)) is not None:
                 free.append(timed)
@@ -262,7 +266,7 @@ class Explorer:
         worth = []
         for problem in self._list_worth_searching():
             worth.append(problem)
-            if self.request.stop() or self.is_too_late_for("settings not considered", problem.cells, 1 - _PROOF_SHARE):
+            if self.request.stop() or self.is_too_late_for("setting(s) not considered", problem.cells, 1 - _PROOF_SHARE):
                 break
         worth.sort(key=lambda problem: self.bound_of(problem).value)
         first = {problem.placement.copies: problem for problem in reversed(worth)}
@@ -279,13 +283,13 @@ class Explorer:
         work = min(self._count_rounds(_PROOF_SHARE, cells) / count_rounds(1.0, cells), _MOST_PROOF)
         if self.request.stop() or work <= 0 or not self.request.seconds or self._is_proved(best):
             return
-        if self.is_too_late_for("linear programs not tried", 2 * cells):
+        if self.is_too_late_for("linear program(s) not tried", 2 * cells):
             return
         self._tell("bounding", 0, 1, problem.describe())
         budget = SolverBudget(self.seconds_left() / 2, work / 2)
         self._add_bounds(problem, lower_bound(problem, budget=budget).all)
         if budget.late:
-            self._cut_short.append("linear programs not finished")
+            self._cut_short.append("linear program(s) unfinished")
         plain = problem.slices == 1 and not best.offloaded
         if plain and 3 * cells <= _SMALL and not self._is_proved(best) and not self.request.stop():
             self._solve(best, work / 2)
@@ -336,7 +340,7 @@ class Explorer:
         """
         if self.request.stop() or self._cannot_win(problem):
             return None
-        if self.is_too_late_for("settings not searched", _STARTING * problem.cells, end):
+        if self.is_too_late_for("setting(s) not searched", _STARTING * problem.cells, end):
             return None
         what = problem.describe()
 
@@ -359,7 +363,7 @@ class Explorer:
         if best is None or self.request.stop() or self._is_proved(best):
             return
         problem, order = make_roomy_problem(best, self.request)
-        if self.is_too_late_for("settings not searched", _STARTING * problem.cells, 1 - _PROOF_SHARE):
+        if self.is_too_late_for("setting(s) not searched", _STARTING * problem.cells, 1 - _PROOF_SHARE):
             return
         self._tell("searching", *steps, best.problem.describe())
         result = self._run_search(problem, share, 1 - _PROOF_SHARE, [order])
@@ -386,7 +390,7 @@ class Explorer:
             stop=self.request.stop,
         )
         if result.late:
-            self._cut_short.append("searches not finished")
+            self._cut_short.append("search(es) unfinished")
         return result
 
     def _add_searched(self, candidate: Candidate) -> None:
@@ -426,7 +430,7 @@ class Explorer:
             self.notes.append(str(error))
             return
         if budget.late:
-            self._cut_short.append("solver not finished")
+            self._cut_short.append("solver unfinished")
         self._add_bounds(best.problem, {"solver": solved.bound})
         if solved.schedule is not None:
             candidate = Candidate.time(SEARCHED, best.problem, solved.schedule)
@@ -439,3 +443,12 @@ def order_by_effort(request: Request, pair: tuple[NamedSchedule, Profile]) -> tu
     named, profile = pair
     cells = named.placement.stages * request.count_microbatches(profile) * named.slices
     return (cells, len(named.placement.copies), not named.is_fixed) if cells > _SMALL_ORDER else (0, 0, False)
+
+
+def _count_steps(what: str, count: int) -> str:
+    """
+    >>> _count_steps("search(es) unfinished", 2), _count_steps("search(es) unfinished", 1), _count_steps("solver unfinished", 1)
+    ('2 searches unfinished', '1 search unfinished', 'solver unfinished')
+    """
+    ending = "" if count == 1 else r"\1"
+    return f"{count} {_PLURAL.sub(ending, what)}" if _PLURAL.search(what) else what

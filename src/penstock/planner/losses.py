@@ -287,7 +287,7 @@ class _Joint:
             if not keeps_order:
                 yield from self._fit(draft, np.where(np.isinf(self.limits), timeline.peak_memory, self.limits), defer=halves)
 
-    def _fit(self, draft: _Draft, limits: Floats, defer: bool) -> Iterator[tuple[Schedule, Timeline]]:
+    def _fit(self, draft: _JointDraft, limits: Floats, defer: bool) -> Iterator[tuple[Schedule, Timeline]]:
         """Orders of single actions below these limits; what received messages took too much in one is reserved in the next."""
         room = limits * (1 + SLACK) - self.costs.per_rank("parameters", self.placement)
         for attempt in range(_ROUNDS):
@@ -301,7 +301,7 @@ class _Joint:
             over = np.maximum(0.0, np.array(timeline.peak_memory) - limits)
             room = room - over * 2.0**attempt
 
-    def _draft(self, rows: Rows) -> _Draft:
+    def _draft(self, rows: Rows) -> _JointDraft:
         """All rows of all replicas on the ranks that run them now, in the order in which their actions began before the loss."""
         single, data = self.single, self.survivors.data
         timed = Schedule.from_rows(rows, single.placement, single.microbatches, graph=single.graph)
@@ -319,7 +319,7 @@ class _Joint:
         joint = Rows.sorted_by(entries[order], holder[order], len(self.survivors.places))
         name = f"{single.name} after {len(self.survivors.lost)} lost".strip()
         schedule = Schedule.from_rows(joint, self.placement, self.microbatches, graph=single.graph, name=name)
-        return _Draft(schedule, self.costs, began[order], row[order])
+        return _JointDraft(schedule, self.costs, began[order], row[order])
 
     def _list_takers(self, rank: int, replica: int) -> list[int]:
         return [self.survivors.find_taker((rank, replica), k) for k in range(self.single.microbatches)]
@@ -332,7 +332,7 @@ class _Joint:
 
 
 @dataclass(frozen=True)
-class _Draft:
+class _JointDraft:
     """All actions on their ranks, by the time at which they began before the loss; merging runs them against the clock."""
 
     schedule: Schedule
@@ -351,7 +351,7 @@ class _Draft:
         the oldest microbatch can still be finished.
         """
         apart = room is not None
-        run = _Clock(self, apart=apart, defer=defer, room=self._count_cells() if room is None else room.tolist())
+        run = _JointClock(self, apart=apart, defer=defer, room=self._count_cells() if room is None else room.tolist())
         order = run.run()
         if order is None:
             return None
@@ -372,10 +372,10 @@ class _Draft:
         return most
 
 
-class _Clock:
+class _JointClock:
     """Runs the rows of a draft, each rank choosing what to run next when it is free."""
 
-    def __init__(self, draft: _Draft, *, apart: bool, defer: bool, room: list[float]) -> None:
+    def __init__(self, draft: _JointDraft, *, apart: bool, defer: bool, room: list[float]) -> None:
         table, rows = draft.schedule, draft.schedule.rows
         group = np.arange(len(rows.codes)) if apart else rows.group
         self.apart, self.room = apart, room
@@ -404,7 +404,7 @@ class _Clock:
         self.pool: list[deque[int]] = [deque() for _ in range(table.ranks)]
         self._fill_queues(key[heads].tolist())
 
-    def _set_memory(self, draft: _Draft, group: Ints, count: int) -> None:
+    def _set_memory(self, draft: _JointDraft, group: Ints, count: int) -> None:
         """What each node takes when it begins and adds when it ends: in cells, or as the costs say if the rows fall apart."""
         table, rows = draft.schedule, draft.schedule.rows
         full, halves, weights = rows.is_kind(Kind.B), rows.is_kind(Kind.I), rows.is_kind(Kind.W)
@@ -432,7 +432,7 @@ class _Clock:
                     self.backwards[rank][unit] += 1
         self.oldest = [sorted(units, reverse=True) for units in self.unfinished]
 
-    def _link(self, draft: _Draft, group: Ints, count: int) -> None:
+    def _link(self, draft: _JointDraft, group: Ints, count: int) -> None:
         """The nodes that wait for each node, and how long its message to them takes."""
         rows, links, costs = draft.schedule.rows, draft.schedule.links, draft.costs
         sizes = costs.table("output", draft.schedule.stages, draft.schedule.units)

@@ -23,8 +23,10 @@ from penstock.planner.partition.stage_costs import split_layers
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile
 from penstock.planner.request import NO_SLICES, SEARCHED, Request
-from penstock.schedules.registry import Algorithm, algorithm, algorithms
+from penstock.schedules.registry import Algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime
+from penstock.text.numbers import format_count
+from penstock.text.options import format_options
 
 CHUNKS = (1, 2, 3, 4, 6, 8)
 """Stages per rank to try if a schedule leaves the number open."""
@@ -51,10 +53,13 @@ class NamedSchedule:
     algorithm: Algorithm
     placement: Placement
     slices: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
+    """Its own options, if they are not the default ones."""
 
     @property
     def name(self) -> str:
-        return self.algorithm.name + ("" if self.algorithm.layout.fixed else f"{{chunks={self.placement.chunks}}}")
+        chunks = {} if self.algorithm.layout.fixed else {"chunks": self.placement.chunks}
+        return format_options(self.algorithm.name, chunks | dict(self.options))
 
     @property
     def is_fixed(self) -> bool:
@@ -65,7 +70,7 @@ class NamedSchedule:
         """The schedule for a problem; several if it takes a memory limit, because only the simulator knows which of them fit."""
         options = self.algorithm.options
         chunks = None if self.algorithm.layout.fixed else self.placement.chunks
-        fixed: dict[str, Any] = {"costs": problem.costs} if "costs" in options else {}
+        fixed: dict[str, Any] = dict(self.options) | ({"costs": problem.costs} if "costs" in options else {})
         if options.get("slices", self.slices) != self.slices:
             fixed["slices"] = self.slices
         for limit in _list_limits(problem) if "memory_limit" in options else [{}]:
@@ -94,24 +99,30 @@ def list_candidates(
     """
     usable: list[NamedSchedule] = []
     refused: dict[str, str] = {}
-    for entry in (algorithm(name) for name in names if name != SEARCHED):
-        listed, reason = _list_shapes(entry, ranks, layers, slices, no_slices)
-        usable += listed
+    for name in names:
+        if name == SEARCHED:
+            continue
+        listed, reason = _list_shapes(name, ranks, layers, slices, no_slices)
+        usable += [named for named in listed if named not in usable]
         if not listed:
-            refused[entry.name] = reason
+            refused[name] = reason
     return sorted(usable, key=lambda named: (named.slices > 1, -named.slices)), refused
 
 
-def _list_shapes(entry: Algorithm, ranks: int, layers: int, slices: Sequence[int], no_slices: str) -> tuple[list[NamedSchedule], str]:
-    """One schedule with every number of chunks and slices to try; or why there is none."""
+def _list_shapes(name: str, ranks: int, layers: int, slices: Sequence[int], no_slices: str) -> tuple[list[NamedSchedule], str]:
+    """One schedule with every number of chunks and slices to try, or the number in its name; or why there is none."""
+    entry, options = parse_name(name)
     layout = entry.layout
+    wanted = entry.take_chunks(options.pop("chunks", None), options)
+    open_counts = [count for count in CHUNKS if count >= layout.chunks] if wanted is None else [wanted]
     counts = [count for count in slices if (entry.slices is not None if count > 1 else not entry.is_sliced)]
     listed: list[NamedSchedule] = []
     reason = ""
-    for chunks in [layout.chunks] if layout.fixed else [count for count in CHUNKS if count >= layout.chunks]:
+    for chunks in [layout.chunks] if layout.fixed else open_counts:
         try:
             placement = layout.place(entry.shape(ranks, 1, chunks))
-            entry.build(ranks, 1, None if layout.fixed else chunks)  # checks the shape without generating any row
+            if not options:  # they may need more microbatches, and are checked when the schedule is timed
+                entry.build(ranks, 1, None if layout.fixed else chunks)  # checks the shape without generating any row
         except PenstockError as error:
             reason = reason or str(error)
             continue
@@ -122,9 +133,9 @@ def _list_shapes(entry: Algorithm, ranks: int, layers: int, slices: Sequence[int
         elif not counts:
             reason = reason or f"its order is not made for slices, and slices={', '.join(map(str, slices))} asks for them"
         elif placement.stages > layers:
-            reason = reason or f"{layers} layers are too few for its {placement.stages} stages"
+            reason = reason or f"{format_count(layers, 'layer')} are too few for its {format_count(placement.stages, 'stage')}"
         else:
-            listed += [NamedSchedule(entry, placement, count) for count in counts]
+            listed += [NamedSchedule(entry, placement, count, tuple(options.items())) for count in counts]
     return listed, reason
 
 

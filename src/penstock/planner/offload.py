@@ -140,7 +140,7 @@ def offload(candidate: Candidate, request: Request) -> Candidate | None:
 
 @dataclass(frozen=True)
 class _Choice:
-    """What a plan does with the activations of each rank: a share moves, and some ranks recompute."""
+    """The treatment of each rank's activations: a share moves, and some ranks recompute."""
 
     shares: tuple[int, ...]
     """Percentages."""

@@ -45,7 +45,7 @@ class Problem:
     sizes: tuple[int, ...] = ()
     """Layers per stage, then."""
     recompute: tuple[bool, ...] = ()
-    """Which stages are recomputed, then."""
+    """The stages that are recomputed, then."""
     slices: int = 1
     """Slices that each microbatch is cut into along the sequence."""
     lengths: tuple[int, ...] = ()

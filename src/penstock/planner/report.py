@@ -14,6 +14,7 @@ from penstock.planner.candidate import IN_WORDS, Candidate, Verdict, count_moves
 from penstock.planner.partition.stage_costs import reserves, split_layers
 from penstock.planner.request import SEARCHED
 from penstock.simulator.simulate import simulate
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 from penstock.verifier.rules.offload import peak_host_memory
 
@@ -37,8 +38,9 @@ def _write_summary(plan: Plan) -> Iterator[str]:
     units, timeline = plan.units, plan.predicted
     placement = plan.placement
     yield (
-        f"plan: {plan.name} on {placement.ranks} ranks ({placement.kind} placement, {placement.stages} stages), "
-        f"{plan.microbatches} microbatches of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
+        f"plan: {plan.name} on {format_count(placement.ranks, 'rank')} "
+        f"({placement.kind} placement, {format_count(placement.stages, 'stage')}), "
+        f"{format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}" + (f" in {plan.slices} slices" if plan.slices > 1 else "")
     )
     what = "makespan" if plan.barrier else "longest span"
     yield f"  {what:<12} {units.time(plan.objective)}, bubble {timeline.bubble:.1%}" + _describe_rate(plan)
@@ -52,7 +54,8 @@ def _write_summary(plan: Plan) -> Iterator[str]:
     if any(plan.recompute):
         yield f"  {'recompute':<12} {_name_all([stage for stage, again in enumerate(plan.recompute) if again], 'stage')}"
     yield from _write_offload(plan)
-    yield from (f"  {'note':<12} {note}" for note in plan.notes)
+    for note in plan.notes:
+        yield from wrap(f"  {'note':<12} {note}", _WIDTH, subsequent_indent=" " * 15, break_on_hyphens=False)
 
 
 def _write_offload(plan: Plan) -> Iterator[str]:
@@ -114,7 +117,7 @@ def _explain_choice(plan: Plan) -> Iterator[str]:
         is_chosen = candidate is chosen
         rows.append(("->" if is_chosen else "", candidate.name, *shown, "" if is_chosen else candidate.compare(chosen)))
     yield from format_table(rows, left=(1, 2, len(rows[0]) - 1), indent="  ")
-    quicker = [other for other in plan.alternatives if not other.fits and other.time_or_inf < plan.objective]
+    quicker = [other for other in plan.candidates if not other.fits and other.time_or_inf < plan.objective]
     for other in sorted(quicker, key=lambda other: other.time_or_inf)[:3]:
         over = "" if other.excess is None else f": rank {other.peak_rank} would hold {units.size(other.excess)} more than its limit"
         yield f"  {_label(other)} would take {units.time(other.time_or_inf)}, but does not fit{over}"
@@ -123,7 +126,7 @@ def _explain_choice(plan: Plan) -> Iterator[str]:
 def _label(candidate: Candidate) -> str:
     again = f", {candidate.recompute} stages recomputed" if candidate.recompute else ""
     sliced = f" in {candidate.slices} slices" if candidate.slices > 1 else ""
-    return f"{candidate.name} ({candidate.microbatches} microbatches of {candidate.microbatch}{sliced}{again})"
+    return f"{candidate.name} ({format_count(candidate.microbatches, 'microbatch')} of {candidate.microbatch}{sliced}{again})"
 
 
 def is_sliced(plan: Plan) -> bool:
@@ -203,10 +206,14 @@ def _draw_bar(share: float) -> str:
 
 def _write_candidates(plan: Plan) -> Iterator[str]:
     """The candidates that fit, the fastest first; then the others with the reason."""
-    places = sorted(range(len(plan.alternatives)), key=lambda place: plan.alternatives[place].time_or_inf)
-    fitting = [place for place in places if plan.alternatives[place].fits]
-    shown = [(place, _format_figures(plan, plan.alternatives[place])) for place in dict.fromkeys([*fitting[:_SHOWN], plan.chosen])]
-    rows = [("", *shown[0][1]), *(("->" if place == plan.chosen else "", *figures.values()) for place, figures in shown)]
+    if not plan.alternatives:
+        return
+    chosen = plan.alternatives[plan.chosen]
+    fitting = sorted((candidate for candidate in plan.candidates if candidate.fits), key=lambda candidate: candidate.time_or_inf)
+    shown = fitting[:_SHOWN] + [chosen] * (chosen not in fitting[:_SHOWN])
+    cells = [_format_figures(plan, candidate) for candidate in shown]
+    marks = ["->" if candidate is chosen else "" for candidate in shown]
+    rows = [("", *cells[0]), *((mark, *figures.values()) for mark, figures in zip(marks, cells, strict=True))]
     yield plan.tally
     yield ""
     yield f"the fastest {_SHOWN} that fit" if len(fitting) > _SHOWN else "those that fit"
@@ -219,7 +226,7 @@ def _format_figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
     time, size = plan.units.time, plan.units.size
     return {
         "candidate": candidate.name,
-        "placement": candidate.placement,
+        "placement": candidate.describe_placement(),
         "microbatches": f"{candidate.microbatches} x {candidate.microbatch}",
         **({"slices": str(candidate.slices) if candidate.slices > 1 else "-"} if is_sliced(plan) else {}),
         "recomputed": str(candidate.recompute or "-"),
@@ -234,10 +241,10 @@ def _format_figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
 
 def _list_unfit(plan: Plan) -> Iterator[str]:
     """The candidates over their limit, the fastest first, and the others by verdict."""
-    over = sorted((line for line in plan.alternatives if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
+    over = sorted((line for line in plan.candidates if line.verdict == Verdict.OVER), key=lambda line: line.time_or_inf)
     if over:
         yield ""
-        yield f"over their memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
+        yield f"over the memory limit ({len(over)}" + (f", the quickest {_SHOWN} of them):" if len(over) > _SHOWN else "):")
         titles = ("microbatches", *(["slices"] if is_sliced(plan) else []), "recomputed")
         rows: list[tuple[str, ...]] = [("candidate", *titles, "would take", "over by", "on rank")]
         for line in over[:_SHOWN]:
@@ -247,7 +254,7 @@ def _list_unfit(plan: Plan) -> Iterator[str]:
         yield from format_table(rows, left=(0,), indent="  ")
     further = [(f"more {IN_WORDS[Verdict.OVER]}", over[_SHOWN:])]
     untimed = (Verdict.TOO_LARGE, Verdict.SLOW)
-    further += [(IN_WORDS[verdict], [line for line in plan.alternatives if line.verdict == verdict]) for verdict in untimed]
+    further += [(IN_WORDS[verdict], [line for line in plan.candidates if line.verdict == verdict]) for verdict in untimed]
     for what, lines in further:
         if lines:
             yield ""

@@ -16,11 +16,16 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
-from penstock.schedules.registry import algorithms
+from penstock.schedules.registry import algorithms, parse_name
+from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
 
+HEADROOM = 0.05
+"""The share of a memory limit that stays free if sizes are estimated."""
 SEARCHED = "searched"
 """The name of an order that was searched for, among the names of schedules."""
+CHOSEN = ("costs", "memory_limit", "slices")
+"""Options of schedules that the planner chooses itself."""
 SLACKS = (0.0, 0.02)
 """Shares of the least load that a more even partition may cost."""
 
@@ -202,7 +207,7 @@ def check_batch(
 
 
 def sum_slice_times(profile: Profile, chosen: Sequence[bool], recompute: Sequence[bool] = ()) -> SliceCost:
-    """Time of a slice on the chosen layers together, forward and backward, with a second forward where it is recomputed."""
+    """Time of a slice on the chosen layers together, forward and backward, with a second forward if it is recomputed."""
     total = SliceCost()
     for place, layer in enumerate(profile.layers):
         if chosen[place] and layer.slices is not None:
@@ -257,6 +262,11 @@ def check_limits(memory_limit: Limit, ranks: int, name: str = "memory_limit") ->
     return tuple(parse_size(size, name) for size in sizes)
 
 
+def choose_headroom(profile: Profile, headroom: float | None) -> float:
+    """The share of each memory limit that stays free: the given one, or by default 5 % if the sizes are estimated."""
+    return (HEADROOM if profile.estimated else 0.0) if headroom is None else check_share("headroom", headroom, below=1.0)
+
+
 def check_host(profile: Profile, offload: bool, host_memory: Limit, host_bandwidth: float | str | None) -> Profile:
     """The profile with the bandwidth to host memory, if one is given; refuse settings of the host if nothing may be moved there."""
     if not offload and (host_memory is not None or host_bandwidth is not None):
@@ -283,13 +293,25 @@ def check_names(schedules: Sequence[str] | str | None) -> tuple[str, ...]:
     for name in listed:
         if not isinstance(name, str):
             raise ScheduleError(f"schedules= takes names of schedules, got {name!r}")
-        registered = SEARCHED if name == SEARCHED else algorithms().find(name)
-        if registered is None:
-            raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
-        names.append(registered)
+        names.append(SEARCHED if name == SEARCHED else _check_name(name, known))
     if not listed:
         raise ScheduleError("schedules= is empty: name at least one, or leave it out for all")
     return tuple(dict.fromkeys(names))
+
+
+def _check_name(text: str, known: Sequence[str]) -> str:
+    """The registered name, with the options that were written after it."""
+    name = split_options(text)[0]
+    if name not in algorithms():
+        raise UnknownNameError(f"there is no schedule {name!r}: {nearest(name, known)}")
+    entry, options = parse_name(text)
+    allowed = {key for key in (*entry.options, *entry.layout.counts) if key not in CHOSEN}
+    for key in options:
+        if key in CHOSEN:
+            raise ScheduleError(f"{text}: leave out {key}, which the planner chooses")
+        if key not in allowed:
+            raise ScheduleError(f"{text}: {entry.name} has no option {key!r}; its options: {', '.join(sorted(allowed)) or 'none'}")
+    return format_options(entry.name, options)
 
 
 def _check_list(what: str, value: Any) -> list[Any]:

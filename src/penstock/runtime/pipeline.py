@@ -253,6 +253,11 @@ class Pipeline:
                 slices=self.table.slices,
             )
 
+    def __repr__(self) -> str:
+        name = f"{self.table.name!r}, " if self.table.name else ""
+        stages = ", ".join(map(str, self.stages))
+        return f"<Pipeline {name}{self.table.describe()}; rank {self.rank} has {'stage' if len(self.stages) == 1 else 'stages'} {stages}>"
+
     # Construction -----------------------------------------------------------------------------------------------------
 
     def _recognise(self, model: Any, split: Any, loss: LossOptions, batch: BatchOptions) -> Any:
@@ -537,8 +542,8 @@ class Pipeline:
             self._note_tied()
         # If ranks share modules without meeting at the beginning of the step, another rank may have changed them already.
         own = () if self._shares_modules and not self.shared.one_object else self.stages.values()
-        self._buffers.take(module for stage in own for module in stage.module.modules())
-        backup = GradientBackup.take(parameter for _, parameter in parameters)
+        self._buffers.take([stage.module for stage in own])
+        backup = GradientBackup.take([parameter for _, parameter in parameters])
         feed.factor = 1.0 if self.scaler is None else self.scaler.get_scale()
         sums, folds = self.shared.active or self.data.active, self.statistics.gathers or bool(executor.compute.unordered)
         alone = len(feed.args) == 1 and self.data.ranks == 1 and not self.shared.active
@@ -689,7 +694,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """Which processes or threads are the ranks, and how they exchange messages."""
+    """The processes or threads that are the ranks, and how they exchange messages."""
 
     group: Any
     mesh: Any
@@ -737,7 +742,7 @@ class BatchOptions:
         return self.inputs, self.targets, self.kwargs
 
     def make_cutter(self, table: Table, loss: Loss, plan: Any) -> SequenceCutter | None:
-        """What cuts microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
+        """The cutter of microbatches into slices, if the schedule has any: in the plan's proportions unless lengths are given."""
         if table.slices == 1:
             if self.slice_lengths is not None:
                 raise ScheduleError(

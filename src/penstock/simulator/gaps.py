@@ -28,7 +28,7 @@ class Gap:
     - `waiting`: for `action` on `rank` to end;
     - `communication`: for what `action` on `rank` sent, gathered or reduced, to arrive;
     - `memory`: for a slot of the channel that `action` is sent on, or, where `action` is a wait, for its buffers to be free;
-    - `overhead`, where it was measured: all was there for `action`, and the rank had not begun it.
+    - `overhead`, if it was measured: all was there for `action`, and the rank had not begun it.
     """
 
     start: float

@@ -1,4 +1,4 @@
-"""What the page draws: a schedule or program with its timing graph, as plain data.
+"""Documents that the page draws: a schedule or program with its timing graph, as plain data.
 
 The page times the graph itself under any costs, so a document holds no times but measured ones. Columns of numbers are the base64 of
 their bytes, which the page reads without parsing digits.
@@ -101,7 +101,7 @@ def title_of(table: Table) -> str:
 
 
 def _describe_file(table: Table) -> dict[str, Any]:
-    """What a file of the table holds besides its rows."""
+    """The content of a table's file besides its rows."""
     about: dict[str, Any] = {
         "type": "program" if isinstance(table, Program) else "schedule",
         "name": table.name,

@@ -1,4 +1,4 @@
-"""Limits on one request, so that nobody who reaches the studio can overload the machine."""
+"""Limits on one request, so that no client of the studio can overload the machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are allowed: only those of the studio's own page, by the Host, Origin and Sec-Fetch-Site headers."""
+"""Checks of requests: only those of the studio's own page are allowed, by the Host, Origin and Sec-Fetch-Site headers."""
 
 from __future__ import annotations
 

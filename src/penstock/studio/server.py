@@ -35,7 +35,7 @@ MOST_FOLLOWERS = 8
 ALIVE = 5.0
 """Seconds between two signs of life to a page that follows a plan."""
 PATIENCE = 0.5
-"""Seconds that the worker may go on with a question that nobody waits for: starting it again takes about as long."""
+"""Seconds that the worker may go on with an abandoned question: starting it again takes about as long."""
 LARGEST_PORT = (1 << 16) - 1
 
 _STATUS: dict[type[Exception], int] = {TooLongError: 422, BusyError: 409, UnknownNameError: 404}
@@ -81,7 +81,7 @@ class Studio:
 
         body = await body_of(request)
         checked = json.loads(await self._answer(request, "check-plan", body))
-        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"])})
+        return JSONResponse({"job": await _run_in_thread(self.jobs.start, body, checked["seconds"]), "limits": checked["limits"]})
 
     async def plan(self, request: Request) -> Response:
         job = self.jobs.get(request.path_params["job"])
@@ -134,7 +134,7 @@ class Studio:
         return answer
 
     async def _watch(self, request: Request, question: Question) -> None:
-        """Give up a question that nobody waits for, unless it ends sooner than a new process would start."""
+        """Drop a question that the browser has abandoned, unless it ends sooner than a new process would start."""
         while (await request.receive())["type"] != "http.disconnect":
             pass
         self.worker.leave(question)

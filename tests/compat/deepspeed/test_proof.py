@@ -1,4 +1,4 @@
-"""What is proved of streams, against running them the plain way; and how they are refused."""
+"""Proofs of streams against a plain interpreter, and refusals."""
 
 from __future__ import annotations
 

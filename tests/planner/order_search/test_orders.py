@@ -33,7 +33,7 @@ def is_all_right(problem: Problem, order: Order) -> bool:
 
 
 def full_of(problem: Problem, evaluator: Evaluator, seed: int) -> np.ndarray:
-    """Which backwards are full: all where none may be split, else any if that can pay."""
+    """The backwards that are full: all if none may be split, else any if that can pay."""
     if not problem.split:
         return np.ones(evaluator.cells, dtype=np.int8)
     mixed = np.random.default_rng(seed).integers(0, 2, evaluator.cells).astype(np.int8)

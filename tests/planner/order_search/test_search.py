@@ -37,7 +37,7 @@ def best_named(problem: Problem) -> float:
 
 
 def check(problem: Problem, found: SearchResult) -> None:
-    """What is found is proved, fits, and takes what it is said to take, which is no less than the bound."""
+    """The result is proved and fits, and its simulated time is its objective and not below the bound."""
     assert found.schedule is not None
     ps.verify(ps.lower(found.schedule), memory_limit=problem.memory_limit, costs=problem.costs)
     timeline = problem.evaluate(found.schedule)

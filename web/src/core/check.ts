@@ -18,7 +18,7 @@ export interface Walk {
   reached: Int32Array;
 }
 
-/** Runs every rank as far as its waits allow. An entry that needs an action that nobody runs waits forever. */
+/** Runs every rank as far as its waits allow. An entry that needs a missing action waits forever. */
 export function walkOrder(linked: Linked, stopped: readonly number[] = []): Walk {
   const { entries, rank, bounds, data } = linked;
   const nodes = rank.length;

@@ -62,7 +62,7 @@ function computationOf(name: string, rank: number | null): Named | null {
   return { action, parts: [action] };
 }
 
-/** A computation as Penstock writes it; null for what is none. */
+/** A computation as Penstock writes it; null for any other name. */
 function canonical(text: string): string | null {
   const match = COMPUTATION.exec(text);
   if (!match) return null;
@@ -143,7 +143,7 @@ export function joinTraces(traces: RankTrace[]): Traced {
   const sorted = [...traces].sort((one, other) => (one.rank ?? -1) - (other.rank ?? -1));
   if (sorted.some(({ rank }, k) => rank !== k)) {
     const found = traces.map(({ file, rank }) => `${file}: ${rank ?? "unknown"}`).join(", ");
-    throw new Error(`the traces must be of ranks 0 to ${traces.length - 1}, one file each, but are of ranks ${found}`);
+    throw new Error(`the traces must be of ranks 0, 1 and so on, one file each, but are of ranks ${found}: lay the traces of all ranks over the schedule together`);
   }
   const ranges: Traced = new Map();
   sorted.forEach(({ steps }, rank) => {

@@ -6,8 +6,9 @@ import type { Finding, View } from "./types.ts";
 
 /** Missing, repeated and misplaced actions that are put right one by one. */
 const MOST = 2000;
-/** Actions that are looked at to find the repair with the fewest moves; beyond that, any repair will do. */
-const WORK = 2_000_000;
+/** Actions that are looked at to find the repair with the fewest moves, and remedies that are followed one after the other; beyond that, any repair will do. */
+const WORK = 1_000_000;
+const MOST_REMEDIES = 30;
 
 /** The changes after which an order has no finding, or null if there are none that the page can make. */
 export function repair(base: View, order: Order): Edit[] | null {
@@ -28,26 +29,28 @@ export function repair(base: View, order: Order): Edit[] | null {
 /** Moves after which all actions come after what they need: the fewest that are found, moving actions of one rank of a hang if possible. */
 function sort(base: View, order: Order, findings: Finding[]): Edit[] | null {
   const ranks = new Set(findings.flatMap((finding) => (finding.cycle ?? []).map(([rank]) => rank)));
-  let work = WORK;
+  const tries = Math.max(1, Math.floor(WORK / Math.max(1, base.nodes)));
   let best: Edit[] | null = null;
-  for (const rank of ranks) {
-    const edits: Edit[] = [];
-    let now = order;
-    while (work > 0 && (!best || edits.length < best.length)) {
-      work -= base.nodes;
-      const [finding] = checkedView(base, now).findings;
-      if (!finding) break;
-      const fix = finding.ways?.find(([edit]) => edit?.what === "move" && edit.rank === rank) ?? finding.fix;
-      if (!fix?.length) {
-        work = 0;
-        break;
-      }
-      edits.push(...fix);
-      now = applyEdits(now, fix, base.table.edges);
-    }
-    if (work > 0 && (!best || edits.length < best.length)) best = edits;
+  for (const rank of [...ranks].slice(0, tries)) {
+    const edits = followRemedies(base, order, rank, Math.min(MOST_REMEDIES, Math.ceil(tries / ranks.size)));
+    if (edits && (!best || edits.length < best.length)) best = edits;
   }
   return best ?? hoist(order, linkOrder(order, base.table.edges));
+}
+
+/** Remedies one after the other, on one rank wherever they leave a choice; null if they come to no end. */
+function followRemedies(base: View, order: Order, rank: number, most: number): Edit[] | null {
+  const edits: Edit[] = [];
+  let now = order;
+  for (let k = 0; k <= most; k++) {
+    const [finding] = checkedView(base, now).findings;
+    if (!finding) return edits;
+    const fix = finding.ways?.find(([edit]) => edit?.what === "move" && edit.rank === rank) ?? finding.fix;
+    if (!fix?.length) return null;
+    edits.push(...fix);
+    now = applyEdits(now, fix, base.table.edges);
+  }
+  return null;
 }
 
 /** Moves forward what a rank could run whenever no rank can go on: the action that is the fewest steps away. Null if there is none. */

@@ -144,13 +144,13 @@ export interface View {
   messages: Messages;
   channels: Channel[];
   costs: Costs;
-  /** What times and sizes are counted in, as "s" and "B"; empty where nothing is said. */
+  /** What times and sizes are counted in, as "s" and "B"; empty if it is not known. */
   units: { time: string; size: string };
   memoryLimit: number | number[] | null;
   measured: Timing | null;
   findings: Finding[];
   numFindings: number;
-  /** False where the order cannot run: there is a grid and findings, and no times. */
+  /** False if the order cannot run: there is a grid and findings, and no times. */
   timed: boolean;
   /** The idle slots before each node; null without any. */
   slots: Uint16Array | null;
@@ -158,7 +158,7 @@ export interface View {
   place: Int32Array | null;
 }
 
-/** When everything happens: a value a node or a message, -1 for collectives that are none. */
+/** When everything happens: one value per node or message, -1 for nodes without a collective. */
 export interface Timing {
   start: Float64Array;
   end: Float64Array;
@@ -166,7 +166,7 @@ export interface Timing {
   arrive: Float64Array;
   collectiveStart: Float64Array;
   collectiveEnd: Float64Array;
-  /** For each message that waited for a shared link, the message that held it, else -1; empty where no link is shared. */
+  /** For each message that waited for a shared link, the message that held it, else -1; empty if no link is shared. */
   heldBy: Int32Array;
   /** "simulated", or what was measured. */
   source: string;

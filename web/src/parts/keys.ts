@@ -73,9 +73,9 @@ function edit(key: string, studio: Studio, stage: Stage, scroller: HTMLElement):
 /** Keys that change what is on screen while the pointer is on the chart, wherever the focus is; those that buttons and lists use are not among them. */
 const AT_POINTER = /^[wasdfce0+=_-]$/i;
 
-/** Keys that mean the same everywhere on the page, except where something is typed. */
+/** Keys that mean the same everywhere on the page, except while something is typed. */
 export function pressedAnywhere(event: KeyboardEvent, studio: Studio, stage: Stage): boolean {
-  const typing = event.target instanceof HTMLElement && event.target.matches("input:not([type=range], [type=checkbox]), textarea, select");
+  const typing = event.target instanceof HTMLElement && event.target.matches("input:not([type=range], [type=checkbox], [type=radio]), textarea, select");
   const { key } = event;
   if (typing || event.defaultPrevented) return false;
   if ((event.ctrlKey || event.metaKey) && !event.altKey && key.toLowerCase() === "z") studio.step(!event.shiftKey);

@@ -214,7 +214,7 @@ export class Loader {
     this.studio.say(text);
   }
 
-  /** Runs a body and says what went wrong; what another request has overtaken is nobody's business. */
+  /** Runs a body and says what went wrong; the result of a request that another has overtaken is dropped. */
   async guarded(body: () => Promise<void>): Promise<void> {
     const { studio } = this;
     studio.busy.value++;

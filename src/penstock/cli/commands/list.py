@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, Output
+from penstock.cli.options import AsJson, TextOutput
 from penstock.cli.output import deliver
 from penstock.schedules.registry import Algorithm, algorithms
 from penstock.text.table import format_table
@@ -21,7 +21,7 @@ def list_(
     *,
     passes: Annotated[bool, typer.Option("--passes", help="List the passes for 'penstock lower --passes' instead.")] = False,
     as_json: AsJson = False,
-    output: Output = None,
+    output: TextOutput = None,
 ) -> None:
     """List the schedules with their bubble and memory.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import AsJson, Output, read_size, text_option
+from penstock.cli.options import AsJson, TextOutput, read_size, text_option
 from penstock.cli.output import deliver, show_steps
 from penstock.cli.sources import DeferReduceGradWait, LoweringOptions, MaxOutstandingSends, OffloadShare, ScheduleSource
 from penstock.errors import UsageError, VerifyError
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Semantics(StrEnum):
-    """What sends and receives wait for."""
+    """The semantics of sends and receives."""
 
     CHANNELS = "channels"
     RENDEZVOUS = "rendezvous"
@@ -53,7 +53,7 @@ def verify(
     defer_reduce_grad_wait: DeferReduceGradWait = False,
     offload: OffloadShare = None,
     as_json: AsJson = False,
-    output: Output = None,
+    output: TextOutput = None,
 ) -> int:
     """Prove that a program runs, or say why not.
 

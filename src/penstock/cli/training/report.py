@@ -1,4 +1,4 @@
-"""What a training run tells: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
+"""Reports of a training run: headings and figures on stdout, live progress on stderr, and a web page of all results at its end."""
 
 from __future__ import annotations
 
@@ -75,20 +75,25 @@ class TrainConsole:
     def announce_start(self, ranks: int | None) -> AbstractContextManager[None]:
         """Announce that processes start, which takes seconds in which nothing else is printed."""
         if ranks is not None:
-            self.err.print(f"[dim]starting {ranks} processes ...[/dim]")
+            self.err.print(f"[dim]starting {format_count(ranks, 'process')} ...[/dim]")
         return nullcontext()
 
     @contextmanager
     def show_measuring(self, sizes: list[int]) -> Iterator[Callable[[TrainingProgress], None]]:
         self.head(f"Measure the model layer by layer, for microbatches of {' and '.join(map(str, sizes))}")
         if not self._live:
+            self._note("measuring ...")
             yield lambda progress: None
             return
         with self.err.status("measuring") as status:
             yield lambda progress: status.update(progress.activity)
 
-    def show_planning_progress(self, profile: Profile) -> AbstractContextManager[Callable[[Any], None]]:
-        return show_planning(Units(profile.time_unit, in_bytes=True)) if self._live else nullcontext(lambda progress: None)
+    def show_planning_progress(self, profile: Profile, what: str, seconds: float) -> AbstractContextManager[Callable[[Any], None]]:
+        """Show the search for a plan: of `what`, for at most so many seconds after the named schedules."""
+        if self._live:
+            return show_planning(Units(profile.time_unit, in_bytes=True))
+        self._note(f"planning {what}, searching for up to {seconds:g} s ...")
+        return nullcontext(lambda progress: None)
 
     @contextmanager
     def show_training(self, steps: int, batch: int) -> Iterator[Callable[[TrainingProgress], None]]:
@@ -107,10 +112,9 @@ class TrainConsole:
         self.head(f"Measure the plan and {name} in turns, within the same limit")
         done = count(1)
         if not self._live:
+            self._note(f"measuring {format_count(steps, 'step')} ...")
             yield lambda progress: None
             return
-        from penstock.cli.output import show_bar
-
         with show_bar(steps) as update:
 
             def tell(progress: TrainingProgress) -> None:
@@ -118,6 +122,10 @@ class TrainConsole:
                     update(completed=next(done))
 
             yield tell
+
+    def _note(self, text: str) -> None:
+        """Print a line of progress where no bar can be drawn."""
+        self.err.print(f"[dim]   {text}[/dim]")
 
     def _lines(self, steps: int) -> Callable[[TrainingProgress], None]:
         """Print a line now and then."""
@@ -136,12 +144,14 @@ class TrainConsole:
         units, sizes = Units(profile.time_unit, in_bytes=True), [profile.at(size) for size in profile.sizes]
         times = ", ".join(f"{units.time(at.time)} for a microbatch of {at.microbatch}" for at in sizes)
         static = sum(layer.parameters + layer.gradients + layer.optimizer for layer in profile.layers)
-        self.say(f"{len(profile)} layers, {times}; parameters, gradients and optimizer {units.size(static)}")
+        self.say(f"{format_count(len(profile), 'layer')}, {times}; parameters, gradients and optimizer {units.size(static)}")
         if profile.bandwidth is not None:
             self.say(f"messages between ranks: latency {units.time(profile.latency)}, bandwidth {units.size(profile.bandwidth)} per second")
 
     def plan(self, plan: Plan) -> None:
-        self.head(f"Plan: {plan.name}, {plan.placement.kind} placement, {plan.microbatches} microbatches of {plan.microbatch}")
+        self.head(
+            f"Plan: {plan.name}, {plan.placement.kind} placement, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}"
+        )
         units = plan.units
         self.say(f"predicted with a core for every rank: {units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
         self.say(f"{describe_bound(plan)}")
@@ -155,12 +165,14 @@ class TrainConsole:
             self.say(f"\n{name} cannot be compared: {plan}")
             return
         peak = plan.units.size(max(plan.predicted.peak_memory))
-        self.say(f"\nto compare with: {name} within the same limit, {plan.microbatches} microbatches of {plan.microbatch}, {peak}")
+        self.say(
+            f"\nto compare with: {name} within the same limit, {format_count(plan.microbatches, 'microbatch')} of {plan.microbatch}, {peak}"
+        )
         self.say(f"predicted with a core for every rank: {plan.units.time(plan.objective)} per step, bubble {plan.predicted.bubble:.1%}")
 
-    def proof(self, proof: Proof, plan: Plan | None) -> None:
+    def proof(self, proof: Proof) -> None:
         self.head("Prove it before it runs")
-        self.say(str(proof) if plan is None else _write_proof_text(proof, plan))
+        self.say(str(proof))
 
     def report_training(self, done: TrainingResult, options: TrainOptions) -> None:
         if done.loaded is not None:
@@ -203,7 +215,7 @@ def _write_candidates(plan: Plan, shown: int) -> Iterator[str]:
     """The fastest candidates that fit and the fastest that do not, one line each."""
     units = plan.units
     timed = sorted(
-        (candidate for candidate in plan.alternatives if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
     )
     chosen = plan.alternatives[plan.chosen]
     rows: list[tuple[str, ...]] = [("", "candidate", "placement", "microbatches", "takes", "bubble", "peak", "")]
@@ -229,7 +241,7 @@ def describe_sharing(ranks: int, cores: int) -> str:
     """Say why measured times differ from those of the plan, and what they are compared with."""
     shared = format_count(cores, "core")
     return (
-        f"{ranks} processes share {shared} of this machine, so a step takes longer than with a core for every rank. "
+        f"{format_count(ranks, 'process')} share {shared} of this machine, so a step takes longer than with a core for every rank. "
         f"Measured times are compared with a prediction for {shared}."
     )
 
@@ -272,7 +284,14 @@ def write_candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
     units = plan.units
     microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
-    return candidate.name, candidate.placement, microbatches, time, f"{candidate.bubble or 0.0:.1%}", units.size(candidate.peak or 0.0)
+    return (
+        candidate.name,
+        candidate.describe_placement(),
+        microbatches,
+        time,
+        f"{candidate.bubble or 0.0:.1%}",
+        units.size(candidate.peak or 0.0),
+    )
 
 
 def sparkline(values: list[float], width: int = 32) -> str:
@@ -285,16 +304,6 @@ def sparkline(values: list[float], width: int = 32) -> str:
     low, high = means.min(), means.max()
     heights = 0.5 + np.round((means - low) / ((high - low) or 1.0) * (len(terminal.BARS) - 1))
     return terminal.sparkline(heights, len(terminal.BARS)) if can_print(terminal.BARS) and np.isfinite(heights).all() else ""
-
-
-def _write_proof_text(proof: Proof, plan: Plan) -> str:
-    """Write the proof with memory in the plan's units."""
-    lines = [line for line in str(proof).splitlines() if "peak memory:" not in line]
-    if plan.memory_limit is None:
-        return "\n".join(lines)
-    rank = max(range(len(plan.predicted.peak_memory)), key=plan.predicted.peak_memory.__getitem__)
-    peak, limit = plan.predicted.peak_memory[rank], plan.memory_limit[rank]
-    return "\n".join([*lines, f"  peak memory: {plan.units.size(peak)} of {plan.units.size(limit)} allowed, on rank {rank}"])
 
 
 @contextmanager
@@ -355,7 +364,12 @@ def _list_cards(session: Session, done: TrainingResult) -> Iterator[Card]:
         yield Card("loss and gradients", value, "against the unpipelined model, same microbatches", done.equal)
     proof = session.proof
     assert proof is not None
-    yield Card("proof", f"{len(proof.rules)} rules hold", f"{proof.actions} actions, {proof.messages} messages", True)
+    yield Card(
+        "proof",
+        f"{len(proof.rules)} rules hold",
+        f"{format_count(proof.actions, 'action')}, {format_count(proof.messages, 'message')}",
+        True,
+    )
     if session.plan is not None:
         yield from _plan_cards(session.plan)
     if session.differences is not None:
@@ -428,7 +442,7 @@ def _write_model(plan: Plan) -> Section:
 def _write_candidate_section(plan: Plan) -> Section:
     units, chosen = plan.units, plan.alternatives[plan.chosen]
     timed = sorted(
-        (candidate for candidate in plan.alternatives if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
+        (candidate for candidate in plan.candidates if candidate.objective is not None), key=lambda candidate: candidate.objective or 0.0
     )
     shown = list(dict.fromkeys([chosen, *timed]))[:MOST]
     shown.sort(key=lambda candidate: (not candidate.fits, candidate.objective or 0.0))

@@ -23,6 +23,7 @@ from penstock.planner.plan import Plan, plan
 from penstock.simulator.comparison.differences import AUTO as AUTO_SCALE
 from penstock.simulator.comparison.differences import Differences, differences
 from penstock.simulator.shared_cores import share_cores
+from penstock.text.numbers import format_count
 from penstock.verifier.verify import verify
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ class Session:
         else:
             self.table = chosen
             self.proof = verify(chosen if chosen.lowered else lower(chosen))
-        self.console.proof(self.proof, self.plan)
+        self.console.proof(self.proof)
 
     def _make_plan(self, started: RankProcesses) -> Plan:
         from penstock.runtime.train.trainer import profile_file
@@ -143,7 +144,8 @@ class Session:
         asked = self.options
         options: dict[str, Any] = {"memory_limit": asked.memory_limit, "recompute": asked.recompute, "seconds": asked.seconds}
         options["schedules"] = schedules
-        with catch_interrupt() as stopped, self.console.show_planning_progress(profile) as tell:
+        what = "every schedule" if schedules is None else ", ".join(schedules)
+        with catch_interrupt() as stopped, self.console.show_planning_progress(profile, what, asked.seconds) as tell:
             best = plan(profile, ranks=ranks, batch=asked.batch, seed=asked.seed, progress=tell, stop=stopped, **options)
         if stopped():
             raise KeyboardInterrupt
@@ -206,7 +208,7 @@ class Session:
         assert done is not None
         equal = describe_parity(done)
         if contest is None or self.plan is None:
-            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {self.table.ranks} ranks{equal}."
+            return f"The loss fell from {done.losses[0]:.2f} to {done.losses[-1]:.2f} on {format_count(self.table.ranks, 'rank')}{equal}."
         limit = self.plan.memory_limit
         within = "" if limit is None else f"Within the same {self.plan.units.size(max(limit))} per rank, "
         faster = f"{contest.speedup:.2f} times as fast as" if contest.speedup >= SAME else f"{1 / contest.speedup:.2f} times as long as"

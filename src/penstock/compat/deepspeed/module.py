@@ -158,7 +158,7 @@ class PipelineModule(nn.Module):
         return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
 
     def topology(self) -> ProcessTopology:
-        """Which rank is where."""
+        """The topology of the ranks."""
         return self._topo
 
     def mpu(self) -> PipelineParallelGrid:
@@ -214,7 +214,7 @@ class PipelineModule(nn.Module):
             try:
                 weight = operator.attrgetter(attribute)(module)
             except AttributeError:
-                if attribute == "weight":  # nobody has asked for it by name
+                if attribute == "weight":  # the caller has not asked for it by name
                     continue
                 raise PlacementError(
                     f"tied layer {key!r}: its {type(module).__name__} has no {attribute!r}, see tied_weight_attr"
@@ -237,7 +237,7 @@ class PipelineModule(nn.Module):
         return value
 
     def _block(self, places: range, offset: int, several: bool) -> Callable[..., Any]:
-        """What runs some of the layers; where it runs again, it draws the same random numbers."""
+        """A function that runs some of the layers; when it is run again, it draws the same random numbers."""
 
         def run(*inputs: Any) -> Any:
             value = inputs if several else inputs[0]
@@ -300,13 +300,13 @@ def _check_layers(layers: Sequence[Any]) -> None:
 
 
 def _name(layer: Any) -> str:
-    """What `type:` looks at: the name of a module's class, or that of a function."""
+    """The name that `type:` matches: that of a module's class, or of a function."""
     kind = layer.typename if isinstance(layer, LayerSpec) else type(layer)
     return kind.__name__ if issubclass(kind, nn.Module) else getattr(layer, "__name__", "")
 
 
 def _count_parameters(layer: Any) -> int:
-    """How many trainable parameters a layer has. A spec is built without memory or random numbers where its class allows it."""
+    """How many trainable parameters a layer has. A spec is built without memory or random numbers if its class allows it."""
     if isinstance(layer, LayerSpec):
         try:
             with torch.device("meta"):

@@ -29,8 +29,9 @@ from penstock.passes.deepspeed.instructions import streams as write_streams
 from penstock.passes.deepspeed.reader import CLOSING, KNOWN, TRAINING, Duties, StreamReader
 from penstock.passes.merge_backward import MergeBackward
 from penstock.passes.send_receive import SendReceive
-from penstock.schedules.registry import algorithm
+from penstock.schedules.registry import parse_name
 from penstock.schedules.registry import schedule as by_name
+from penstock.text.numbers import format_count
 from penstock.verifier.finding import Finding, Severity, report
 from penstock.verifier.proof import Proof
 from penstock.verifier.verify import check, verify
@@ -183,7 +184,7 @@ def find_blocked(program: Program) -> Iterator[Finding]:
 
 def _describe(name: str, streams: Sequence[Stream], micro_batches: int, findings: Sequence[Finding]) -> str:
     head = f"{len(findings)} finding{'s'[: len(findings) > 1]} in the instructions of {name or 'a schedule'}"
-    lines = [f"{head}, {len(streams)} stages, {micro_batches} microbatches:"]
+    lines = [f"{head}, {format_count(len(streams), 'stage')}, {format_count(micro_batches, 'microbatch')}:"]
     lines += [f"{number}. {finding}" for number, finding in enumerate(findings[:_SHOWN], start=1)]
     if len(findings) > _SHOWN:
         lines.append(f"and {len(findings) - _SHOWN} more")
@@ -223,7 +224,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     known: dict[tuple[int, int], Sequence[Stream]] = {}  # no lru_cache, so that the class can be sent to other processes
 
-    def proved(micro_batches: int, stages: int) -> Sequence[Stream]:
+    def prove_once(micro_batches: int, stages: int) -> Sequence[Stream]:
         if (micro_batches, stages) not in known:
             if isinstance(schedule, str):
                 table: Table = by_name(schedule, stages, micro_batches, **options)
@@ -234,7 +235,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 
     def stream(self: Any) -> Stream:
         ours.check_sizes(self)
-        return proved(self.micro_batches, self.stages)[int(self.stage_id)]
+        return prove_once(self.micro_batches, self.stages)[int(self.stage_id)]
 
     def steps(self: Any) -> Iterator[list[Any]]:
         """The stage's instructions."""
@@ -249,7 +250,7 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
         return _count_buffers(stream(self))
 
     if isinstance(schedule, Table):
-        proved(schedule.microbatches, schedule.ranks)
+        prove_once(schedule.microbatches, schedule.ranks)
     text = f"Penstock's {name} as DeepSpeed's instructions."
     parts = {"__doc__": text, "__module__": __name__, "steps": steps, "num_pipe_buffers": num_pipe_buffers}
     return type(f"{''.join(part.capitalize() for part in name.split('-'))}Schedule", (home.PipeSchedule,), parts)
@@ -258,14 +259,14 @@ def as_deepspeed(schedule: Table | str, *, module: ModuleType | None = None, **o
 def _check_schedule(schedule: Any, options: dict[str, Any]) -> str:
     """Check that the schedule can be expressed in instructions; its name."""
     if isinstance(schedule, str):
-        entry = algorithm(schedule)
-        chunks = options.get("chunks", entry.layout.chunks)
+        entry, written = parse_name(schedule)
+        chunks = {**written, **options}.get("chunks", entry.layout.chunks)
         if chunks != 1:
             raise ScheduleError(f"{schedule} places {chunks} stages on a rank, but DeepSpeed's instructions know one")
-        strange = sorted(set(options) - {"chunks", "graph", *entry.options})
-        if strange:
-            raise ScheduleError(f"{schedule} has no option {strange[0]!r}; its options: {', '.join(entry.options) or 'none'}")
-        return schedule
+        unknown = sorted({*written, *options} - {"chunks", "graph", *entry.options})
+        if unknown:
+            raise ScheduleError(f"{schedule} has no option {unknown[0]!r}; its options: {', '.join(entry.options) or 'none'}")
+        return entry.name
     if not isinstance(schedule, Table):
         raise ScheduleError(f"as_deepspeed takes a Schedule, a Program or the name of a schedule, got {type(schedule).__name__}")
     if options:

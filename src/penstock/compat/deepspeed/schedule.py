@@ -352,7 +352,7 @@ class DualPipeVSchedule(PipeSchedule):
         return [*load, ForwardPass(self._buffer(part), phase=self._phase(part))]
 
     def _receive(self, part: Action) -> Step:
-        """What the part needs of another rank: nothing at the ends of the model and at the turn of the V."""
+        """The receives of a part: none at the ends of the model and at the turn of the V."""
         forward = part.kind is Kind.F
         if part.stage % self.stages == (0 if forward else self.stages - 1) or (self.forward_only and not forward):
             return []

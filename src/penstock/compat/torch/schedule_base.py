@@ -475,16 +475,16 @@ def _takes_mean(loss_fn: LossFunction | None) -> bool:
 
 
 Operation = Callable[["OrderRunner"], None]
-"""Takes the runner as its argument instead of keeping it, so that a schedule is freed as soon as nobody refers to it."""
+"""Takes the runner as its argument instead of keeping it, so that a schedule is freed as soon as nothing refers to it."""
 Works = dict[tuple[int, int], list[Any]]
 """Works of messages, by stage and microbatch."""
 _FORWARD = (Type.FORWARD, Type.SEND_F, Type.RECV_F, Type.WAIT_SEND_F, Type.OVERLAP_F_B, Type.UNSHARD, Type.RESHARD)
-"""What an evaluation runs of an order; it leaves out everything else."""
+"""The kinds of actions that an evaluation runs."""
 
 
 @dataclass
 class _PipelineContext:
-    """What a custom function is given besides its action."""
+    """The second argument of a custom function, after its action."""
 
     schedule_ref: Any
     arg_mbs: Any = None
@@ -503,7 +503,7 @@ class StepInputs(_PipelineContext):
 
 @dataclass
 class OrderSettings:
-    """What the operations of an order depend on: when it changes, they are resolved anew."""
+    """The state that the operations of an order depend on: when it changes, they are resolved anew."""
 
     stages: list[Any]
     actions: list[_Action]
@@ -537,7 +537,7 @@ class OrderRunner:
         """Stages whose reduction an action of its own waits for."""
         unused = set[int]() if training else _find_unused_gathers(actions, settings.functions)
         self.operations: list[tuple[int, Operation]] = []
-        """What to do, each with the position of its action in the order."""
+        """Operations, each with the position of its action in the order."""
         for position, action in enumerate(actions):
             operation = None if position in unused else self._resolve(action)
             if operation is not None:

@@ -115,15 +115,15 @@ def _refuse_holes(cells: Cells, rows: Rows, stages: int, microbatches: int) -> N
     """Every stage and microbatch needs its forward and, if anything trains, its backward."""
     shape = (stages, microbatches)
 
-    def seen(*kinds: Kind) -> Flags:
+    def mark_cells(*kinds: Kind) -> Flags:
         table = np.zeros(shape, dtype=np.bool_)
         of_kind = rows.is_kind(*kinds)
         table[rows.stage[of_kind], rows.microbatch[of_kind]] = True
         return table
 
-    needed = [("F", seen(Kind.F))]
+    needed = [("F", mark_cells(Kind.F))]
     if rows.is_kind(Kind.B, Kind.I, Kind.W).any():
-        needed += [("B, or I and W,", seen(Kind.B, Kind.I)), ("B, or I and W,", seen(Kind.B, Kind.W))]
+        needed += [("B, or I and W,", mark_cells(Kind.B, Kind.I)), ("B, or I and W,", mark_cells(Kind.B, Kind.W))]
     for what, table in needed:
         if table.all():
             continue
@@ -190,7 +190,7 @@ def _infer_graph(rows: Rows, stages: int) -> StageGraph:
 
 
 def _is_program(rows: Rows, placement: Placement, graph: StageGraph) -> bool:
-    """Messages or sharding make a program; so do reductions alone where nothing has to cross ranks."""
+    """Messages or sharding make a program; so do reductions alone if nothing has to cross ranks."""
     if rows.is_kind(*SENDS, *RECEIVES, *SEND_WAITS, Kind.UNSHARD, Kind.RESHARD).any():
         return True
     crosses = any(copy[a] != copy[b] for copy in placement.copies for a, b in graph.edges)

@@ -39,7 +39,7 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Duties:
-    """What a stage does with every microbatch, from the fill of a buffer until the buffer may be filled again."""
+    """The instructions of a stage for every microbatch, from the fill of a buffer until the buffer may be filled again."""
 
     first: bool
     last: bool

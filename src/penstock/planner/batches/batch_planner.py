@@ -29,9 +29,11 @@ from penstock.planner.order_search.permutations import PermutationState
 from penstock.planner.plan import Plan
 from penstock.planner.problem import Problem
 from penstock.planner.request import Limit, check_limits
-from penstock.schedules.registry import algorithm
+from penstock.schedules.registry import algorithm, algorithms, parse_name
 from penstock.simulator.simulate import retime, simulate
 from penstock.simulator.timeline import Timeline
+from penstock.text.numbers import format_count
+from penstock.text.options import split_options
 from penstock.text.units import check_count
 
 Batch = TypeVar("Batch")
@@ -146,7 +148,7 @@ class BatchOrder:
     def __repr__(self) -> str:
         gain = self.unplanned / self.objective if self.objective else 1.0
         figures = f"{self.objective:g}, {gain:.2f}x as fast as unplanned"
-        return f"<BatchOrder {self.schedule.name!r}, {len(self.microbatches)} microbatches, {figures}>"
+        return f"<BatchOrder {self.schedule.name!r}, {format_count(len(self.microbatches), 'microbatch')}, {figures}>"
 
 
 class BatchPlanner:
@@ -186,12 +188,11 @@ class BatchPlanner:
             samples = source.microbatch if isinstance(source, Plan) else 1
         self.samples, self.tries = check_count("samples", samples, error=ScheduleError), check_count("tries", tries, 0, error=ScheduleError)
         self.lengths = self._read_shares(sequence, quadratic)
-        self.names = None if schedules is None else tuple(schedules)
+        self.names = None if schedules is None else tuple(map(self._check_name, schedules))
         self._lowered: dict[int, list[_LoweredSchedule]] = {}
         self._fallbacks: dict[int, _LoweredSchedule] = {}
         self._lock = threading.Lock()
         """Held while a batch is planned, because the scratch columns of the loops are shared."""
-        self._check_names()
         count = self.schedule.microbatches
         _BatchSearch(
             replace(self.problem, memory_limit=None), self._list_lowered(count), self._build_slowest, 1
@@ -205,14 +206,20 @@ class BatchPlanner:
             raise CostsError(f"quadratic has {len(shares)} values for {stages} stages: give one number or one per stage")
         return tuple(LengthCosts(sequence, share) for share in shares)
 
-    def _check_names(self) -> None:
-        known = [schedule.name for schedule in self._list_named(self.schedule.microbatches)]
-        for name in self.names or ():
-            if name not in known:
-                raise ScheduleError(
-                    f"schedule {name!r} is not available on a placement of {self.problem.placement.describe()} with "
-                    f"{self.schedule.microbatches} microbatches: {nearest(name, known)}"
-                )
+    def _check_name(self, text: str) -> str:
+        """The registered name of a schedule that the placement can have."""
+        placement, count = self.problem.placement, self.schedule.microbatches
+        known = [schedule.name for schedule in self._list_named(count)]
+        registered = algorithms().find(split_options(text)[0])
+        if registered not in known:
+            raise ScheduleError(
+                f"schedule {text!r} is not available on a placement of {placement.describe()} with {count} microbatches: "
+                f"{nearest(text, known)}"
+            )
+        for key, value in parse_name(text)[1].items():
+            if (key, value) != ("chunks", placement.chunks):
+                raise ScheduleError(f"schedule {text!r}: {key}={value} differs from the placement, {placement.describe()}")
+        return registered
 
     # Packing ----------------------------------------------------------------------------------------------------------
 

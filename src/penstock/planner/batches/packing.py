@@ -29,7 +29,7 @@ _CHANGES = 500
 
 @dataclass(frozen=True)
 class Packing:
-    """Which samples go into which microbatch."""
+    """The microbatch of each sample."""
 
     groups: tuple[tuple[int, ...], ...]
     """The samples of each microbatch, as indices into the lengths that were packed."""
@@ -178,7 +178,7 @@ class _Packer:
         return groups
 
     def _pack_fullest_first(self) -> list[list[int]] | None:
-        """Each sample, the longest first, into the fullest microbatch with room: fits where little room is left."""
+        """Each sample, the longest first, into the fullest microbatch with room: fits when little room is left."""
         groups: list[list[int]] = [[] for _ in range(self.count)]
         tokens = [0] * self.count
         for sample in sorted(self.order, key=lambda sample: (-self.lengths[sample], sample)):

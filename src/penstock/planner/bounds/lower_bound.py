@@ -21,9 +21,9 @@ from penstock.planner.bounds.rank_bounds import (
 )
 from penstock.planner.bounds.solver_bounds import FlowBound, OneRankSolver
 from penstock.planner.bounds.terms import Terms
+from penstock.planner.bounds.whole_numbers import common_unit
 from penstock.planner.budget import SolverBudget
 from penstock.planner.problem import Problem
-from penstock.planner.whole_numbers import common_unit
 
 ROUNDING = 1e-9
 """Relative error of sums of fractions."""

@@ -1,7 +1,7 @@
 """A bound for every way to cut a model: any contiguous partition, placement, order and choice of stages to recompute.
 
 It knows layers and ranks, and neither stages nor cuts. Its arguments assume only that each rank holds at least one layer, that
-a rank does one action at a time, and that activations are held from the forward to the backward:
+a rank does one action at a time, and that activations are held from the forward to the backward (see `ir.memory_ledger`):
 
 - *average*: the ranks share the work of all layers. In each copy of the model at most one rank starts with the first layer, one
   more after that layer, and so on, so most ranks are idle at first;

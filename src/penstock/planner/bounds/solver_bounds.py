@@ -32,8 +32,8 @@ from penstock.ir.memory_ledger import LIFETIMES, When, net_changes
 from penstock.ir.rows import Floats
 from penstock.planner.bounds.rank_bounds import ActionKey, RankTerms
 from penstock.planner.bounds.terms import KINDS, NAMES
+from penstock.planner.bounds.whole_numbers import floor_units, unit_for
 from penstock.planner.budget import SolverBudget, solve_within
-from penstock.planner.whole_numbers import floor_units, unit_for
 
 EPSILON = 1e-6
 """Every rule is loosened by this much, so that nothing is infeasible by rounding alone."""

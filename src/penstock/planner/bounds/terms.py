@@ -1,4 +1,8 @@
-"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run."""
+"""The terms of every bound: times and sizes that no schedule can undercut, and when the k-th action of each kind can run.
+
+The waits here, and the arguments of `rank_bounds` and `overall`, are closed forms derived from the lifetimes in `ir.memory_ledger`: counts
+and areas, which cannot be read off a list of changes. `solver_bounds` reads the list, and tests compare all of them with the simulator.
+"""
 
 from __future__ import annotations
 

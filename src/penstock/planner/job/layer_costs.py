@@ -1,4 +1,4 @@
-"""What the layers of a model take and hold on one GPU in one configuration.
+"""Times and memory of a model's layers on one GPU in one configuration.
 
 Operations and activations are those of `Transformer`, divided among the tensor and context ranks (between blocks, the sequence is shared
 among the tensor ranks too). With e bytes per number, T tokens of a microbatch, h the width, ad and k the widths of queries and keys, g that

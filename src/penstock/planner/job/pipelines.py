@@ -187,7 +187,7 @@ class _BlockShares:
     costs: LayerCosts
     order: Candidate
     moments: Sequence[PeakMoment]
-    """What each rank holds at its peak."""
+    """The memory of each rank at its peak."""
     limits: tuple[float, ...]
     recompute: bool
 

@@ -14,6 +14,7 @@ from penstock.planner.job.configuration import DIMENSIONS
 from penstock.planner.job.layer_costs import LayerCosts
 from penstock.planner.job.search import Trial
 from penstock.planner.partition.stage_costs import split_layers
+from penstock.text.numbers import format_count
 from penstock.text.table import format_table
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def _write_summary(plan: JobPlan) -> Iterator[str]:
     yield f"  {'step':<12} {units.time(plan.seconds)}, {plan.tokens_per_second:,.0f} tokens per second, bubble {plan.predicted.bubble:.1%}"
     yield f"  {'per GPU':<12} {plan.flops_per_gpu / 1e12:.0f} Tflop/s useful, {plan.utilization:.1%} of the peak"
     yield (
-        f"  {'pipeline':<12} {plan.name}, {plan.microbatches} microbatches of {chosen.microbatch}; "
+        f"  {'pipeline':<12} {plan.name}, {format_count(plan.microbatches, 'microbatch')} of {chosen.microbatch}; "
         f"{min(plan.partition)} to {max(plan.partition)} layers per stage"
     )
     blocks = sum(plan.recomputed)
@@ -139,7 +140,7 @@ def _write_schedules(plan: JobPlan) -> Iterator[str]:
 
 
 def _write_memory(plan: JobPlan) -> Iterator[str]:
-    """What the GPUs of each pipeline rank hold, with equal ranks joined."""
+    """The memory of the GPUs of each pipeline rank, with equal ranks joined."""
     placement, units = plan.schedule.placement, plan.units
     layers, costs = split_layers(plan.profile, plan.partition), LayerCosts(plan.job, plan.configuration)
     rows: list[tuple[str, ...]] = []
@@ -168,7 +169,7 @@ def _list_others(plan: JobPlan) -> Iterator[str]:
     counts = Counter(trial.verdict for trial in plan.trials)
     yield (
         f"{len(plan.trials)} configurations: {counts[Verdict.FITS]} timed and fit; {counts[Verdict.OVER]} do not fit; "
-        f"{counts[Verdict.SLOW]} not timed, because their bound is above the best"
+        f"{counts[Verdict.SLOW]} not timed, because the bound is above the best"
     )
     if len(rows) > 1:
         yield ""

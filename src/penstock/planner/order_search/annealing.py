@@ -30,7 +30,7 @@ class AnnealState(NamedTuple):
 
     order: Column
     full: Column
-    """Which cells have a full backward."""
+    """The cells with a full backward."""
     best: Column
     best_full: Column
     place: Column

@@ -24,6 +24,7 @@ from penstock.planner.order_search.evaluator import Evaluator, Order
 from penstock.planner.order_search.flat_problem import build_schedule, flatten, read_order
 from penstock.planner.order_search.patterns import Pattern, PatternSearch
 from penstock.planner.problem import Problem
+from penstock.text.numbers import format_count
 
 Improved = Callable[[Schedule, float], None]
 
@@ -48,7 +49,7 @@ class SearchResult:
     schedule: Schedule | None
     objective: float
     source: str = ""
-    """What it grew from: `list`, or the name of a schedule."""
+    """Its origin: `list`, or the name of a schedule."""
     rounds: float = 0.0
     """How many orders were timed, a try of a move counted as a part of one."""
     late: bool = False
@@ -119,7 +120,7 @@ class _OrderSearch:
         shape = problem.placement.copies, problem.microbatches, problem.slices
         if (schedule.placement.copies, schedule.microbatches, schedule.slices) != shape:
             slices = f" of {problem.slices} slices" if problem.slices > 1 else ""
-            expected = f"{problem.placement.describe()}, {problem.microbatches} microbatches{slices}"
+            expected = f"{problem.placement.describe()}, {format_count(problem.microbatches, 'microbatch')}{slices}"
             raise ScheduleError(f"{schedule!r} cannot begin a search for {expected}")
         if not problem.split and schedule.rows.is_kind(Kind.I, Kind.W).any():
             raise ScheduleError(f"{schedule!r} splits its backwards, which the problem does not allow")

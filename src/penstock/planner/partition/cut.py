@@ -20,6 +20,7 @@ from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment, memory_over
 from penstock.planner.profile import Profile
+from penstock.text.numbers import format_count
 
 MOST_CELLS = 2e8
 """Stages times pairs of layers in the dynamic programme; beyond that the load is bisected."""
@@ -76,7 +77,9 @@ def cut_layers(
     """
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
-        raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
+        raise PlacementError(
+            f"{format_count(len(profile), 'layer')} are too few for {format_count(placement.stages, 'stage')}: take fewer ranks or chunks"
+        )
     within = None if limits is None else tuple(limits)
     cutting = Cutting(LayerRuns(profile, tuple(lengths)), placement, flags, within, tuple(moments), slack, moves)
     cuts, exact = _choose_cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
@@ -271,10 +274,13 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
 
 
 def _is_nested(placement: Placement) -> bool:
-    """Whether every rank holds two stages, one as far from the start as the other from the end."""
+    """Whether every rank runs two stages, one as far from the start as the other from the end, for one copy each."""
     last = placement.stages - 1
-    return last % 2 == 1 and all(
-        len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks)
+    once = 2 * placement.ranks == placement.stages * len(placement.copies)
+    return (
+        last % 2 == 1
+        and once
+        and all(len(placement.stages_of(rank)) == 2 and sum(placement.stages_of(rank)) == last for rank in range(placement.ranks))
     )
 
 

@@ -18,7 +18,7 @@ SLACK = 1e-9
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """What a rank holds at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
+    """The memory of a rank at one moment: activations and weight stashes per stage, in the order of `stages_of`, and other memory.
 
     Both are counted in microbatches; a slice is a part of one.
     """
@@ -182,8 +182,8 @@ class Cutting:
     def loads(self, cuts: Ints) -> Floats:
         """Time of each rank per microbatch, one row per row of cuts."""
         totals = np.zeros((len(cuts), self.placement.ranks))
-        for rank in range(self.placement.ranks):
-            for stage in self.placement.stages_of(rank):
+        for copy in self.placement.copies:  # a rank may run one stage for several copies
+            for stage, rank in enumerate(copy):
                 totals[:, rank] += self.times(stage)[cuts[:, stage], cuts[:, stage + 1]]
         return totals
 

@@ -128,7 +128,7 @@ def _time_reduction(profile: Profile, gradients: Sequence[float], over_replicas:
 
 
 def _add_reserves(profile: Profile, sizes: Sequence[int], placement: Placement, reserve: Sequence[float]) -> tuple[float, ...]:
-    """What each stage holds all the time, with the reserve of each rank added to its first stage."""
+    """Memory that each stage holds all the time, with the reserve of each rank added to its first stage."""
     static = [sum(layer.static for layer in run) for run in split_layers(profile, sizes)]
     for rank, size in enumerate(reserve):
         static[placement.stages_of(rank)[0]] += size

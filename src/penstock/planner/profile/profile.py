@@ -65,7 +65,7 @@ class Layer:
     kept_gradients: float = 0.0
     """Of a slice, the sum of the gradients of its keys and values."""
     slices: SliceCosts | None = None
-    """What a slice of the sequence takes, if that is known."""
+    """The costs of a slice of the sequence, if they are known."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -140,7 +140,7 @@ class Profile:
     overlap: float = 1.0
     """Time of two overlapped actions, as a share of the sum of their times."""
     contention: str = "independent"
-    """Which messages share a link, as in `penstock.Costs`."""
+    """The messages that share a link, as in `penstock.Costs`."""
     estimated: bool = False
     """Whether the numbers are computed rather than measured; a plan then leaves some memory free."""
     host_bandwidth: float | None = None

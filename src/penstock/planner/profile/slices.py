@@ -1,4 +1,4 @@
-"""What a slice of the sequence takes on a layer, from its length and from the tokens before it, and how that is fitted to measurements.
+"""Costs of a slice of the sequence on a layer, from its length and the tokens before it, and how they are fitted to measurements.
 
 A slice of n tokens after a prefix of p costs
 
@@ -70,7 +70,7 @@ class SliceCost:
 
 @dataclass(frozen=True, kw_only=True)
 class SliceCosts:
-    """What a slice takes on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
+    """The costs of a slice on one layer. A `SliceCost` may be given as a table of its terms, as it is written in files."""
 
     f: SliceCost
     i: SliceCost

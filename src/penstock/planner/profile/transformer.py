@@ -1,7 +1,7 @@
 """The profile of a transformer from its size alone.
 
 With b samples per microbatch, s tokens each, T = bs; h the width, a heads of d numbers each, k the width of all keys (less than ad where
-several heads share them), g the width of the feed-forward part and n its matrices (3 where it is gated, else 2), V the vocabulary, e the
+several heads share them), g the width of the feed-forward part and n its matrices (3 if it is gated, else 2), V the vocabulary, e the
 bytes of a number. A matrix product counts 2 operations for each of its terms; everything else (norms, additions, look-ups) is free.
 
     linear maps    2T (2h ad + 2hk + n hg)       attention    4bs^2 ad, and half of that if it is causal and flash skips what is masked;
@@ -35,10 +35,11 @@ from penstock.errors import CostsError
 from penstock.ir.formats.reading import check_record
 from penstock.planner.profile.profile import Layer, Profile
 from penstock.planner.profile.slices import SUM_BYTES, SliceCost, SliceCosts
-from penstock.text.units import check_count, parse_size
+from penstock.text.units import check_count, check_number, parse_size
 
 _BANDWIDTHS = ("bandwidth", "expert_bandwidth", "data_bandwidth", "memory_bandwidth")
-_SIZES = ("flops", "latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
+_RATE = "the number of operations per second that a device reaches in practice: write a number above 0, like flops=400e12"
+_SIZES = ("latency", "overhead", "bytes", "gradient_bytes", "optimizer_bytes", *_BANDWIDTHS)
 _ATTENTION = ("heads", "kv_heads", "head_size", "query_rank", "key_rank")
 _COUNTS = (*_ATTENTION, "layers", "hidden", "sequence", "vocabulary", "ffn", "expert_ffn", "experts_per_token", "expert_parallel", "data")
 _OR_NONE = ("rope", "experts", "shared_experts", "dense_layers")
@@ -124,8 +125,14 @@ class Transformer:
                 object.__setattr__(self, name, parse_size(getattr(self, name), name))
                 if name in _BANDWIDTHS and not getattr(self, name):
                     raise CostsError(f"{name} must be more than 0, or left out for unlimited")
-        if not sizes or not self.flops:
-            raise CostsError(f"flops={self.flops:g}, microbatch={list(sizes)}: both are needed, and flops must be more than 0")
+        if not sizes:
+            raise CostsError("microbatch is empty: give the samples per microbatch, or several sizes to choose from")
+        try:
+            object.__setattr__(self, "flops", check_number("flops", self.flops))
+        except CostsError:
+            raise CostsError(f"flops={self.flops}: flops is {_RATE}") from None
+        if not self.flops:
+            raise CostsError(f"flops=0: flops is {_RATE}")
         self._check_heads()
 
     def _check_heads(self) -> None:
@@ -145,7 +152,11 @@ class Transformer:
     @classmethod
     def from_fields(cls, values: Mapping[str, Any]) -> Transformer:
         """Build from field values by name; an unknown name is refused with the nearest known ones."""
-        return cls(**check_record(dict(values), cls, "a transformer", error=CostsError))
+        try:
+            checked = check_record(dict(values), cls, "a transformer", error=CostsError)
+        except CostsError as error:
+            raise (error if "flops" in values else CostsError(f"{error}; flops is {_RATE}")) from None
+        return cls(**checked)
 
     @property
     def _can_be_sliced(self) -> bool:

@@ -64,15 +64,15 @@ class StepInput:
     kwargs: dict[int, list[dict[str, Any]]]
     targets: list[Any] | None
     scales: list[float]
-    """What each microbatch's loss is multiplied by, so that the sum is the loss of the whole batch."""
+    """The factor of each microbatch's loss, so that the sum is the loss of the whole batch."""
     weights: list[float] | None = None
     """The relative weight of each microbatch; None if losses are added as they are."""
     items: float | None = None
-    """What the weighted losses are divided by, if the batch says so: the weight of all steps and data ranks that make up one update."""
+    """The divisor of the weighted losses, if the batch has one: the weight of all steps and data ranks that make up one update."""
     factor: float = 1.0
-    """What gradients are multiplied by on top, as a gradient scaler asks for."""
+    """A further factor of the gradients, for a gradient scaler."""
     seed: str | None = None
-    """What the random streams of this step are derived from; None leaves random numbers to torch."""
+    """The seed of this step's random streams; None leaves random numbers to torch."""
     first: int = 0
     """The index of the first microbatch among those of all data ranks, which random streams are derived from too."""
     outputs: bool = False
@@ -93,7 +93,7 @@ class StepInput:
 
     @property
     def microbatch_scales(self) -> list[float]:
-        """What the loss of each whole microbatch is multiplied by."""
+        """The factor of the loss of each whole microbatch."""
         slices = self.slices
         return self.scales if slices is None else [slices.scale(self, microbatch) for microbatch in range(self.microbatches)]
 
@@ -162,11 +162,11 @@ class SliceShares:
         return units
 
     def scale(self, feed: StepInput, microbatch: int) -> float:
-        """What the loss of a whole microbatch is multiplied by."""
+        """The factor of the loss of a whole microbatch."""
         return 1.0 if feed.weights is None else sum(feed.scales[microbatch * self.count : (microbatch + 1) * self.count])
 
     def side_scale(self, feed: StepInput, unit: int) -> float:
-        """What the side losses of a slice are multiplied by."""
+        """The factor of the side losses of a slice."""
         return self.scale(feed, unit // self.count) * self.shares[unit]
 
     def note_loss(self, feed: StepInput, unit: int, loss: Tensor) -> None:

@@ -171,7 +171,7 @@ class Checkpoints:
         self._writer = CheckpointWriter(draft, layout, ranks=self.ranks, ties=ties, about=about, keep=self.keep, deadline=deadline)
 
     def _begin(self, model: ModelState, step: int) -> tuple[Draft | None, ParameterNames, int]:
-        """What the ranks exchange first; the first rank makes the folder."""
+        """The values that ranks exchange first; the first rank makes the folder."""
         check_count("step, the number of steps made,", step, 0, error=CheckpointError)
         return Draft.begin(self.folder, step) if self.rank == 0 else None, model.parameter_names(), step
 

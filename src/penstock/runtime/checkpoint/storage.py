@@ -70,7 +70,7 @@ _ALLOWED: dict[str, set[str]] = {
 
 
 class RankLayout:
-    """What one rank writes of a checkpoint."""
+    """One rank's part of a checkpoint."""
 
     def __init__(self, draft: Draft, state: dict[str, Any], aliases: Aliases, rank: int) -> None:
         if not draft.path.is_dir():
@@ -259,12 +259,12 @@ class CheckpointReader:
         for name, value in values.items():
             saved = self._saved.get(f"model.{name}")
             if isinstance(saved, TensorStorageMetadata) and isinstance(value, Tensor):
-                for what, found, expected in (
+                for what, stored, expected in (
                     ("shape", list(saved.size), list(value.shape)),
                     ("type", saved.properties.dtype, value.dtype),
                 ):
-                    if found != expected:
-                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {found}, but the model's has {expected}")
+                    if stored != expected:
+                        raise CheckpointError(f"checkpoint {self.path} has {name} with {what} {stored}, but the model's has {expected}")
                 if value.is_meta:
                     raise CheckpointError(f"{name} is on the meta device: give the pipeline weights= before loading a checkpoint")
         self._reject_names("has no", values.keys() - self._list_model_names())
@@ -378,7 +378,7 @@ def read_metadata(path: Path) -> Any:
 
 
 def _list_safe_classes() -> list[Any]:
-    """What state dicts hold besides what torch itself allows: NumPy's arrays and numbers, which its random state is made of."""
+    """Classes in state dicts that torch itself does not allow: NumPy's arrays and numbers, which its random state is made of."""
     kinds = [type(np.dtype(kind)) for kind in ("bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8")]
     rebuild = [value.__reduce__()[0] for value in (np.empty(0), np.float64(0))]  # an array, and a single number
     return [np.ndarray, np.dtype, *rebuild, *kinds]

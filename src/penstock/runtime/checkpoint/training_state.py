@@ -36,7 +36,7 @@ ParameterNames = dict[Hashable, list[tuple[Place, str]]]
 TiedNames = list[tuple[str, ...]]
 """The names of each tied parameter, starting with its name in the first layer that has it."""
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What compiled and checkpointed modules add to parameter names."""
+"""Parts that compiled and checkpointed modules add to parameter names."""
 Optimizers = Optimizer | Sequence[Optimizer] | None
 STATE, OPTIONS = "state.", "param_groups."
 Aliases = dict[str, list[str]]
@@ -133,7 +133,7 @@ class ModelState:
 
 
 Model: TypeAlias = "Pipeline | nn.Module | ModelState"
-"""What can be saved and loaded; a plain module is on one process."""
+"""Models that can be saved and loaded; a plain module is on one process."""
 
 
 def strip_wrappers(name: str) -> str:
@@ -261,7 +261,7 @@ def check_optimizer(optimizer: Optimizer, names: Mapping[int, str], flat: Mappin
         own_keys, saved_keys = set(optimizer.state[with_state[name]]), set(saved)
         if saved_keys and not (own_keys <= saved_keys or saved_keys <= own_keys):
             raise CheckpointError(
-                f"the optimizer's state of {name} was saved as {', '.join(sorted(saved_keys))}, but "
+                f"the optimizer's state of {name} was saved as {', '.join(sorted(saved_keys))}, but {type(optimizer).__name__} "
                 f"keeps {', '.join(sorted(own_keys))}: load with the kind of optimizer that saved, or without one"
             )
 

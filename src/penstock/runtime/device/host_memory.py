@@ -1,8 +1,8 @@
-"""What autograd saves of one forward, moved to host memory and back as a whole.
+"""Tensors that autograd saves in one forward, moved to host memory and back as a whole.
 
 A forward whose activation is to be moved runs in `SavedTensors.saving`: autograd then holds a `_Slot` for each tensor that it saves.
 `offload` copies the memory behind the slots to buffers of the host, every storage once; `release` lets go of the original; `reload`
-copies it back to new memory on the device, with the same views of it. Whoever else holds the original keeps it: nothing is changed in
+copies it back to new memory on the device, with the same views of it. Other holders of the original keep it: nothing is changed in
 place.
 
 On a GPU, copies run on two streams of their own, one for each direction, and events order them with the rank's stream; the buffers are
@@ -143,7 +143,7 @@ class _CopyStream:
 
 
 class SavedTensors:
-    """What autograd saves of one forward, and the tensors of the runtime that belong to it.
+    """The tensors that autograd saves in one forward, and those of the runtime that belong to it.
 
     A step calls, in this order: `save_tensors` around the forward, `offload`, `release`, `reload`, and `arrive` before the backward.
     """

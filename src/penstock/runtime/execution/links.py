@@ -107,7 +107,7 @@ class RankEdges:
         return [self._build_target("gradients", stage, other, microbatch) for other in self._list_makers(stage)]
 
     def gradient_additions(self, stage: int, microbatch: int) -> list[Operation]:
-        """What a backward does after it has filled its targets: add up the gradients that go to another rank as one sum."""
+        """The last part of a backward, after it has filled its targets: add up the gradients that go to another rank as one sum."""
         additions = ((source, *self.shared.addition(source, stage, microbatch)) for source in self._list_makers(stage))
         return [self._build_addition(stage, source, microbatch, parts, begun) for source, parts, begun in additions if parts]
 

@@ -55,7 +55,7 @@ class StageOperations:
     ) -> None:
         self.links, self.stages, self.loss = links, stages, loss
         self.prefixes = prefixes
-        """What the stages keep of earlier slices; None if sequences are not cut."""
+        """The memory of earlier slices; None if sequences are not cut."""
         self.program = links.program
         self.registers = links.registers
         self.step_input = NO_INPUT

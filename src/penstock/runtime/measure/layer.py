@@ -104,7 +104,7 @@ class MeasuredLayer:
     # What a slice of a sequence does otherwise ------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """What comes before each forward, and is not part of it."""
+        """A step before each forward that is not part of it."""
 
     def _run_stage(self, leaves: Any) -> Any:
         return self.stage.run([leaves], {})

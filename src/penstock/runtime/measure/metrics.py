@@ -67,7 +67,7 @@ class StepMetrics:
     samples: int | None
     """The batch elements of the step; None if the batch has no tensor to count them by."""
     tokens: float | None
-    """What the pipeline's `weight` counts, valid tokens for example; None without `weight`."""
+    """The sum of the pipeline's `weight`, valid tokens for example; None without `weight`."""
     makespan: float
     """Seconds from the first action of any rank to the end of the last."""
     bubble: float

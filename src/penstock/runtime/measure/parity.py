@@ -135,7 +135,7 @@ class ComparedPipeline(Protocol):
 
 @dataclass
 class _StepOutcome:
-    """What a step has computed and left behind: on one rank, or in the reference."""
+    """The numbers and state after a step: on one rank, or in the reference."""
 
     numbers: dict[str, Tensor | None]
     """The loss, and the gradients by parameter."""

@@ -28,7 +28,7 @@ SlicePlace = tuple[int, int]
 
 
 class PrefixMemory(Protocol):
-    """What the layers of stages keep of the slices of a microbatch."""
+    """The tensors that layers of stages keep of the slices of a microbatch."""
 
     def forward(self, stage: int, unit: int, *, share: float, training: bool) -> AbstractContextManager[None]:
         """Return a context for the forward of a slice."""
@@ -145,7 +145,7 @@ class SliceMeter:
     """Cuts the input of any layer, for those behind a layer that has no slices."""
 
     def measure(self, layers: Sequence[MeasuredLayer], warmup: int, repeats: int) -> list[SliceCosts | None]:
-        """What a slice takes on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
+        """The costs of a slice on each layer, which was measured on the whole sequence before; None if it cannot run on slices."""
         able = [self.can_slice(layer) for layer in layers]
         measured = [self._measure_place(place, layers, able, warmup) for place in self.places]
         for _ in range(repeats):

@@ -64,7 +64,7 @@ class RunningStatistics:
             has_norms = any(self._norms[stage] for stage in self._several)
             self.gathers = any(gather("norm layers", has_norms))
         self._written: dict[LayerKey, dict[int, ForwardStatistics]] = {}
-        """What this step's forwards have written, by microbatch: one that is run again for a whole backward counts once."""
+        """The statistics that this step's forwards have written, by microbatch: one that is run again for a whole backward counts once."""
         self._checked: set[int] = set()
         """The stages whose first forward was checked for all changes of state."""
 

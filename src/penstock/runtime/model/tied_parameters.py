@@ -36,11 +36,11 @@ class _HeldParameter:
     ident: Hashable
     shape: tuple[int, ...]
     shard: tuple[tuple[str, int], ...] = ()
-    """Which part of it the rank holds, if it is sharded."""
+    """The part of it that the rank holds, if it is sharded."""
 
 
 class SharedParameters:
-    """Which parameters several ranks hold. Every rank of the pipeline makes one, at the same time.
+    """The parameters that several ranks hold. Every rank of the pipeline makes one, at the same time.
 
     If there are several copies of a parameter, all start from the values of the first, and their gradients are summed once at the end
     of a step. One object that several ranks hold, as virtual ranks may, sums its gradients by itself and belongs to the first of them.
@@ -215,7 +215,7 @@ def _find_places(known: Sequence[dict[str, Place]], ties: Ties) -> dict[str, Pla
     for group in ties:
         for name in group:
             if name not in places:
-                raise PlacementError(f"ties name {name!r}, which is no parameter of the model: {nearest(name, places)}")
+                raise PlacementError(f"ties name {name!r}, which is not a parameter of the model: {nearest(name, places)}")
         for place in {places[name] for name in group}:
             first = min(places[name] for name in group)
             for name in [name for name, at in places.items() if at == place]:

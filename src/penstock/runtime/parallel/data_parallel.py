@@ -38,7 +38,7 @@ _BACKWARD = (Kind.B, Kind.I, Kind.W)
 
 
 class DataParallel:
-    """What this rank's stages do together with the other data ranks, if there are any.
+    """Data parallelism of this rank's stages, if there are other data ranks.
 
     The pipeline calls `agree` before each step, `begin` and `finish` around a training step (`postpone` instead of `finish` if it does not
     finalize its gradients), `settle` when a training step has succeeded, `finish_evaluation` after an evaluation, and `reset` when a step

@@ -1,4 +1,4 @@
-"""What a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
+"""Tensors that a layer keeps of earlier slices of a sequence, and the gradients that later slices send back to it.
 
 The graph of each slice's forward ends at the tensors of earlier slices. A backward of a later slice adds to their sum of gradients; the
 backward of the slice that computed them takes its part of the sum, once. Forwards of a microbatch's slices ascend on a stage and backwards
@@ -41,7 +41,7 @@ def current_slice() -> Slice | None:
 
 
 class Prefix:
-    """What one layer has kept of the slices before the current one.
+    """The tensors that one layer has kept of the slices before the current one.
 
     Outside a sliced step it is empty: `extend` returns its arguments, `state` is None, and `advance` returns 0. So the same layer runs on
     whole sequences.
@@ -356,7 +356,7 @@ class StageMemory:
 
 
 class Prefixes:
-    """What the stages of one rank keep of the slices of each microbatch, during one step."""
+    """The tensors that stages of one rank keep of the slices of each microbatch, during one step."""
 
     def __init__(self, slices: int) -> None:
         self.slices = slices

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from penstock.errors import ScheduleError, SplitError, WholeBackwardNeeded
 from penstock.runtime.tensors.dtensor import has_same_placements, redistribute_like
-from penstock.runtime.tensors.layout import cast_gradient, match_layout
+from penstock.runtime.tensors.layout import match_layout
 from penstock.runtime.torch_internals.lookup import find_private
 from penstock.runtime.torch_internals.tensors import find_base, read_version, set_only_hook
 
@@ -204,7 +204,7 @@ class Observation:
     beside: bool = False
     """Whether the forward runs another stage's backward as well."""
     reason: str | None = None
-    """What it does that a split forward cannot; None if nothing was seen."""
+    """The reason why it cannot be split; None if there is none."""
 
 
 class GradientAdder:
@@ -221,7 +221,7 @@ class GradientAdder:
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
         total = target.grad
         if total is None:
-            grad = cast_gradient(grad, target)
+            grad = _cast(grad, target)
             target.grad = grad if grad.is_contiguous() and target.is_contiguous() else match_layout(grad, target)
         elif total.is_sparse:  # from an operator that was left to autograd
             target.grad = grad + total
@@ -264,7 +264,7 @@ class _RepeatedUses:
         return alone and total is not None and total.dtype == grad.dtype and not total.is_sparse
 
     def add(self, target: nn.Parameter, grad: Tensor) -> None:
-        grad = cast_gradient(grad, target)
+        grad = _cast(grad, target)
         if id(target) in self.sums:
             grad = self.sums.pop(id(target)).add_(grad)
         self.left[id(target)] -= 1
@@ -338,6 +338,12 @@ class _Saved(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(value)
         return anchor.new_empty(0)
+
+
+def _cast(grad: Tensor, parameter: Tensor) -> Tensor:
+    """Cast a gradient as autograd does before it adds the gradient to a parameter's: not at all if any dtype is allowed."""
+    dtype = parameter.grad_dtype
+    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
 
 
 def get_deferral(weight: Any) -> Deferral | None:

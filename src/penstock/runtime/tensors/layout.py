@@ -11,12 +11,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     return parameter.grad_dtype or parameter.dtype
 
 
-def cast_gradient(grad: Tensor, parameter: Tensor) -> Tensor:
-    """Cast a gradient as autograd does before it adds the gradient to a parameter's: not at all if any dtype is allowed."""
-    dtype = parameter.grad_dtype
-    return grad if dtype is None or dtype == grad.dtype else grad.to(dtype)
-
-
 def is_dense(tensor: Tensor) -> bool:
     """Whether a tensor fills its memory without gaps or overlaps, with its dimensions in any order."""
     filled = 1

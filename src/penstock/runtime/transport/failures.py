@@ -101,7 +101,7 @@ class Notices:
 
 
 class FailureBoard:
-    """What ranks write for each other about failures and returns, in one generation of connections.
+    """Reports of ranks about failures and returns, in one generation of connections.
 
     The store may go away at any time. Writes are lost then, reads find nothing, and ranks report what they know by themselves.
     `notices` are those of all generations: one is posted for everything that the other ranks should see soon.
@@ -149,7 +149,7 @@ class FailureBoard:
         return report
 
     def _list_activities(self) -> list[str]:
-        """What each rank was doing, as its `Activity` describes it."""
+        """The activity of each rank, as its `Activity` describes it."""
         lines = (self._get(f"doing/{rank}") for rank in range(self.ranks))
         return ["does not answer" if line is None else line.decode() for line in lines]
 

@@ -48,7 +48,7 @@ def tag_of(what: str, program: int) -> int:
 
 
 class _FramedEnd:
-    """What both ends of a channel have: its tag, and the forms of its messages in the present generation of connections."""
+    """The shared part of both ends of a channel: its tag, and the forms of its messages in the present generation of connections."""
 
     def __init__(self, group: Processes, route: Route, program: int, deadline: float) -> None:
         self.group, self.route, self.program = group, route, program

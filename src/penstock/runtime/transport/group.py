@@ -144,7 +144,7 @@ class Activity:
         self.began = clock()
         """When the present action began."""
         self.waits: str | None = None
-        """What the rank waits for, and from which rank."""
+        """The wait of the rank, and the rank that it waits for."""
         self.since = clock()
         """When the present wait began."""
         self.watch: ActionTimer | None = None
@@ -183,7 +183,7 @@ class Group(ABC):
     """The ranks of a pipeline, as seen from one of them.
 
     Every rank makes the same calls in the same order; a rank that makes others is found out and reported. All methods are called on
-    the rank's own thread, except that `fail` may also be called by whoever launched the ranks. `rank` is always the caller's
+    the rank's own thread, except that `fail` may also be called by the launcher. `rank` is always the caller's
     rank: threads share one group object, while each process has its own, which ignores the argument.
 
     Each method that waits takes a deadline in seconds. When it passes, or when any rank fails, every rank raises a `PipelineError`
@@ -229,7 +229,7 @@ class Group(ABC):
 
     @abstractmethod
     def activity(self, rank: int) -> Activity:
-        """What the rank is doing: one object for as long as the group lives, which the rank's executor writes."""
+        """The rank's activity: one object for as long as the group lives, which the rank's executor writes."""
 
     @abstractmethod
     def gather(self, rank: int, name: str, value: Any, deadline: float) -> list[Any]:

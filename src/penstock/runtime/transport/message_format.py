@@ -119,7 +119,7 @@ def _flatten(value: Any) -> tuple[Sequence[Any], Any]:
 
 @dataclass(frozen=True)
 class Form:
-    """What a value looks like: its tree, its tensors (`Leaf`) and its plain values."""
+    """The form of a value: its tree, its tensors (`Leaf`) and its plain values."""
 
     spec: Any
     leaves: tuple[Any, ...]

@@ -150,7 +150,7 @@ class Processes(Group):
         return self.generation == 0 and self._failure is None
 
     def close(self) -> None:
-        """Leave for good. Waits until all ranks have finished, because messages that nobody has read yet would be lost."""
+        """Leave for good. Waits until all ranks have finished, because messages that are not read yet would be lost."""
         self._activity.over = True
         with contextlib.suppress(RuntimeError):  # the store may be gone
             self._store.set(f"returned/{self.rank}", b"")

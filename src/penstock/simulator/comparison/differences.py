@@ -104,13 +104,13 @@ def differences(predicted: Timeline, measured: Timeline, *, scale: float | str |
 
 
 def _scale_between(pair: Match) -> float:
-    """What one unit of the predicted times is in the measured ones; 1 if it is not known and the times are alike."""
+    """One unit of the predicted times, in measured ones; 1 if it is not known and the times are alike."""
     one, other = pair.predicted.timeline, pair.measured.timeline
     seconds = [SECONDS.get(timeline.units.time_unit) for timeline in (one, other)]
     if seconds[0] is not None and seconds[1] is not None:
         return seconds[0] / seconds[1]
     ratio = median_ratio(pair)
-    if one.source != other.source and not _is_alike(ratio):
+    if one.source != other.source and not is_alike(ratio):
         raise UsageError(
             f"the unit of the predicted times is not known, and the median action takes {ratio:.4g} times as long as predicted: "
             f"predict with costs in the unit of the measured times, give the factor as scale= (--scale), or let {AUTO!r} find it"
@@ -118,7 +118,8 @@ def _scale_between(pair: Match) -> float:
     return 1.0
 
 
-def _is_alike(ratio: float) -> bool:
+def is_alike(ratio: float) -> bool:
+    """Whether times that differ by this factor can be in the same unit."""
     return 1 / OTHER_UNIT < ratio < OTHER_UNIT
 
 
@@ -210,7 +211,7 @@ class Differences:
     def unlike(self) -> float | None:
         """The scale that the median action asks for, if it is so far from 1 that the units must differ; else None."""
         ratio = median_ratio(self.match)
-        return None if _is_alike(ratio) else ratio
+        return None if is_alike(ratio) else ratio
 
     @property
     def allowed(self) -> float:

@@ -42,7 +42,7 @@ class Delay:
 
     @property
     def added(self) -> float:
-        """What this piece adds to the lateness; below 0 if it took less than predicted."""
+        """The share of this piece in the lateness; below 0 if it took less than predicted."""
         return self.measured - self.predicted
 
     @property
@@ -74,7 +74,7 @@ class Lateness:
         arrivals = predicted_arrival, measured.arrival
         self._transits = tuple(np.where(by_message, arrival - end, 0.0) for arrival, end in zip(arrivals, cause_ends, strict=True))
         self.transit: Floats = self._transits[1] - self._transits[0]
-        """By how much longer its message is under way; 0 where it did not wait for one."""
+        """By how much longer its message is under way; 0 if it did not wait for one."""
         began = np.where(by_message, measured.arrival, measured.free)
         self._hesitations = (predicted.start - predicted.ready)[action], measured.start - began
         self.between: Floats = self._hesitations[1] - self._hesitations[0]

@@ -26,7 +26,7 @@ Column = Any
 
 
 class Graph(NamedTuple):
-    """Which node waits for which, independent of times. Messages are sorted by the node that sends them."""
+    """The waits between nodes, independent of times. Messages are sorted by the node that sends them."""
 
     bounds: Column
     """Each rank's first node, and the number of nodes."""

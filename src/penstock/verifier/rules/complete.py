@@ -131,7 +131,7 @@ def _report_needless(context: Context, entry: int) -> Finding:
     reason = "nothing here trains, so there are no gradients"
     if context.away[entry] == context.home[entry]:
         reason = f"both ends are on rank {int(context.home[entry])}, and stages of one rank exchange nothing"
-    return context.report("complete", entry, f"{context.name(entry)} is a message that nobody needs: {reason}", "Remove both its ends")
+    return context.report("complete", entry, f"{context.name(entry)} is a message that no rank needs: {reason}", "Remove both its ends")
 
 
 def repeats(context: Context, keys: Ints, entries: Ints) -> Iterator[Finding]:

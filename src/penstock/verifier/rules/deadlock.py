@@ -35,14 +35,14 @@ def deadlock(context: Context) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class _Stuck:
-    """Which ranks stop, and at which wait."""
+    """The ranks that stop, and the waits that stop them."""
 
     context: Context
     waits: Waits
 
     @cached_property
     def walk(self) -> Walk:
-        """Run every rank as far as its waits allow; an action that waits for something nobody runs waits for itself."""
+        """Run every rank as far as its waits allow; an action that waits for a missing action waits for itself."""
         before, after = self.waits.before, self.waits.after
         return walk(self.context.rows, Needs(np.where(before < 0, after, before), after))
 
@@ -56,7 +56,7 @@ class _Stuck:
         return at[np.argsort(rows.rank[after[at]], kind="stable")]
 
     def find_dead_ends(self) -> Ints:
-        """The waits for actions that nobody runs."""
+        """The waits for actions that no rank runs."""
         return self.at_heads[self.waits.before[self.at_heads] < 0]
 
     def cycles(self) -> Iterator[list[int]]:
@@ -138,7 +138,7 @@ def _report_dead_end(context: Context, stuck: _Stuck, wait: int) -> Finding:
 
 
 def _name_missing(context: Context, code: int) -> str:
-    """A code that nobody runs; in a schedule `I` stands for whichever backward makes the gradient."""
+    """The name of a missing action; in a schedule `I` stands for either backward that makes the gradient."""
     if codes.kind_of(code) == Kind.I:
         return f"{context.rows.action_for(code)} (or {context.name_of(Kind.B, codes.stage_of(code), codes.microbatch_of(code))})"
     return str(context.rows.action_for(code))
@@ -187,7 +187,7 @@ def disagreements(context: Context) -> Iterator[Finding]:
 
 
 def _describe_message(context: Context, entries: Ints) -> Ints:
-    """Which message an entry is an end of, the same number for both ends; -1 for no entry."""
+    """The message that an entry is an end of, the same number for both ends; -1 for no entry."""
     backward = context.rows.is_kind(Kind.SEND_B, Kind.RECV_B)[entries]
     return np.where(entries < 0, -1, context.message[entries] * 2 + backward)
 

@@ -1,4 +1,4 @@
-"""What keeps a rank from going on: data that another rank has not sent, sends and slots that another rank has not taken."""
+"""Waits of ranks: for data that another rank has not sent, sends and slots that another rank has not taken."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _list_retirements(context: Context) -> Waits:
 
 
 def _find_missing(context: Context) -> Waits:
-    """Data that another rank should send but never does. What a rank itself lacks stops nobody and is left to `complete`."""
+    """Data that another rank should send but never does. A missing action of the rank itself is left to `complete`."""
     after, code = context.table.links.missing
     maker = context.placement.ranks_of(codes.stage_of(code), codes.microbatch_of(code))
     far = maker != context.home[after]

@@ -154,7 +154,7 @@ def _copy_to_host(module: nn.Module) -> nn.Module:
 
 @dataclass
 class _Trace:
-    """What was seen of one forward with empty layers."""
+    """The record of one forward with empty layers."""
 
     tuples: bool
     count: int

@@ -262,7 +262,7 @@ class StageState:
         self.in_layers = False
         """Whether the forward has reached its layers."""
         self.slice: SliceInputs | None = None
-        """What is known of the slice that the forward runs on; None for whole sequences."""
+        """The slice that the forward runs on; None for whole sequences."""
 
 
 class StandIn(nn.Module):

@@ -84,7 +84,7 @@ def test_text_is_stored_as_text_and_contains_the_figures():
     said = texts(root)
     assert "1f1b" in said
     assert any("4 ranks, 8 microbatches" in text and "makespan 33 ms" in text and "bubble 27.3%" in text for text in said)
-    assert any("peak memory 4 (rank 0)" in text for text in said)
+    assert any("peak memory 4 activations (rank 0)" in text for text in said)
     assert {"time (ms)", "rank", "memory", "forward", "full backward", "idle"} <= set(said)
     labels = [text for text in said if text.isdecimal()]
     assert labels.count("7") == 2 * 4  # microbatch 7, forward and backward on each rank; no tick and no rank has this number
