@@ -24,7 +24,9 @@ def test_every_case_has_its_row_with_both_versions_of_torch() -> None:
 def test_cases_in_brackets_exist() -> None:
     for page in ("docs/comparison.md", "docs/from-pytorch.md"):
         quoted = {
-            number for group in re.findall(r"(?<=\s)\((?:cases? )?(\d+[abc]?(?:, \d+[abc]?)*)[);]", text_of(page)) for number in group.split(", ")
+            number
+            for group in re.findall(r"(?<=\s)\((?:cases? )?(\d+[abc]?(?:, \d+[abc]?)*)[);]", text_of(page))
+            for number in group.split(", ")
         }
         assert len(quoted) > 5
         assert quoted <= {*NUMBERS, *(number.rstrip("abc") for number in NUMBERS)}, page
