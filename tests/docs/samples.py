@@ -15,6 +15,8 @@ from penstock.schedules.registry import algorithms
 
 LONGEST_LABEL = 4
 """In words; what is longer is a sentence."""
+CONTINUED = 12
+"""Spaces from which on a line goes on with the one before."""
 NUMBERED = {"rank", "stage"}
 """The last words of labels that go on with a number."""
 OPTIONAL = {"note", "robustness"}
@@ -28,6 +30,8 @@ def label(line: str) -> str:
     columns = re.split(r"\s{2,}", text)
     if len(columns) > 2 and not re.search(r"\d", text):
         return " ".join(columns)
+    if len(line) - len(line.lstrip()) >= CONTINUED:
+        return ""
     start = _LABEL_ENDS.split(text, maxsplit=1)[0].strip()
     words = start.split()
     is_label = 0 < len(words) <= LONGEST_LABEL and words[-1] not in NUMBERED and any(map(str.isalpha, start))

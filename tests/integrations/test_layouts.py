@@ -85,9 +85,9 @@ def test_repetitions_are_written_as_products(layout: list[str], text: str) -> No
     ("text", "character", "reason"),
     [
         ("", 1, "it is empty"),
-        ("Et|x|L", 4, "'x' is none of E"),
-        ("E t|L", 2, "' ' is none of E"),
-        ("Et|L ", 5, "' ' is none of E"),
+        ("Et|x|L", 4, "'x' is not one of E"),
+        ("E t|L", 2, "' ' is not one of E"),
+        ("Et|L ", 5, "' ' is not one of E"),
         ("Et*|L", 4, "needs a whole number"),
         ("Et*0|L", 4, "at least 1"),
         ("E,t*2*3|L", 6, "a second '*'"),

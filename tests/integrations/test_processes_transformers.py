@@ -120,9 +120,9 @@ def assert_same_history(one: Any, other: Any, rtol: float = 2e-4) -> None:
 
 def use_whole_model(trainer: Any) -> Any:
     """Use the model as a whole: what was said before it was gathered, and what it holds and generates afterwards."""
-    prompt = torch.arange(4)[None]
+    prompt, folder = torch.arange(4)[None], trainer.args.output_dir
     messages = []
-    for use in (lambda model: model.generate(prompt), lambda model: model.save_pretrained("unused"), lambda model: model(prompt)):
+    for use in (lambda model: model.generate(prompt), lambda model: model.save_pretrained(folder), lambda model: model(prompt)):
         try:
             use(trainer.model)
         except IntegrationError as error:
@@ -363,12 +363,12 @@ def make_trainer(kind: str) -> Any:
     return next(one for one in kinds if one.__name__ == kind)
 
 
-def refusals(cases: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]]) -> list[str]:
+def refusals(folder: str, cases: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any]]]) -> list[str]:
     """What each trainer says instead of training."""
     messages = []
     for kind, options, positional, named in cases:
         forget()
-        args = arguments("unused", 4, max_steps=1, **options)
+        args = arguments(folder, 4, max_steps=1, **options)
         model = None if build in positional else build()
         try:
             make_trainer(kind)(model, args, None, Tokens(8), *positional, **named).train()
@@ -413,9 +413,9 @@ REFUSALS: list[tuple[str, dict[str, Any], tuple[Any, ...], dict[str, Any], str]]
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_has_no_meaning_on_a_pipeline_is_refused(workers: Workers) -> None:
+def test_what_has_no_meaning_on_a_pipeline_is_refused(workers: Workers, tmp_path: Path) -> None:
     cases = [(kind, options, positional, {**TWO_BY_TWO, **named}) for kind, options, positional, named, _ in REFUSALS]
-    for rank, messages in enumerate(workers.run(refusals, (cases,), ranks=4)):
+    for rank, messages in enumerate(workers.run(refusals, (str(tmp_path), cases), ranks=4)):
         for sentence, (*case, reason) in zip(messages, REFUSALS, strict=True):
             assert reason in sentence, f"rank {rank}, {case}"
 
@@ -425,7 +425,7 @@ def resume_without_optimizer(checkpoint: str, pipeline: dict[str, Any]) -> str:
 
     forget()
     try:
-        PipelineTrainer(build(), arguments("unused", 4, max_steps=4), train_dataset=Tokens(8), **pipeline).train(checkpoint)
+        PipelineTrainer(build(), arguments(checkpoint, 4, max_steps=4), train_dataset=Tokens(8), **pipeline).train(checkpoint)
     except IntegrationError as error:
         return str(error)
     finally:

@@ -52,7 +52,7 @@ def test_the_losses_are_those_of_the_plain_trainer(workers: Workers) -> None:
         assert losses == pytest.approx(plain, rel=1e-4)
 
 
-def refusals() -> list[str]:
+def refusals(folder: str) -> list[str]:
     """What is said about TRL's other trainers, and about an option of its configuration."""
     import trl
 
@@ -65,7 +65,7 @@ def refusals() -> list[str]:
     tokens = {"processing_class": example.tokenizer(), "train_dataset": example.questions(8)}
     for base in (trl.DPOTrainer, trl.KTOTrainer, trl.RewardTrainer, trl.GRPOTrainer, trl.SFTTrainer):
         kind: Any = type(f"Pipeline{base.__name__}", (PipelineMixin, base), {})
-        args = trl.SFTConfig("unused", use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, activation_offloading=True)
+        args = trl.SFTConfig(folder, use_cpu=True, bf16=False, report_to=[], gradient_checkpointing=False, activation_offloading=True)
         try:
             kind(model, args, plan_or_schedule="1f1b", microbatches=2, **tokens)
             messages.append("made")
@@ -75,8 +75,8 @@ def refusals() -> list[str]:
 
 
 @pytest.mark.slow
-def test_trainers_with_other_losses_are_refused(workers: Workers) -> None:
-    for messages in workers.run(refusals, ranks=2):
+def test_trainers_with_other_losses_are_refused(workers: Workers, tmp_path: Path) -> None:
+    for messages in workers.run(refusals, (str(tmp_path),), ranks=2):
         for kind, sentence in zip(("DPO", "KTO", "Reward", "GRPO"), messages, strict=False):
             assert f"{kind}Trainer.compute_loss is not run on a pipeline" in sentence
         assert "activation_offloading=True has no meaning on a pipeline" in messages[-1]

@@ -18,7 +18,7 @@ class JobOptions:
     """The options as they were given."""
 
     gpus: Annotated[
-        int | None, count_option("Plan a whole job on so many GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
+        int | None, count_option("Plan a whole job on N GPUs: all degrees, sharding and recompute; with --transformer.", "--gpus")
     ] = None
     gpus_per_node: Annotated[int, count_option("GPUs per node, for --gpus.", "--gpus-per-node")] = 8
     global_batch: Annotated[int | None, count_option("Samples per step of the whole job, for --gpus.", "--global-batch")] = None

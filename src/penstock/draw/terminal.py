@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from penstock.draw.boxes import compute_boxes, find_most_held, list_optimizer_boxes, main_class, shares
 from penstock.draw.palette import GAP, OPTIMIZER, OVERLAP, TONES, Line, Piece, Tone, legend_lines, shade
-from penstock.draw.summary import format_memory, format_time, list_summary_rows, shape_of, title_of, unit_of
+from penstock.draw.summary import format_memory, format_time, list_summary_rows, memory_unit, shape_of, title_of, unit_of
 from penstock.ir.action import Action
 from penstock.ir.grid import Grid
 from penstock.ir.kind import COMPUTE
@@ -89,7 +89,8 @@ def timeline_lines(timeline: Timeline, *, width: int | None = None, bars: str = 
     yield [("time".ljust(left) + "0" + format_time(timeline.makespan, unit).rjust(cells.columns - 1), None)]
     yield from ([(name.ljust(left), None), *row] for name, row in zip(names, cells.rows(ranks), strict=True))
     yield []
-    yield [("memory".ljust(left) + " " * cells.columns + "peak".rjust(right), None)]
+    memory = f"memory ({memory_unit(timeline)})" if memory_unit(timeline) else "memory"
+    yield [(memory.ljust(left + cells.columns)[: left + cells.columns] + "peak".rjust(right), None)]
     most = max(timeline.peak_memory)
     for rank, name, peak in zip(ranks, names, peaks, strict=True):
         yield [(name.ljust(left) + sparkline(find_most_held(timeline.memory(rank), cells.edges), most, bars) + peak.rjust(right), None)]

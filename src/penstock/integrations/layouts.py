@@ -253,7 +253,7 @@ class _LayoutReader:
         if letter == "*":
             raise self._error("'*' repeats nothing: it stands behind one letter, or behind a group in parentheses")
         if letter not in "EtmL|":
-            raise self._error(f"{letter!r} is none of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
+            raise self._error(f"{letter!r} is not one of E (embedding), t (block), m (multi-token prediction), L (loss) and | (next stage)")
         self.at += 1
         return letter
 

@@ -43,7 +43,7 @@ def add_sends(program: Program) -> Program:
     """The program with its sends and no receives yet."""
     rows = program.rows
     if rows.is_kind(*SENDS, *RECEIVES).any():
-        raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives anew")
+        raise PassError("the program has sends or receives already; use the pass 'receive' to place its receives again")
     linker = program.linker
     sends = [_list_sends(linker, Kind.SEND_F), _list_sends(linker, Kind.SEND_B)]
     entries, makers = (np.concatenate(column) for column in zip(*sends, strict=True))

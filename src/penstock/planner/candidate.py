@@ -185,6 +185,11 @@ class Candidate:
         close = math.isclose(self.objective, other.objective) and math.isclose(self.peak, other.peak)
         return close and all(getattr(self, name) == getattr(other, name) for name in fields)
 
+    def describe_placement(self) -> str:
+        """The kind of placement, and its chunks if there may be others and the name does not say how many."""
+        is_open = self.placement in ("looped", "wave") and "{" not in self.name
+        return f"{self.placement}, {self.chunks} chunks" if is_open else self.placement
+
     def describe(self) -> str:
         """Schedule, placement and microbatches in a few words."""
         stages = 0 if self.sizes is None else len(self.sizes)

@@ -226,7 +226,7 @@ def _format_figures(plan: Plan, candidate: Candidate) -> dict[str, str]:
     time, size = plan.units.time, plan.units.size
     return {
         "candidate": candidate.name,
-        "placement": candidate.placement,
+        "placement": candidate.describe_placement(),
         "microbatches": f"{candidate.microbatches} x {candidate.microbatch}",
         **({"slices": str(candidate.slices) if candidate.slices > 1 else "-"} if is_sliced(plan) else {}),
         "recomputed": str(candidate.recompute or "-"),

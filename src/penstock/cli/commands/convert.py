@@ -234,7 +234,7 @@ def _load_plan(source: ScheduleSource, form: Format) -> Plan:
     data = read_json_object(Path(source.source))
     if data is None or data.get("type") != "plan":
         raise UsageError(
-            f"--to {form} needs a plan, which says which layers a stage has, and {source.source} is none: penstock plan -o plan.json"
+            f"--to {form} needs a plan, which says which layers a stage has, and {source.source} is not one: penstock plan -o plan.json"
         )
     source.refuse_shape()
     return Plan.load(source.source)

@@ -284,7 +284,14 @@ def write_candidate_cells(plan: Plan, candidate: Candidate) -> tuple[str, ...]:
     """Give the cells of a candidate in a table: name, placement, microbatches, time, bubble and peak memory."""
     units = plan.units
     microbatches, time = f"{candidate.microbatches} x {candidate.microbatch}", units.time(candidate.objective or 0.0)
-    return candidate.name, candidate.placement, microbatches, time, f"{candidate.bubble or 0.0:.1%}", units.size(candidate.peak or 0.0)
+    return (
+        candidate.name,
+        candidate.describe_placement(),
+        microbatches,
+        time,
+        f"{candidate.bubble or 0.0:.1%}",
+        units.size(candidate.peak or 0.0),
+    )
 
 
 def sparkline(values: list[float], width: int = 32) -> str:

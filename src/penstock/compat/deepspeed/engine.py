@@ -210,7 +210,7 @@ class PipelineEngine:
         """Take the data of the next batches from an iterator; stages between the first and the last need none."""
         if iterator is not None and not hasattr(iterator, "__next__"):
             raise NotAnIteratorError(
-                f"the data are a {type(iterator).__name__}, which would begin anew with every batch: give iter(...) of it, made once, "
+                f"the data are a {type(iterator).__name__}, which would restart with every batch: give iter(...) of it, made once, "
                 "or DeepSpeed's RepeatingLoader; set_dataloader() takes a loader"
             )
         if self.is_first_stage() or self.is_last_stage():
@@ -556,7 +556,7 @@ class PipelineEngine:
         Called on every rank. Both are None if nothing was saved yet.
         """
         if not load_module_strict or custom_load_fn is not None:
-            raise CheckpointError("checkpoints are loaded strictly, name by name: load_module_strict=False and custom_load_fn are not here")
+            raise CheckpointError("checkpoints are loaded strictly by name: load_module_strict=False and custom_load_fn are not supported")
         latest, name = Path(load_dir) / _LATEST, None if tag is None else str(tag)
         if tag is None and self._rank == 0:
             if latest.is_file():

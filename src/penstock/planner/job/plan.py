@@ -235,7 +235,7 @@ def predict_job(job: Job, configuration: Configuration, *, schedule: str = "1f1b
     trials = PipelineTrials(costs, templates, recompute is None, limit).run()
     if not trials:
         reasons = list_candidates(templates.names, chosen.pipeline, job.transformer.layers + sum(costs.ends))[1]
-        reason = next(iter(reasons.values()), "it does not take so many microbatches")
+        reason = next(iter(reasons.values()), "it does not take this number of microbatches")
         raise PlanError(f"{schedule!r} does not go with {chosen.describe()}: {reason}")
     best = trials[0]
     if best.timed is None:
