@@ -65,7 +65,7 @@ paper: $(DEV)  ## plan a trillion parameters on 4,096 GPUs, on paper
 docs: $(DEV)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio.png from the live studio
+pictures: $(DEV) $(PAGE)  ## draw docs/architecture.svg and take docs/studio*.png from the live studio
 	$(BIN)/python docs/maker/rooms.py
 	PENSTOCK_PYTHON=$(abspath $(BIN))/python node docs/maker/studio.mjs
 
