@@ -1,9 +1,9 @@
 """One colour for each kind of action, the same in every picture, and text in these colours.
 
 The fills are the colours of Okabe and Ito, which colour-blind readers can tell apart, with a grey in place of
-their black, a wine red for copies to the host, and Paul Tol's purple, teal and olive for a spread vocabulary. Chunks are shades of them:
-forward and full backward only become darker, the two
-halves of a split backward only lighter, because readers who see two of their hues as one tell them apart by lightness alone.
+their black, a wine red for copies to the host, and a violet, a light green and a brown for a spread vocabulary. Chunks are shades of
+them: forward and full backward only become darker, the two halves of a split backward only lighter, because readers
+who see two of their hues as one tell them apart by lightness alone.
 The ink on each fill is black or white, whichever reads better. `web/src/draw/colours.ts` has the same colours.
 """
 
@@ -40,9 +40,9 @@ SEND = Tone("SEND", "send, and wait for a send", "#56b4e9", "#000000", "cyan")
 RECEIVE = Tone("RECV", "receive", "#bbbbbb", "#000000", "white")
 SHARDING = Tone("SHARD/REDUCE", "parameters gathered or freed, gradients reduced", "#f0e442", "#000000", "bright_black")
 HOST = Tone("OFFLOAD/RELOAD", "activations moved to host memory and back", "#882255", "#ffffff", "bright_magenta")
-SHARE = Tone("S", "share of the vocabulary: logits or embeddings", "#aa4499", "#ffffff", "bright_blue")
-SHARE_GRADIENT = Tone("T", "weight gradients of the share", "#44aa99", "#000000", "bright_green")
-MEETING = Tone("BROADCAST/COMBINE", "collectives of all ranks", "#999933", "#000000", "bright_yellow")
+SHARE = Tone("S", "share of the vocabulary: logits or embeddings", "#8844ee", "#ffffff", "bright_blue")
+SHARE_GRADIENT = Tone("T", "weight gradients of the share", "#bbffaa", "#000000", "bright_green")
+MEETING = Tone("BROADCAST/COMBINE", "collectives of all ranks", "#663311", "#ffffff", "bright_yellow")
 OPTIMIZER = Tone("step", "optimizer's step", "#444444", "#ffffff", "black")
 
 TONES = {

@@ -319,7 +319,7 @@ class Linker:
         users: list[Ints] = [np.zeros(0, dtype=np.int64)]
         awaited: list[Ints] = [np.zeros(0, dtype=np.int64)]
         for stage, rules in ((self.graph.stages - 1, _HEAD), (0, _EMBEDDING)) if self.graph.stages > 1 else ():
-            if not (self.rows.is_kind(*SPREAD) & (self.rows.stage == stage)).any():
+            if not (self.rows.stage[self._find_entries(*SPREAD)] == stage).any():
                 continue
             for kinds, maker in rules:
                 after = self._find_entries(*kinds)

@@ -16,7 +16,7 @@ from penstock.errors import ScheduleError
 from penstock.ir.costs import Costs
 from penstock.ir.dependencies import Needs
 from penstock.ir.formats.json_form import FORMAT
-from penstock.ir.kind import Kind
+from penstock.ir.kind import SPREAD, Kind
 from penstock.ir.program import Program
 from penstock.ir.rows import Rows
 from penstock.ir.table import Table
@@ -52,6 +52,11 @@ def document(
     units: tuple[str, str] = ("", ""),
 ) -> Document:
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
+    if table.rows.is_kind(*SPREAD).any():
+        raise ScheduleError(
+            "the page cannot time a vocabulary that is spread over the ranks: draw it as lines or as a figure, or open the schedule without "
+            "the pass 'vocabulary'"
+        )
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.units)
     check_costs(costs.to_json())
