@@ -54,8 +54,8 @@ def document(
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     if table.rows.is_kind(*SPREAD).any():
         raise ScheduleError(
-            "the page cannot time a vocabulary that is spread over the ranks: draw it as lines or as a figure, or open the schedule without "
-            "the pass 'vocabulary'"
+            "the page cannot time a vocabulary that is spread over the ranks: draw it as lines or as a figure, or open the schedule "
+            "without the pass 'vocabulary'"
         )
     costs = Costs() if costs is None else costs
     costs.check(table.stages, table.units)
