@@ -16,6 +16,7 @@ from penstock.planner.partition.layer_runs import PeakMoment
 from penstock.planner.partition.slices import GRANULARITY, choose_lengths, list_edges, split_equal_time, split_equally
 from penstock.planner.problem import Problem
 from penstock.planner.profile import Profile, SliceCost
+from penstock.planner.profile.vocabulary import spread_ends
 from penstock.schedules.registry import algorithms, parse_name
 from penstock.text.options import format_options, split_options
 from penstock.text.units import Units, check_count, has_byte_unit, parse_size
@@ -87,6 +88,8 @@ class Request:
     """Why sequences are not cut, if they are not."""
     granularity: int = GRANULARITY
     """Tokens that the length of a slice is a multiple of."""
+    vocabulary: bool = False
+    """Whether the first and the last layer may be spread over the ranks."""
     tell: Callable[[Progress], None] = lambda progress: None
     stop: Callable[[], bool] = lambda: False
     found: Callable[[Any], None] = lambda candidate: None
@@ -107,6 +110,11 @@ class Request:
     def units(self) -> Units:
         return Units(self.profile.time_unit, self.in_bytes)
 
+    @property
+    def spread_profiles(self) -> tuple[Profile, ...]:
+        """The model at each microbatch size with its vocabulary spread over the ranks, if that may be."""
+        return tuple(spread_ends(profile, self.ranks) for profile in self.profiles) if self.vocabulary and self.ranks > 1 else ()
+
     def count_microbatches(self, profile: Profile) -> int:
         return self.batch // profile.microbatch
 
@@ -121,9 +129,11 @@ class Request:
         moves: bool = False,
     ) -> LayerCut:
         """The best partition of the layers, within the limits at these moments; with `moves`, if activations may be moved to the host."""
-        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves)
+        key = (profile.microbatch, placement.copies, recompute, tuple(moments), slack, lengths, moves, bool(profile.shares))
         if key not in self._partitions:
-            options: dict[str, Any] = {"limits": self.limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
+            share = sum(layer.static for layer in profile.shares)
+            limits = None if self.limits is None else tuple(max(limit - share, 0.0) for limit in self.limits)
+            options: dict[str, Any] = {"limits": limits, "moments": moments, "slack": slack, "lengths": lengths, "moves": moves}
             self._partitions[key] = cut_layers(profile, placement, recompute=recompute, **options)
         return self._partitions[key]
 
@@ -135,7 +145,7 @@ class Request:
         recompute: tuple[bool, ...],
         lengths: tuple[int, ...] = (),
     ) -> Problem:
-        key = (profile.microbatch, placement, sizes, recompute, lengths)
+        key = (profile.microbatch, placement, sizes, recompute, lengths, bool(profile.shares))
         if key not in self._problems:
             count = self.count_microbatches(profile)
             shape = profile, placement, count, sizes, recompute
