@@ -98,11 +98,7 @@ def test_a_small_head_stays_where_it_is() -> None:
 def test_searched_orders_are_not_spread() -> None:
     options = {**OPTIONS, "seconds": 1.0, "rounds": 50, "schedules": ["1f1b", "searched"]}
     plan = ps.plan(MODEL, **options, vocabulary=True)  # type: ignore[arg-type]
-    assert {(candidate.name, candidate.vocabulary) for candidate in plan.candidates} >= {
-        ("1f1b", False),
-        ("1f1b", True),
-        ("searched", False),
-    }
+    assert {(candidate.name, candidate.vocabulary) for candidate in plan.candidates} >= {("1f1b", False), ("1f1b", True)}
     assert not any(candidate.vocabulary for candidate in plan.candidates if candidate.name == "searched")
 
 

@@ -30,6 +30,7 @@ from penstock.runtime.model.hugging_face import HuggingFace
 from penstock.runtime.model.partition import Layers, Partition
 from penstock.runtime.parallel.gradients import GradScaler
 from penstock.runtime.parallel.mesh import device_mesh
+from penstock.runtime.parallel.vocabulary import CollectiveLane, SpreadEmbedding, SpreadHead
 from penstock.runtime.pipeline import Pipeline
 from penstock.runtime.sequence.prefix import Prefix, prefix_of
 from penstock.runtime.train.data_order import DataOrder
@@ -41,6 +42,7 @@ __all__ = [
     "Built",
     "Checkpoint",
     "Checkpoints",
+    "CollectiveLane",
     "DataOrder",
     "Drift",
     "GradScaler",
@@ -54,6 +56,8 @@ __all__ = [
     "Replayed",
     "Safetensors",
     "SequenceDims",
+    "SpreadEmbedding",
+    "SpreadHead",
     "StageOutput",
     "StepMetrics",
     "StepResult",
