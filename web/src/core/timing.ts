@@ -13,7 +13,7 @@ export function timeView(view: View, costs: Costs): Timing {
   const timing = emptyTiming(view, costs);
   const shared = costs.contention !== "independent";
   const reached = shared
-    ? runShared(view.graph, takes, timing, linksOf(view, costs.contention))
+    ? runShared(view.graph, takes, timing, linksOf(view, costs))
     : runIndependent(view.graph, takes, timing, view.messages.channel, view.channels.length);
   const stopped = reached.findIndex((node, rank) => node !== view.graph.bounds[rank + 1]);
   if (stopped >= 0) throw new TimingError(`rank ${stopped} never gets to its end`);

@@ -5,7 +5,9 @@ import type { Edit } from "./edits.ts";
 
 export type PerAction = number | (number | number[])[];
 export type PerStage = number | number[];
-export type Contention = "independent" | "pair" | "duplex" | "rank";
+export type Contention = "independent" | "pair" | "duplex" | "rank" | "links";
+/** One number, or a table with one row per sending rank and one value per receiving rank. */
+export type PerLink<Value> = Value | Value[][];
 
 /** What actions take, hold and send: one number, one a stage, or one a stage and microbatch. */
 export interface Costs {
@@ -14,13 +16,16 @@ export interface Costs {
   w: PerAction;
   /** Full backward; i + w where it is null. */
   b: PerAction | null;
-  latency: number;
+  latency: PerLink<number>;
   activation: PerAction;
   weight_stash: PerAction;
   overlap: number;
   output: PerAction;
-  bandwidth: number | null;
+  /** Unlimited where it is null. */
+  bandwidth: PerLink<number | null>;
   contention: Contention;
+  /** With contention "links": the out lane and the in lane of each sending and receiving rank. */
+  lanes: [number, number][][] | null;
   parameters: PerStage;
   shard: PerStage;
   unshard: PerStage;
