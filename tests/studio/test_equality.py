@@ -130,7 +130,7 @@ def simulated(table: Table, costs: Costs) -> Timeline:
 @drawn
 @given(table=tables, data=st.data())
 def test_any_program_is_timed_the_same(page: Page, table: Table, data: st.DataObject) -> None:
-    chosen = data.draw(costs(table.stages, table.microbatches, contention=data.draw(contentions)))
+    chosen = data.draw(costs(table, contention=data.draw(contentions)))
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, source=SOURCE), chosen))
 
@@ -139,7 +139,7 @@ def test_any_program_is_timed_the_same(page: Page, table: Table, data: st.DataOb
 @drawn
 @given(table=tables, seed=st.integers(0, 1 << 32), contention=contentions)
 def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, seed: int, contention: str) -> None:
-    chosen = real_costs(table.stages, table.microbatches, Random(seed), contention)
+    chosen = real_costs(table, Random(seed), contention)
     timeline = simulated(table, chosen)
     check(timeline, asked(page, document(table, chosen, source=SOURCE), chosen))
 
@@ -149,7 +149,7 @@ def test_floating_point_sums_are_in_the_same_order(page: Page, table: Table, see
 @given(program=programs(schedules), seed=st.integers(0, 1 << 32))
 def test_measured_times_are_explained_the_same_way(page: Page, program: Program, seed: int) -> None:
     random = Random(seed)
-    chosen = real_costs(program.stages, program.microbatches, random, "independent")
+    chosen = real_costs(program, random, "independent")
     timeline = measured(simulated(program, chosen), np.random.default_rng(seed))
     said = asked(page, timeline_document(timeline, source=SOURCE), None)
     check(timeline, said)
@@ -175,7 +175,7 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
     """Long sums are computed pairwise, which matters only with many ranks."""
     schedule = ps.schedule("dualpipe-v", 10, 22)
     table = ps.lower(schedule, fsdp=True) if lowered else schedule
-    timeline = simulate(table, real_costs(table.stages, table.microbatches, Random(3), contention), engine="plain")
+    timeline = simulate(table, real_costs(table, Random(3), contention), engine="plain")
     said = asked(page, document(table, source=SOURCE), timeline.costs)
     check(timeline, said)
 
@@ -183,7 +183,7 @@ def test_a_schedule_of_many_ranks_is_timed_the_same(page: Page, lowered: bool, c
 @pytest.mark.parametrize("name", ["seq1f1b", "seq-zb-h1", "slimpipe", "zbv"])
 def test_sliced_schedules_are_timed_the_same(page: Page, name: str) -> None:
     table = ps.schedule(name, ranks=3, microbatches=2, slices=3)
-    timeline = simulate(table, real_costs(table.stages, table.units, Random(5), "independent"), engine="plain")
+    timeline = simulate(table, real_costs(table, Random(5), "independent"), engine="plain")
     view = timeline_document(timeline, source=SOURCE)
     assert (view["slices"], view["microbatches"]) == (3, 6)
     said = asked(page, view, timeline.costs)
@@ -197,7 +197,7 @@ def test_times_of_three_overlapped_actions_are_added_as_in_the_library(page: Pag
     rows = [["0F0", "0F1", "(0F2;0B0;0F3)OVERLAP_F_B", "(0B1;0B2;0B3)OVERLAP_F_B"]]
     table = ps.Schedule.from_actions(rows, ps.Placement.linear(1))
     for seed in range(20):
-        chosen = real_costs(1, 4, Random(seed), "independent")
+        chosen = real_costs(table, Random(seed), "independent")
         check(simulate(table, chosen), asked(page, document(table, source=SOURCE), chosen))
 
 

@@ -390,7 +390,7 @@ class _View:
         costs = read_costs(text)
         shape = document["stages"], document["ranks"], document["slices"]
         costs = divide_among_stages(costs, *shape) if self.per is Per.RANK else costs
-        costs.check(document["stages"], document["microbatches"])
+        costs.check(document["stages"], document["microbatches"], document["ranks"])
         return costs.to_json()
 
 

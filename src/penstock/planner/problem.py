@@ -11,6 +11,7 @@ import numpy as np
 from penstock.errors import CostsError
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
+from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
 from penstock.planner.partition.stage_costs import sliced_stage_costs, stage_costs
@@ -84,7 +85,7 @@ class Problem:
             raise CostsError(f"{self.microbatches} microbatches: there must be at least 1")
         if self.slices > 1 and len(self.placement.copies) > 1:
             raise CostsError(f"{self.slices} slices on a placement with {len(self.placement.copies)} copies of the model: take one copy")
-        self.costs.check(self.stages, self.units)
+        self.costs.check(self.stages, self.units, self.ranks)
         if self.memory_limit is None:
             return
         limits = tuple(float(limit) for limit in self.memory_limit)
@@ -129,6 +130,20 @@ class Problem:
     def static_memory(self) -> tuple[float, ...]:
         """Memory that each rank holds all the time: the parameters of its stages."""
         return tuple(self.costs.per_rank("parameters", self.placement).tolist())
+
+    @cached_property
+    def hops(self) -> tuple[Floats, Floats]:
+        """Times of messages, by stage (row) and unit (column): from the stage before to this one, and of the gradient that goes back.
+
+        They are 0 for the first stage and within a rank.
+        """
+        shape = (self.stages, self.units)
+        ranks, sizes = self.placement.ranks_of(*np.indices(shape)), self.costs.table("output", *shape)
+        up, back = np.zeros(shape), np.zeros(shape)
+        crosses = ranks[1:] != ranks[:-1]
+        up[1:] = np.where(crosses, self.costs.travel(sizes[:-1], ranks[:-1], ranks[1:]), 0.0)
+        back[1:] = np.where(crosses, self.costs.travel(sizes[:-1], ranks[1:], ranks[:-1]), 0.0)
+        return up, back
 
     @cached_property
     def work(self) -> float:

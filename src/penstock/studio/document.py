@@ -54,7 +54,7 @@ def document(
     """Describe a table for the page; one that cannot run is drawn as a grid with the findings at their places."""
     costs = Costs() if costs is None else costs
     refuse_copies(table)
-    costs.check(table.stages, table.units)
+    costs.check(table.stages, table.units, table.ranks)
     check_costs(costs.to_json())
     all_findings = list(findings)
     return {

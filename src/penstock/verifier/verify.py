@@ -118,7 +118,7 @@ def _context(
     if outstanding is not None and (type(outstanding) is not int or outstanding < 0):
         raise ScheduleError(f"max_outstanding_sends={outstanding!r}: it must be a whole number of at least 0")
     costs = costs or Costs()
-    costs.check(table.stages, table.units)
+    costs.check(table.stages, table.units, table.ranks)
     limits, in_bytes = _limits("memory_limit", memory_limit, table.ranks)
     host_limits, host_in_bytes = _limits("host_memory_limit", host_memory_limit, table.ranks)
     return Context(table, semantics, costs, limits, host_limits, in_bytes=in_bytes or host_in_bytes, max_outstanding_sends=outstanding)

@@ -36,6 +36,17 @@ PLACEMENTS = (
 """With the most microbatches that are drawn."""
 
 
+def draw_links(chance: random.Random, ranks: int) -> dict[str, Any]:
+    """The same for all pairs of ranks, or any of two latencies and bandwidths for each pair and direction."""
+    links: dict[str, Any] = {"latency": chance.choice((0.0, 0.0, 1.0)), "bandwidth": chance.choice((None, None, 2.0))}
+    if chance.random() < 0.4:
+        links = {name: [[chance.choice(of) for _ in range(ranks)] for _ in range(ranks)] for name, of in UNEQUAL.items()}
+    return links
+
+
+UNEQUAL: dict[str, tuple[float | None, ...]] = {"latency": (0.0, 1.0, 3.0), "bandwidth": (None, 2.0, 0.5)}
+
+
 def draw_problem(chance: random.Random) -> Problem:
     """Whole times of at least 1, sizes in tenths, and a limit from what one microbatch needs to twice that."""
     placement, most = chance.choice(PLACEMENTS)
@@ -50,8 +61,7 @@ def draw_problem(chance: random.Random) -> Problem:
     activation = draw(0.5, 1.0, 2.0)
     output = [chance.choice((0.0, 0.1, 1.0, 3.0)) for _ in range(stages)]
     stash = [chance.choice((0.0, 0.5)) * size for size in activation]
-    links = {"latency": chance.choice((0.0, 0.0, 1.0)), "bandwidth": chance.choice((None, None, 2.0))}
-    costs = Costs(**times, activation=activation, output=output, weight_stash=stash, **links)
+    costs = Costs(**times, activation=activation, output=output, weight_stash=stash, **draw_links(chance, placement.ranks))
     limit = []
     for rank in range(placement.ranks):
         mine = placement.stages_of(rank)

@@ -50,7 +50,7 @@ def timed(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     schedule = schedule.with_graph(StageGraph.chain(schedule.stages))
     contention = draw(draws.contentions)
     amounts = draws.eighths if contention == "independent" else draws.some_eighths
-    return schedule, draw(draws.costs(schedule.stages, schedule.units, amounts, contention))
+    return schedule, draw(draws.costs(schedule, amounts, contention))
 
 
 @settings(deadline=None, max_examples=80)

@@ -81,11 +81,9 @@ def find_time_unit(problem: Problem) -> float | None:
     costs, shape = problem.costs, (problem.stages, problem.units)
     if costs.overlap != 1.0:
         return None
-    values = [costs.latency, *costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
-    if costs.bandwidth is not None:
-        values += [costs.latency + size / costs.bandwidth for size in costs.table("output", *shape).ravel().tolist()]
-    for name in ("f", "i", "w", "b"):
-        values += costs.table(name, *shape).ravel().tolist()
+    values = [*costs.per_stage("reduce", problem.stages), *costs.per_stage("optimizer", problem.stages)]
+    for table in (*problem.hops, *(costs.table(name, *shape) for name in ("f", "i", "w", "b"))):
+        values += np.unique(table).tolist()
     unit = common_unit(values)
     return None if unit is None else float(unit)
 

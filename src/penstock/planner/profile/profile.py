@@ -15,6 +15,7 @@ import numpy as np
 from penstock.errors import CostsError, FileFormatError, nearest
 from penstock.ir.costs import Costs
 from penstock.ir.formats.reading import read_settings, suffix_of
+from penstock.ir.formats.toml_form import toml_value
 from penstock.ir.rows import Floats
 from penstock.planner.profile.slices import TERMS, SliceCost, SliceCosts, list_prefixes
 from penstock.text.units import parse_size
@@ -363,16 +364,9 @@ def _toml_lines(data: dict[str, Any], prefix: str) -> Iterator[str]:
     tables = {name: value for name, value in data.items() if isinstance(value, list)}
     for name, value in data.items():
         if name not in tables:
-            yield f"{name} = {_toml_value(value)}"
+            yield f"{name} = {toml_value(value)}"
     for name, rows in tables.items():
         for row in rows:
             yield ""
             yield f"[[{prefix}{name}]]"
             yield from _toml_lines(row, f"{prefix}{name}.")
-
-
-def _toml_value(value: Any) -> str:
-    """A plain value, or a table in one line."""
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{name} = {_toml_value(inner)}" for name, inner in value.items()) + "}"
-    return json.dumps(value, ensure_ascii=False)
