@@ -80,6 +80,8 @@ class Candidate:
     """Slices that each sequence is cut into."""
     slice_lengths: tuple[int, ...] = ()
     """Tokens of each slice, if there are several."""
+    devices: tuple[int, ...] = ()
+    """The device of a cluster that each rank is, if they differ."""
     timed: tuple[Problem, Schedule, Timeline] | None = field(default=None, compare=False, repr=False)
     """The timed schedule, while a plan is being made."""
     place: int = field(default=-1, compare=False, repr=False)
@@ -89,7 +91,8 @@ class Candidate:
     def untimed(cls, name: str, problem: Problem, verdict: Verdict, reason: str) -> Candidate:
         """A candidate that was ruled out before it was timed."""
         shape = problem.placement.kind, problem.placement.chunks, problem.microbatch, problem.microbatches, sum(problem.recompute)
-        return cls(name, *shape, verdict.value, reason, slices=problem.slices, slice_lengths=problem.lengths)
+        options = {"slices": problem.slices, "slice_lengths": problem.lengths, "devices": problem.devices}
+        return cls(name, *shape, verdict.value, reason, **options)  # type: ignore[arg-type]
 
     @classmethod
     def of_timeline(cls, name: str, problem: Problem, schedule: Schedule, timeline: Timeline) -> Candidate:
@@ -181,6 +184,8 @@ class Candidate:
         values = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in _IN_THE_MAKING}
         if self.slices == 1:
             del values["slices"], values["slice_lengths"]
+        if not self.devices:
+            del values["devices"]
         return {name: value for name, value in values.items() if value is not None}
 
     @classmethod
@@ -188,9 +193,9 @@ class Candidate:
         known = {item.name for item in fields(cls)} - _IN_THE_MAKING
         if not isinstance(data, dict) or not set(data) <= known:
             raise FileFormatError(file, f"an alternative has other fields than {', '.join(sorted(known))}: {data!r}")
-        sizes, lengths = data.get("sizes"), tuple(data.get("slice_lengths", ()))
+        sizes, lengths, devices = data.get("sizes"), tuple(data.get("slice_lengths", ())), tuple(data.get("devices", ()))
         try:
-            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths})
+            return cls(**{**data, "sizes": None if sizes is None else tuple(sizes), "slice_lengths": lengths, "devices": devices})
         except TypeError as error:
             raise FileFormatError(file, f"an alternative: {error}") from None
 

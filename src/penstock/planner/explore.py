@@ -23,6 +23,7 @@ from penstock.planner.named_schedules import (
     list_candidates,
     list_searchable_problems,
     one_at_a_time,
+    reassign,
     recut,
     shift_lengths,
     time_named,
@@ -107,7 +108,14 @@ class Explorer:
         rest = limits, request.recompute, request.barrier, request.split
         return min(
             OverallBound(
-                profile, request.count_microbatches(profile), request.ranks, self._copies, *rest, slices, request.least_slice
+                profile,
+                request.count_microbatches(profile),
+                request.ranks,
+                self._copies,
+                *rest,
+                slices,
+                request.least_slice,
+                request.cluster,
             ).value()
             for profile in request.profiles
             for slices in request.slices
@@ -154,7 +162,9 @@ class Explorer:
     def time_named(self) -> None:
         """Time every named schedule at every microbatch size."""
         request = self.request
-        usable, self.refused = list_candidates(request.names, request.ranks, len(request.profile), request.slices, request.no_slices)
+        usable, self.refused = list_candidates(
+            request.names, request.ranks, len(request.profile), request.slices, request.no_slices, cluster=request.cluster
+        )
         todo = sorted(((named, profile) for profile in request.profiles for named in usable), key=partial(order_by_effort, request))
         simulate(lower(one_at_a_time(Placement.linear(1), 1)), Costs())  # loads the compiled simulator before anything is measured
         share = _NAMED_SHARE if request.searches else 1.0
@@ -197,7 +207,8 @@ class Explorer:
         for candidate in sorted(self.fitting, key=lambda candidate: candidate.time_or_inf)[:_RECUT]:
             if best is None or candidate.time_or_inf > best.time_or_inf * (1 + _NEARLY):
                 continue
-            better = recut(candidate, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
+            better = reassign(candidate, self.request, partial(self._is_over, "devices not exchanged", candidate.problem.cells, share))
+            better = recut(better, partial(self._is_over, "cuts not shifted", candidate.problem.cells, share))
             if candidate.slices > 1:
                 is_over = partial(self._is_over, "lengths of slices not shifted", candidate.problem.cells, share)
                 better = shift_lengths(better, self.request.granularity, is_over)

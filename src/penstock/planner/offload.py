@@ -42,7 +42,8 @@ class OffloadProblem(Problem):
     @classmethod
     def of(cls, problem: Problem, request: Request) -> OffloadProblem:
         values: dict[str, Any] = {item.name: getattr(problem, item.name) for item in fields(problem)}
-        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=request.host_limits)
+        host = request.host_limits_of(problem.assignment)
+        return cls(**{**values, "memory_limit": None}, device_limits=problem.limits, host_limits=host)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -94,7 +95,8 @@ def is_held_back(candidate: Candidate, request: Request) -> bool:
 def _even_problems(candidate: Candidate, request: Request) -> Sequence[Problem]:
     problem = candidate.problem
     assert problem.profile is not None
-    return request.make_problems(problem.profile, problem.placement, problem.recompute)
+    problems = request.make_problems(problem.profile, problem.placement, problem.recompute)
+    return [other for other in problems if other.devices == problem.devices]
 
 
 def offload(candidate: Candidate, request: Request) -> Candidate | None:
@@ -174,7 +176,7 @@ class _Moving:
                 flags = tuple(
                     again or rank in choice.recomputed for again, rank in zip(problem.recompute, problem.placement.copies[0], strict=True)
                 )
-                problem = self.request.make_problem(problem.profile, problem.placement, problem.sizes, flags)
+                problem = self.request.make_problem(problem.profile, problem.placement, problem.sizes, flags, assignment=problem.assignment)
             schedule = self.candidate.schedule
             if any(choice.shares):
                 schedule = move_activations(schedule, Offload(choice.shares, choice.ahead))

@@ -9,11 +9,13 @@ from functools import cached_property
 import numpy as np
 
 from penstock.errors import CostsError
+from penstock.ir.cluster import Cluster
 from penstock.ir.costs import Costs
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats
 from penstock.ir.schedule import Schedule
 from penstock.passes.lower import lower
+from penstock.planner.partition.assignment import Assignment
 from penstock.planner.partition.stage_costs import sliced_stage_costs, stage_costs
 from penstock.planner.profile import Profile
 from penstock.simulator.simulate import simulate
@@ -51,6 +53,8 @@ class Problem:
     """Slices that each microbatch is cut into along the sequence."""
     lengths: tuple[int, ...] = ()
     """Tokens of each slice, if there are several and the problem was cut from a model."""
+    assignment: Assignment | None = field(default=None, compare=False, repr=False)
+    """Which device of a cluster each rank is, if the problem was cut for one."""
 
     @classmethod
     def cut(  # noqa: PLR0917
@@ -64,21 +68,26 @@ class Problem:
         barrier: bool = True,
         split: bool = True,
         lengths: tuple[int, ...] = (),
+        assignment: Assignment | None = None,
     ) -> Problem:
-        """The problem of a model that is cut into stages of these sizes, and its sequences into slices of these lengths."""
+        """The problem of a model that is cut into stages of these sizes, and its sequences into slices of these lengths.
+
+        With an `assignment`, the stages take as long as on its devices. The memory limits are those of the ranks.
+        """
+        cluster = None if assignment is None else assignment.cluster
         if lengths:
-            costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches)
+            costs = sliced_stage_costs(profile, sizes, placement, recompute, lengths, microbatches, cluster)
         else:
-            costs = stage_costs(profile, sizes, placement, recompute)
+            costs = stage_costs(profile, sizes, placement, recompute, cluster)
         slices = max(len(lengths), 1)
-        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths)
+        return cls(placement, microbatches, costs, memory_limit, barrier, split, profile, sizes, recompute, slices, lengths, assignment)
 
     def recut(self, sizes: tuple[int, ...], lengths: tuple[int, ...] | None = None) -> Problem:
         """The same model with other stage sizes, and with other lengths of its slices if they are given."""
         assert self.profile is not None
         lengths = self.lengths if lengths is None else lengths
         shape = self.profile, self.placement, self.microbatches, sizes, self.recompute
-        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths)
+        return Problem.cut(*shape, self.memory_limit, self.barrier, self.split, lengths, self.assignment)
 
     def __post_init__(self) -> None:
         if self.microbatches < 1:
@@ -119,7 +128,17 @@ class Problem:
     @property
     def key(self) -> tuple[object, ...]:
         """Identifies a problem among those of one request."""
-        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths
+        return self.microbatch, self.placement.copies, self.sizes, self.recompute, self.lengths, self.devices
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of a cluster that each rank is; empty without a cluster."""
+        return () if self.assignment is None else self.assignment.devices
+
+    @property
+    def cluster(self) -> Cluster | None:
+        """The cluster with its devices in the order of the ranks."""
+        return None if self.assignment is None else self.assignment.cluster
 
     @property
     def limits(self) -> tuple[float, ...]:

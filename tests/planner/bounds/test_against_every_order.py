@@ -207,7 +207,8 @@ def test_no_partition_is_quicker_than_the_overall_bound(seed: int) -> None:
 
 
 def test_the_overall_bound_is_reached_with_even_layers() -> None:
-    """One rank has nothing to wait for: its work is the bound. Two wait for one layer at least."""
-    layers = [ps.Layer(f=1, i=1, w=1)] * 4
-    assert OverallBound(ps.Profile(layers), 3, 1).value() == 36.0
-    assert OverallBound(ps.Profile(layers), 3, 2).value() == 18.0 + 0.5
+    """One rank has nothing to wait for: its work is the bound. Of two ranks with two layers each, one waits for one layer at least."""
+    profile = ps.Profile([ps.Layer(f=1, i=1, w=1)] * 4)
+    assert OverallBound(profile, 3, 1).value() == 36.0
+    assert OverallBound(profile, 3, 2).value() == 18.0 + 1.0
+    assert EveryOrder(Problem.cut(profile, Placement.v(2), 3, (1,) * 4, (False,) * 4), 10**5).beat(19.5)[0] == 19.0

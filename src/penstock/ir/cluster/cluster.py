@@ -77,6 +77,11 @@ class Speeds:
         """Whether everything takes as long as the profile says."""
         return self == Speeds()
 
+    def on_layer(self, layer: int) -> tuple[float, float, float, float]:
+        """The speeds of f, i, w and the optimizer on a layer."""
+        f, i, w, optimizer = (value[layer] if isinstance(value, tuple) else value for value in (self.f, self.i, self.w, self.optimizer))
+        return f, i, w, optimizer
+
     def describe(self) -> str:
         """One number, or one per kind; the mean over layers that differ."""
         means = [_mean(value) for value in (self.f, self.i, self.w)]
@@ -418,6 +423,23 @@ class Cluster:
         """The least time of a message of this size between any two devices; 0 if there is only one."""
         latency, bandwidth = self._rates
         return 0.0 if len(self.devices) == 1 else float((latency + size / bandwidth).min())
+
+    def least_tour(self, size: float) -> float:
+        """The least time of messages of this size there and back over links that connect all devices: a spanning tree.
+
+        >>> Cluster([Device()] * 3, latency=[[0, 1, 9], [2, 0, 4], [9, 4, 0]]).least_tour(0.0)
+        11.0
+        """
+        latency, bandwidth = self._rates
+        there = latency + size / bandwidth
+        both, total, left = there + there.T, 0.0, list(range(1, len(self.devices)))
+        near = both[0].copy()
+        while left:
+            device = min(left, key=near.__getitem__)
+            left.remove(device)
+            total += float(near[device])
+            near = both[device].clip(max=near)
+        return total
 
     # Files ------------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.errors import PlacementError
+from penstock.ir.cluster import Cluster
 from penstock.ir.placement import Placement
 from penstock.ir.rows import Floats, Ints
 from penstock.planner.partition.layer_runs import SLACK, Cutting, LayerRuns, PeakMoment, memory_over
@@ -62,6 +63,7 @@ def cut_layers(
     moments: Sequence[PeakMoment] = (),
     slack: float = 0.0,
     lengths: Sequence[int] = (),
+    cluster: Cluster | None = None,
 ) -> LayerCut:
     """Cut the layers into the placement's stages: contiguous, at least one layer per stage.
 
@@ -70,14 +72,17 @@ def cut_layers(
     This is exact if each rank holds one stage, or a stage and its mirror image, and if branch and bound finishes; else cuts are
     shifted while that helps. If nothing fits, the cuts come as near as possible. A stage with `recompute` runs its forward
     again before its backward and keeps only its input. With `slack`, the load may exceed the least one by that share if stages
-    become more even. With `lengths`, sequences are cut into slices of so many tokens.
+    become more even. With `lengths`, sequences are cut into slices of so many tokens. With a `cluster`, its devices are those of the
+    ranks: a faster one gets more layers.
     """
+    if cluster is not None:
+        cluster.check_ranks(placement.ranks)
+        cluster.check_copies(len(placement.copies))
     flags = (recompute,) * placement.stages if isinstance(recompute, bool) else tuple(recompute)
     if len(profile) < placement.stages:
         raise PlacementError(f"{len(profile)} layers are too few for {placement.stages} stages: take fewer ranks or chunks")
-    cutting = Cutting(
-        LayerRuns(profile, tuple(lengths)), placement, flags, None if limits is None else tuple(limits), tuple(moments), slack
-    )
+    runs, within = LayerRuns(profile, tuple(lengths)), None if limits is None else tuple(limits)
+    cutting = Cutting(runs, placement, flags, within, tuple(moments), slack, cluster)
     cuts, exact = _cuts(cutting) if len(profile) > placement.stages else (np.arange(placement.stages + 1), True)
     row = cuts[None, :]
     excesses = tuple(cutting.excesses(row)[0].tolist())
@@ -94,7 +99,7 @@ def _cuts(cutting: Cutting) -> tuple[Ints, bool]:
     cuts = _shift_cuts(cutting, _minimise([cutting.times(stage) for stage in range(cutting.stages)], np.maximum)[0])
     fits = not cutting.excesses(cuts[None, :]).any()
     if fits and float(cutting.loads(cuts[None, :]).max()) <= cutting.even_load * (1 + SLACK):
-        return cuts, True  # no cuts can have a load below the mean of the ranks
+        return cuts, True
     if not _is_nested(placement):
         if not fits:
             return cuts, False
@@ -130,13 +135,14 @@ def _stage_tables(cutting: Cutting) -> Iterator[tuple[Floats, Floats]]:
         limit, moments = math.inf, []
         if cutting.limits is not None:
             limit, moments = cutting.limits[rank], [replace(moment, rank=0) for moment in cutting.moments_of(rank)]
-        key = recompute, limit, tuple(moments)
+        times = cutting.times(stage)
+        key = recompute, limit, tuple(moments), id(times)
         if key not in known:
-            excess = np.zeros_like(cutting.times(stage))
+            excess = np.zeros_like(times)
             for moment in moments:
                 held = cutting.runs.held(recompute, *moment.activations, *moment.stashes) + cutting.runs.reserves[recompute]
                 excess = np.maximum(excess, memory_over(held + moment.other, limit))
-            known[key] = excess, np.where(excess > 0, np.inf, cutting.times(stage))
+            known[key] = excess, np.where(excess > 0, np.inf, times)
         yield known[key]
 
 
@@ -234,14 +240,15 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
     It walks depth first over the ends of one stage after the other that keep all ranks below the best load.
     """
     layers, copies = cutting.runs.layers, cutting.placement.copies
-    tables = {flag: cutting.times(cutting.recompute.index(flag)).tolist() for flag in set(cutting.recompute)}
-    least = cutting.share * cutting.runs.times[False]
+    lists = {id(table): table.tolist() for table in map(cutting.times, range(cutting.stages))}
+    tables = [lists[id(cutting.times(stage))] for stage in range(cutting.stages)]
+    work, speeds = cutting.runs.times[False][:, -1].tolist(), cutting.speeds.tolist()
     best, load, nodes = cuts, float(cutting.loads(cuts[None, :]).max()), 1
 
     def list_ends(cuts: list[int], loads: list[float]) -> Iterator[int]:
         """The ends of the next stage; none if the remaining layers do not fit below the best load on all ranks together."""
         left, first = cutting.stages - len(cuts), cuts[-1]
-        if len(copies) * float(least[first, -1]) >= sum(load - taken for taken in loads) * (1 + SLACK):
+        if work[first] >= sum((load - taken) * speed for taken, speed in zip(loads, speeds, strict=True)) * (1 + SLACK):
             return iter(())
         return iter(range(first + 1, layers - left + 1) if left else [layers])
 
@@ -253,7 +260,7 @@ def _branch_and_bound(cutting: Cutting, cuts: Ints) -> tuple[Ints, bool]:
         if end is not None:
             loads = list(loads)
             for copy in copies:
-                loads[copy[stage]] += tables[cutting.recompute[stage]][before[-1]][end]
+                loads[copy[stage]] += tables[stage][before[-1]][end]
         if end is None or max(loads) >= load * (1 - SLACK):
             path.pop()
         elif end < layers:
@@ -322,27 +329,29 @@ class _Nested:
 
     def _lengths(self, pair: int, load: float) -> list[tuple[int, int]]:
         """Possible numbers of layers of the two stages of a pair."""
-        flags = [self.cutting.recompute[stage] for stage in (pair, self.cutting.stages - 1 - pair)]
-        least, most = ([self._extremes[again][side] for again in flags] for side in (0, 1))
-        fits = least[0][:, None] + least[1][None, :] <= load * (1 + SLACK)
-        fits &= most[0][:, None] + most[1][None, :] >= self._floor(load)
+        (least, most), (other_least, other_most) = (self._extremes(stage) for stage in (pair, self.cutting.stages - 1 - pair))
+        fits = least[:, None] + other_least[None, :] <= load * (1 + SLACK)
+        fits &= most[:, None] + other_most[None, :] >= self._floor(pair, load)
         one, other = np.nonzero(fits)
         return [(int(a) + 1, int(b) + 1) for a, b in zip(one, other, strict=True) if a + b + 2 <= self._longest + 1]
 
-    def _floor(self, load: float) -> float:
-        """The least load of any rank if none is above `load`: the others cannot take more of the total."""
-        ranks = self.cutting.placement.ranks
-        return ranks * self.cutting.even_load * (1 - SLACK) - (ranks - 1) * load * (1 + SLACK)
+    def _floor(self, pair: int, load: float) -> float:
+        """The least load of the ranks of a pair if none is above `load`: the others cannot take more of the total."""
+        speeds = self.cutting.speeds
+        own = float(speeds[self._ranks[pair]].max())
+        return (self.cutting.work * (1 - SLACK) - (float(speeds.sum()) - own) * load * (1 + SLACK)) / own
+
+    def _extremes(self, stage: int) -> tuple[Floats, Floats]:
+        """The least and the most time of n layers in a row as this stage, for each n from 1."""
+        times = self.cutting.times(stage)
+        if id(times) not in self._known_extremes:
+            runs = [np.diagonal(times, length) for length in range(1, self._longest + 1)]
+            self._known_extremes[id(times)] = np.array([run.min() for run in runs]), np.array([run.max() for run in runs])
+        return self._known_extremes[id(times)]
 
     @cached_property
-    def _extremes(self) -> dict[bool, tuple[Floats, Floats]]:
-        """The least and the most time of n layers in a row, for each n from 1, by whether they are recomputed."""
-        extremes = {}
-        for again in set(self.cutting.recompute):
-            times = self.cutting.times(self.cutting.recompute.index(again))
-            runs = [np.diagonal(times, length) for length in range(1, self._longest + 1)]
-            extremes[again] = np.array([run.min() for run in runs]), np.array([run.max() for run in runs])
-        return extremes
+    def _known_extremes(self) -> dict[int, tuple[Floats, Floats]]:
+        return {}
 
     def run(self, load: float, squares: bool) -> Ints | None:
         """The cuts that fit with the least largest load; with `squares`, those with the most even stages and no load above `load`."""
@@ -377,7 +386,7 @@ class _Nested:
         lengths = {pair: one, self.cutting.stages - 1 - pair: other}
         first, second = (np.diagonal(self.cutting.times(stage), length) for stage, length in lengths.items())
         time = first[:, None] + second[None, :]
-        fits = (time <= load * (1 + SLACK)) & (time >= self._floor(load))
+        fits = (time <= load * (1 + SLACK)) & (time >= self._floor(pair, load))
         for rank in self._ranks[pair] if self.cutting.limits is not None else ():
             fits &= self._fits_memory(rank, lengths)
         if not fits.any():
